@@ -1,4 +1,4 @@
-"""Examples and claims of the documentation agree with the code, where that is cheap to check."""
+"""Examples and claims of the documentation match the code, where that is cheap to check."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_begins_with_its_title(page: Path) -> None:
-    """Rows of a table once stood before it, on the same line."""
+    """Rows of a table were once before the title, on the same line."""
     lines = page.read_text(encoding="utf-8").splitlines()
     assert lines[0].startswith("# ")
     assert not [line for line in lines if line.startswith("|") and "||" in line]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_pictures_and_pages_that_are_linked_exist(page: Path) -> None:
+def test_linked_pictures_and_pages_exist(page: Path) -> None:
     linked = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     assert not [link for link in linked if not (page.parent / link).exists()]
 
@@ -32,11 +32,11 @@ def test_live_recovery_is_not_called_missing() -> None:
     assert "not built" not in (ROOT / "docs/simulate.md").read_text(encoding="utf-8")
 
 
-def shown(page: str, command: str) -> str:
-    """The block that follows the one, or the line, with this command."""
+def output_block(page: str, command: str) -> str:
+    """Return the block after the block, or the line, with this command."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    _, found, rest = text.partition(command)
-    assert found, f"{page} does not show {command}"
+    _, match, rest = text.partition(command)
+    assert match, f"{page} does not show {command}"
     return rest.split("```\n")[2 if rest.startswith("\n```\n") else 1].split("```")[0]
 
 
@@ -51,8 +51,10 @@ def shown(page: str, command: str) -> str:
         ),
     ],
 )
-def test_an_example_is_what_the_command_prints(page: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_example_matches_the_output_of_the_command(
+    page: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(shlex.split(command)[1:], debug=False) == 0
-    # The command to paste begins with however this one was started.
+    # The command to paste begins with the path that started this program.
     printed = re.sub(r"(?m)^  .* train ", "  shoal train ", capsys.readouterr().out)
-    assert shown(page, command).split() == printed.split()
+    assert output_block(page, command).split() == printed.split()

@@ -1,4 +1,4 @@
-"""Files of records on a disk that is full for a while: no line is lost, none is torn, and the order stays."""
+"""Event files on a disk that is temporarily full: no line is lost or torn, and the order is kept."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ def numbers(path: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [0, 7, 100, 345, 346, 347])
-def test_lines_are_kept_and_written_in_order(tmp_path: Path, size: int) -> None:
-    said: list[str] = []
-    log = EventLog(tmp_path / "log.jsonl", 0, said.append)
+def test_lines_of_a_full_disk_are_kept_and_written_in_order(tmp_path: Path, size: int) -> None:
+    messages: list[str] = []
+    log = EventLog(tmp_path / "log.jsonl", 0, messages.append)
     with no_file_beyond(size):
         for n in range(50):
             log.append({"n": n})
-        assert numbers(log.path) == list(range(len(numbers(log.path)))), "half a line, or one that is out of order"
+        assert numbers(log.path) == list(range(len(numbers(log.path)))), "a line is torn or out of order"
         assert len(numbers(log.path)) + log.kept == 50
     log.append({"n": 50})
     log.close()
     assert numbers(log.path) == list(range(51))
     kept = 50 - size // 8 if size <= 80 else None
-    assert len(said) == 2, said
-    assert "kept in memory and written later" in said[0]
-    assert said[1].startswith(f"writing {log.path} works again; ")
-    assert kept is None or f"; {kept} lines were kept and are written" in said[1]
+    assert len(messages) == 2, messages
+    assert "kept in memory and written later" in messages[0]
+    assert messages[1].startswith(f"writing {log.path} works again; ")
+    assert kept is None or f"; {kept} lines were kept and are written" in messages[1]
 
 
-def test_a_disk_that_fills_and_empties_often(tmp_path: Path) -> None:
+def test_no_line_is_lost_on_a_disk_that_fills_and_empties_often(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "log.jsonl", 0, lambda text: None)
     for n in range(300):
         with no_file_beyond(log.path.stat().st_size + n % 13) if n % 3 else contextlib.nullcontext():
@@ -49,20 +49,20 @@ def test_a_disk_that_fills_and_empties_often(tmp_path: Path) -> None:
     assert numbers(log.path) == list(range(300))
 
 
-def test_more_lines_than_memory_is_given_for_are_dropped_and_said_to_be(tmp_path: Path) -> None:
-    said: list[str] = []
-    log = EventLog(tmp_path / "log.jsonl", 0, said.append, most_kept=10)
+def test_lines_beyond_the_memory_limit_are_dropped_and_reported(tmp_path: Path) -> None:
+    messages: list[str] = []
+    log = EventLog(tmp_path / "log.jsonl", 0, messages.append, most_kept=10)
     with no_file_beyond(0):
         for n in range(25):
             log.append({"n": n})
         assert (log.kept, log.dropped, log.flush(timeout_s=0)) == (10, 15, 25)
     assert log.flush() == 15
     assert numbers(log.path) == list(range(15, 25))
-    assert "its oldest lines are dropped from now on" in said[1]
-    assert said[2].endswith("10 lines were kept and are written; 15 older ones are lost")
+    assert "its oldest lines are dropped from now on" in messages[1]
+    assert messages[2].endswith("10 lines were kept and are written; 15 older ones are lost")
 
 
-def test_nothing_is_promised_to_be_on_disk_while_lines_wait(tmp_path: Path) -> None:
+def test_sync_fails_while_lines_are_kept_in_memory(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "log.jsonl", 0, lambda text: None)
     with no_file_beyond(0):
         log.append({"n": 0})
@@ -73,7 +73,7 @@ def test_nothing_is_promised_to_be_on_disk_while_lines_wait(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("torn", [b'{"n":2', b"\0" * 5000, b"{"], ids=["half", "zeros", "byte"])
-def test_half_a_line_of_a_killed_writer_is_cut_off(tmp_path: Path, torn: bytes) -> None:
+def test_the_torn_line_of_a_killed_writer_is_removed(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"n":0}\n{"n":1}\n' + torn)
     log = EventLog(path, 0)
@@ -82,8 +82,8 @@ def test_half_a_line_of_a_killed_writer_is_cut_off(tmp_path: Path, torn: bytes) 
     assert path.read_bytes() == b'{"n":0}\n{"n":1}\n{"n":3}\n'
 
 
-def test_a_record_that_lacks_only_its_line_end_gets_it(tmp_path: Path) -> None:
-    """Readers take it for a record, so the next writer does not write that step again: cut off, it would be lost."""
+def test_a_record_without_its_line_end_gets_one(tmp_path: Path) -> None:
+    """Readers accept it as a record, so the next writer does not write that step again: removed, it would be lost."""
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"n":0}\n{"n":1}')
     log = EventLog(path, 0)
@@ -92,10 +92,10 @@ def test_a_record_that_lacks_only_its_line_end_gets_it(tmp_path: Path) -> None:
     assert path.read_bytes() == b'{"n":0}\n{"n":1}\n{"n":2}\n'
 
 
-def test_a_line_that_comes_while_half_a_line_is_cut_off_is_not_lost(
+def test_a_line_appended_while_a_torn_line_is_removed_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other writer appends at the last moment: after the end of the file was looked at, before it is cut."""
+    """The other writer appends after the end of the file was read and before it is truncated."""
     path = tmp_path / "log.jsonl"
     log, other = EventLog(path, 0), EventLog(path, 1)
     path.write_bytes(b'{"n":0}\n{"n":')
@@ -115,7 +115,7 @@ def test_a_line_that_comes_while_half_a_line_is_cut_off_is_not_lost(
     other.close()
 
 
-def test_a_lock_that_a_frozen_process_holds_delays_a_line_and_does_not_stop_it(tmp_path: Path) -> None:
+def test_a_lock_held_by_a_frozen_process_only_delays_a_line(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     log = EventLog(path, 0)
     with path.open("a") as file:
@@ -125,7 +125,7 @@ def test_a_lock_that_a_frozen_process_holds_delays_a_line_and_does_not_stop_it(t
     log.close()
 
 
-def test_a_reader_that_begins_at_a_torn_end_gets_the_first_new_line(tmp_path: Path) -> None:
+def test_a_reader_that_starts_at_a_torn_line_gets_the_first_new_line(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"event":"old"}\n{"event":"ol')
     tail = EventTail(path)
@@ -137,7 +137,7 @@ def test_a_reader_that_begins_at_a_torn_end_gets_the_first_new_line(tmp_path: Pa
     assert [event["event"] for event in tail.poll()] == ["first", "second"]
 
 
-def test_lines_that_are_no_records_are_counted(tmp_path: Path) -> None:
+def test_unreadable_lines_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"n":0}\nnonsense\n\0\0\0\n[1]\n{"n":1}\n{"n"')
     tail = EventTail(path)
@@ -145,7 +145,7 @@ def test_lines_that_are_no_records_are_counted(tmp_path: Path) -> None:
     assert tail.unreadable == 3, "the torn last line may still be completed"
 
 
-def test_a_mark_is_of_whole_lines_and_notices_any_change(tmp_path: Path) -> None:
+def test_a_mark_covers_whole_lines_and_detects_any_change(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     marker = FileMarker(path)
     assert marker.mark() == FileMark(0, hashlib.sha256().hexdigest())
@@ -164,14 +164,14 @@ def test_a_mark_is_of_whole_lines_and_notices_any_change(tmp_path: Path) -> None
         assert not has_mark(path, mark)
 
 
-def test_a_log_may_record_its_own_trouble(tmp_path: Path) -> None:
+def test_a_log_can_record_its_own_write_errors(tmp_path: Path) -> None:
     """A rank's warning that its events cannot be written is one of these events."""
     log: EventLog
 
-    def tell(text: str) -> None:
+    def record_warning(text: str) -> None:
         log.append({"n": text.split(" ")[0]})
 
-    log = EventLog(tmp_path / "log.jsonl", 0, tell)
+    log = EventLog(tmp_path / "log.jsonl", 0, record_warning)
     with no_file_beyond(0):
         for n in range(3):
             log.append({"n": n})

@@ -1,4 +1,4 @@
-"""Anything may stand in a file or on a command line. Only our own errors come out of its readers, in bounded time."""
+"""Fuzz every reader of files and arguments: only shoal's own errors may be raised, in bounded time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ weight = 1.5
 host = "10.0.0.7"
 address = "10.0.0.7"
 """
-HOSTFILE = b"laptop-b slots=2\nlaptop-c:3\n192.168.1.9 # desk\n"
+HOSTFILE = b"laptop-b slots=2\nlaptop-c:3\n192.168.1.9 # attic\n"
 EVENT = b'{"event":"step","rank":0,"time":1.5,"step":3,"loss":2.5}\n'
 TOML_ODDITIES = st.sampled_from(
     [
@@ -78,7 +78,7 @@ ON = TEXT | st.builds(str.__add__, ON_WORDS, TEXT | st.from_regex(r"[0-9/.,a-z=%
 
 
 def file_of(name: str, read: Callable[[Path], object]) -> Callable[[bytes, Path], object]:
-    """Writes what was drawn where the reader looks for it."""
+    """Write the drawn bytes to the file that the reader opens."""
 
     def write_and_read(content: bytes, folder: Path) -> object:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -93,38 +93,38 @@ def run_file(name: str, read: Callable[[RunFolder], object]) -> Callable[[bytes,
 
 
 def follow(content: bytes, folder: Path) -> None:
-    """Read at once and in pieces, it is the same; a writer that comes afterwards is read too."""
+    """Check that reading in pieces equals reading at once, and that later events are read too."""
     path = folder / "events.jsonl"
     path.write_bytes(b"")
-    tail, heard = EventTail(path), []
+    tail, received = EventTail(path), []
     for at in range(0, len(content), max(1, len(content) // 3)):
         with path.open("ab") as file:
             file.write(content[at : at + max(1, len(content) // 3)])
-        heard += tail.poll()
+        received += tail.poll()
     log = EventLog(path, 0)
     log.write("step", step=1)
     log.close()
-    heard += tail.poll()
-    assert json.dumps(heard) == json.dumps(list(read_events(path)))
-    assert heard[-1]["step"] == 1
+    received += tail.poll()
+    assert json.dumps(received) == json.dumps(list(read_events(path)))
+    assert received[-1]["step"] == 1
 
 
 def watch_all(content: bytes, folder: Path) -> None:
-    """Whatever stands in the files of a run, everything that follows a run gets through it."""
+    """Check that every reader of a run handles these bytes in its files."""
     run = RunFolder(folder)
     run.config.write_bytes(CONFIG)
     for path in (run.events(0), run.journal("node1"), run.supervisor):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"")
     console = Console(file=io.StringIO(), force_terminal=False)
-    display, news, keeping = PlainDisplay(console, 100, "tiny"), RunEvents(run), SupervisorLog(run)
+    display, events, supervisor_log = PlainDisplay(console, 100, "tiny"), RunEvents(run), SupervisorLog(run)
     world = watching_world(run)
     for path in (run.events(0), run.journal("node1"), run.supervisor):
         path.write_bytes(content)
-    display([*keeping.poll(), *news.poll()])
+    display([*supervisor_log.poll(), *events.poll()])
     display(read_opening(run))
     with contextlib.suppress(ShoalError):
-        keeping.raise_error()
+        supervisor_log.raise_error()
     with contextlib.closing(world.log), contextlib.suppress(ShoalError):
         world._poll()
     tails = [EventTail(run.events(0))]
@@ -134,7 +134,7 @@ def watch_all(content: bytes, folder: Path) -> None:
 
 
 class LiveLink(AgentLink):
-    """An agent that is there and does nothing."""
+    """The link to an agent that is reachable and does nothing."""
 
     def send(self, line: bytes) -> None: ...
     def ended(self) -> str | None:
@@ -148,26 +148,26 @@ class LiveLink(AgentLink):
 
 
 def watching_world(run: RunFolder) -> Launch:
-    """The launcher's view of a run of one rank that is under way."""
+    """Make the launcher's view of a running run with one rank."""
     node = Node("node1", "127.0.0.1", None, slots=1, cores=1)
-    world = Launch(run, LocalCluster(1), EventLog(run.path / "told.jsonl", 0), launch_id="L")
+    world = Launch(run, LocalCluster(1), EventLog(run.path / "launcher.jsonl", 0), launch_id="L")
     world.agents = [AgentHandle(node, LiveLink(), EventTail(run.journal("node1")))]
     world.commands = [RankCommand("rank-0", node, (0,), ("python",), {})]
     return world
 
 
 def checkpoint_with(name: str) -> Callable[[bytes, Path], object]:
-    """Its sums are put right: what is wrong is not only noticed because a byte is another."""
+    """Correct the checksums too: damage must not be detected only by a checksum."""
 
     def write_and_read(content: bytes, folder: Path) -> object:
         tensors = {"weight": torch.zeros(2)}
-        found = CheckpointFolder(folder, keep=9).save(Checkpoint(Progress(1, 2), tensors, tensors))
-        (found / name).write_bytes(content)
+        saved = CheckpointFolder(folder, keep=9).save(Checkpoint(Progress(1, 2), tensors, tensors))
+        (saved / name).write_bytes(content)
         if name != "manifest.json":
-            manifest = json.loads((found / "manifest.json").read_text())
+            manifest = json.loads((saved / "manifest.json").read_text())
             manifest["sha256"][name] = hashlib.sha256(content).hexdigest()
-            (found / "manifest.json").write_text(json.dumps(manifest))
-        read = read_checkpoint(found)
+            (saved / "manifest.json").write_text(json.dumps(manifest))
+        read = read_checkpoint(saved)
         assert {type(number) for number in (read.progress.step, read.progress.cursor)} == {int}
         return read
 
@@ -178,7 +178,7 @@ def set_word(text: str, _: Path) -> object:
     return build_config(sets=[text])
 
 
-# What agents write, without the fields that every event has.
+# Events of agents, without the fields that every event has.
 OF_AGENTS: dict[str, dict[str, Any]] = {
             "ready": {"agent_mark": "m", "port": 1, "script_port": None, "interface": "lo", "cores": 2,
                       "cpu_only": True, "incarnation": 0, "highest_generation": 0},
@@ -198,7 +198,7 @@ OF_AGENTS: dict[str, dict[str, Any]] = {
             "refused": {"error": "RunFailed", "seen": "x"},
             "done": {"finished": True},
         }  # fmt: skip
-# One of each kind that a reader takes something from: of ranks, agents and the supervisor.
+# One event of each kind that a reader uses: of ranks, agents and the supervisor.
 EVENTS: list[dict[str, Any]] = [
     start(),
     step(3),
@@ -269,17 +269,17 @@ READERS = {
     ),
 }
 
-# Each of these ended in something else than an error of ours.
+# Inputs that once raised an error that is not shoal's.
 SEEN: list[tuple[str, Any]] = [
     ("config", b"a = " + b"9" * 5000),
     ("config", b"a = " + b"[" * 50_000),
     ("--set", "train.steps=" + "9" * 5000),
     ("--on", "x" * 5000),
     ("--on", "local:" + "9" * 5000),
-    ("--on", "~nobody-here/hosts.toml"),
+    ("--on", "~no-such-user/hosts.toml"),
     ("--on", "a/\0"),
     ("hosts", b"a = " + b"9" * 5000),
-    ("hosts", b'ssh_config = "~nobody-here/x"\n[[host]]\nhost = "a"\n'),
+    ("hosts", b'ssh_config = "~no-such-user/x"\n[[host]]\nhost = "a"\n'),
     ("hostfile", b"a:" + b"9" * 5000),
     ("profile", b"a = " + b"9" * 5000),
     ("a run's events", b'{"event":"ended","rank":0,"launch":"L"}\n'),
@@ -305,24 +305,24 @@ SEEN: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_little_noise(name: str, tmp_path: Path) -> None:
+def test_readers_survive_a_little_noise(name: str, tmp_path: Path) -> None:
     READERS[name].try_out(QUICK, tmp_path)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", READERS)
-def test_much_noise(name: str, tmp_path: Path) -> None:
+def test_readers_survive_much_noise(name: str, tmp_path: Path) -> None:
     READERS[name].try_out(MANY, tmp_path)
 
 
 @pytest.mark.parametrize(("name", "value"), SEEN)
-def test_what_was_found_before(name: str, value: Any, tmp_path: Path) -> None:
+def test_readers_survive_inputs_that_failed_before(name: str, value: Any, tmp_path: Path) -> None:
     READERS[name].holds(value, tmp_path)
 
 
-def test_true_files_are_read(tmp_path: Path) -> None:
-    """Else the noise above would prove nothing."""
+def test_valid_files_are_read(tmp_path: Path) -> None:
+    """Otherwise the fuzz tests above would prove nothing."""
     assert load_config(path_with(tmp_path / "my.toml", CONFIG)) == build_config()
     assert len(parse_on(str(path_with(tmp_path / "hosts.toml", HOSTS))).hosts) == 2  # type: ignore[union-attr]
     assert len(parse_on(str(path_with(tmp_path / "hosts.txt", HOSTFILE))).hosts) == 3  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The words of the code base: the field's vocabulary, one name per class, one name per core module."""
+"""The language of the code base: the field's vocabulary, one name per class, one name per core module."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"])
 CORE = {"control", "agent", "launch", "runs", "sync", "train"}
 
-# A reader wants to know which process: the agent, every rank, the joining node.
+# Name the process instead: the agent, every rank, the joining node.
 VAGUE = "nobody|somebody|whoever|whomever|everybody|anybody|someone|everyone|anyone"
-# Private names of what the field has a word for.
+# Private names for things that have a name in the field.
 METAPHORS = (
     "council|crew|kin|turnstile|outpost|farewell|scout|scouts|keeper|doorkeeper|doorstep|homecoming|freight|errand"
     "|elector|electorate|tenure|laggard|laggards|sponsor"
 )
 BANNED_TEXT = re.compile(rf"\b({VAGUE}|{METAPHORS})\b", re.IGNORECASE)
-# Names of how a value was obtained, or of speech where bytes are sent: say what the value is.
+# Names for how a value was obtained, or for speech where bytes are sent. Name what the value is instead.
 BANNED_NAMES = {
     *("said", "told", "heard", "mine", "ours", "theirs", "each", "found", "nobody", "somebody", "everybody", "whoever"),
     *("say", "tell", "hear", "speak", "council", "chair", "desk", "crew", "kin", "elector", "electorate", "keeper"),
@@ -37,7 +37,7 @@ BANNED_NAMES = {
 
 
 def banned_words(source: str) -> list[str]:
-    """Words in comments and strings, with their lines."""
+    """List banned words in comments and strings, with their lines."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     texts = [token for token in tokens if token.type in (tokenize.COMMENT, tokenize.STRING)]
     return [f"{token.start[0]}: {match[0]}" for token in texts for match in BANNED_TEXT.finditer(token.string)]
@@ -71,7 +71,7 @@ def test_a_page_uses_the_vocabulary_of_the_field(path: Path) -> None:
     assert [f"{number}: {match[0]}" for number, line in lines for match in BANNED_TEXT.finditer(line)] == []
 
 
-def test_a_banned_word_is_seen() -> None:
+def test_a_banned_word_is_detected() -> None:
     assert banned_words('# The keeper waits.\nx = "nobody here"\n') == ["1: keeper", "2: nobody"]
     assert banned_names("def f(told):\n    _said = told\n") == ["1: told", "2: _said"]
 

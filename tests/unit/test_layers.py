@@ -1,4 +1,4 @@
-"""The shape of the program: imports point one way, the tool half never imports torch, nothing is ever unpickled."""
+"""The structure of the program: imports point one way, the tool half never imports torch, nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from shoal.cli.main import VERBS, load_verb
 SOURCE = Path(shoal.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))
 
-# docs/design.md, section 3: a package may import itself and what stands further to the right.
+# docs/design.md, section 3: a package may import itself and the packages to its right.
 CHAINS = (
     "cli → tools/chaos → tools/bench, tools/doctor, tools/probe, tools/plan → runs → tools/explain, tools/report"
     " → launch → agent → cluster → data → cost → control → config → host → base",
     "worker programs of tools → train → sync → model → data → cost → control → config → host → base",
 )
 BASE = {"errors", "units", "events", "run_folder", "terminal", "__init__"}
-# Started with `python -m` beside the ranks, or instead of them; the tools that start them import none of these.
+# Started with `python -m` beside or instead of the ranks; the tools that start them import none of these.
 WORKER_PROGRAMS = {"shoal.tools.doctor.gloo_worker", "shoal.tools.probe.worker"}
 WORKER_HALF = {"train", "sync", "model", "worker programs of tools"}
 
 
 def package_of(module: str) -> str:
-    """`shoal.cli.main` is in cli; what lies beside the packages is the base, and `__main__` only calls cli."""
+    """Map a module to its package: `shoal.cli.main` to cli, `__main__` to cli, other top-level modules to base."""
     if module in WORKER_PROGRAMS:
         return "worker programs of tools"
     parts = module.split(".")[1:]
@@ -57,7 +57,7 @@ def module_name(path: Path) -> str:
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Every absolute import, inside functions too; those for type checkers alone aside."""
+    """Yield every absolute import, inside functions too, except those only for type checkers."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             yield from (name for branch in node.orelse for name in imports(branch))
@@ -71,8 +71,8 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 def wrong_imports(module: str, source: str) -> list[str]:
     rules = allowed()
-    ours = [name for name in imports(ast.parse(source)) if name.split(".")[0] == "shoal"]
-    return [name for name in ours if package_of(name) not in rules[package_of(module)] and not is_version(name)]
+    own_imports = [name for name in imports(ast.parse(source)) if name.split(".")[0] == "shoal"]
+    return [name for name in own_imports if package_of(name) not in rules[package_of(module)] and not is_version(name)]
 
 
 def is_version(name: str) -> bool:
@@ -84,7 +84,7 @@ def sources() -> Iterator[tuple[str, str]]:
 
 
 def test_imports_point_one_way() -> None:
-    wrong = {module: found for module, source in sources() if (found := wrong_imports(module, source))}
+    wrong = {module: names for module, source in sources() if (names := wrong_imports(module, source))}
     assert wrong == {}
 
 
@@ -98,24 +98,24 @@ def test_imports_point_one_way() -> None:
         ("shoal.model.gpt", "if True:\n    try:\n        import shoal.sync.world\n    except ImportError: pass"),
     ],
 )
-def test_a_wrong_import_is_seen(module: str, source: str) -> None:
+def test_a_wrong_import_is_detected(module: str, source: str) -> None:
     assert len(wrong_imports(module, source)) == 1
 
 
-def test_an_import_for_type_checkers_is_free() -> None:
+def test_an_import_for_type_checkers_is_allowed() -> None:
     source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shoal.train import worker"
     assert wrong_imports("shoal.cost.model_size", source) == []
 
 
-def test_every_package_stands_in_the_chains() -> None:
+def test_every_package_is_in_the_chains() -> None:
     assert {package_of(module_name(path)) for path in MODULES} <= allowed().keys()
 
 
 def python(script: str, *arguments: str) -> str:
-    """A fresh interpreter; its stdout, once it ended well."""
-    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """Run a script in a fresh interpreter, check that it succeeds, and return its stdout."""
+    result = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def test_every_public_name_resolves() -> None:
@@ -141,10 +141,10 @@ from shoal.cli.main import main
 answers = {}
 for words in json.loads(sys.argv[1]):
     sys.argv = ["shoal", *words, "--help"]
-    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.suppress(SystemExit):
         main()
         answers["no exit"] = words
-    answers[" ".join(words)] = said.getvalue()
+    answers[" ".join(words)] = output.getvalue()
 try:
     import torch
 except ImportError:
@@ -155,25 +155,25 @@ print(json.dumps(answers))
 
 
 def verbs_and_subverbs() -> list[list[str]]:
-    found: list[list[str]] = [[]]
+    commands: list[list[str]] = [[]]
     for verb in VERBS:
         command = load_verb(verb)
-        found += [[verb], *([verb, name] for name in getattr(command, "commands", {}))]
-    return found
+        commands += [[verb], *([verb, name] for name in getattr(command, "commands", {}))]
+    return commands
 
 
 LOADED = """
 import contextlib, io, json, sys
 from shoal.cli.main import main
 sys.argv = ["shoal", "--help"]
-with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.suppress(SystemExit):
     main()
-print(json.dumps([said.getvalue(), [name for name in sys.modules if name.startswith("shoal.cli.")]]))
+print(json.dumps([output.getvalue(), [name for name in sys.modules if name.startswith("shoal.cli.")]]))
 """
 
 
-def test_one_verb_one_module() -> None:
-    """A command that the table forgot could never be called."""
+def test_every_command_module_is_reachable_by_a_verb() -> None:
+    """A command that is missing from the table could never be called."""
     modules = [path.stem for path in (SOURCE / "cli").glob("*.py") if "\napp = typer" in path.read_text()]
     assert len(modules) > 10
     for name in set(modules) - {"main"}:
@@ -187,11 +187,11 @@ PICKLERS = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "jo
 
 
 def unpickling(source: str) -> list[str]:
-    """Imports of a pickler, and calls of what pickles behind the scenes."""
+    """List imports of picklers, and calls that pickle internally."""
     tree = ast.parse(source)
-    found = [name for name in imports(tree) if name.split(".")[0] in PICKLERS]
+    pickler_imports = [name for name in imports(tree) if name.split(".")[0] in PICKLERS]
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return found + [ast.unparse(call) for call in calls if pickles(call)]
+    return pickler_imports + [ast.unparse(call) for call in calls if pickles(call)]
 
 
 def pickles(call: ast.Call) -> bool:
@@ -202,8 +202,8 @@ def pickles(call: ast.Call) -> bool:
 
 
 def test_no_module_pickles() -> None:
-    found = {module: lines for module, source in sources() if (lines := unpickling(source))}
-    assert found == {}
+    pickling = {module: lines for module, source in sources() if (lines := unpickling(source))}
+    assert pickling == {}
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_no_module_pickles() -> None:
         "np.load(path, allow_pickle=True)",
     ],
 )
-def test_a_pickling_line_is_seen(source: str) -> None:
+def test_a_pickling_line_is_detected(source: str) -> None:
     assert len(unpickling(source)) == 1
 
 
@@ -259,8 +259,8 @@ except RuntimeError as error:
 """
 
 
-def test_process_groups_are_made_in_one_module() -> None:
-    """`sync/process_groups.py` proves every pair of a group; a group made elsewhere accepts foreign connections."""
+def test_process_groups_are_created_in_one_module() -> None:
+    """`sync/process_groups.py` proves every pair of a group; a group created elsewhere accepts foreign connections."""
     makers = {"init_process_group", "new_group", "new_subgroups", "split_group", "ProcessGroupGloo"}
     calls = {
         module_name(path)

@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits and a unit, never an exponent."""
+"""Number formats: three digits and a unit, never an exponent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shoal.units import format_count, format_duration, format_ms, format_number,
         (5.2e15, "5,200 TB"),
     ],
 )
-def test_bytes_that_round_to_the_next_unit_are_in_it(value: float, text: str) -> None:
+def test_bytes_that_round_up_use_the_next_unit(value: float, text: str) -> None:
     assert format_si(value, "B") == text
 
 
@@ -39,16 +39,16 @@ def test_bytes_that_round_to_the_next_unit_are_in_it(value: float, text: str) ->
         (7265, "2 h 01 min"),
     ],
 )
-def test_durations_that_round_to_the_next_unit_are_in_it(seconds: float, text: str) -> None:
+def test_durations_that_round_up_use_the_next_unit(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
-def test_a_step_of_seconds_is_said_in_seconds() -> None:
+def test_a_step_of_seconds_is_formatted_in_seconds() -> None:
     texts = [format_ms(seconds) for seconds in (6.2, 0.9996, 0.123, 0.0123, -6.2)]
     assert texts == ["6.2 s", "1 s", "123 ms", "12.3 ms", "-6.2 s"]
 
 
-def test_counts_that_round_to_the_next_unit_are_in_it() -> None:
+def test_counts_that_round_up_use_the_next_unit() -> None:
     assert [format_count(value) for value in (999_999, 124_439_808, 12)] == ["1.00M", "124.44M", "12"]
 
 
@@ -65,12 +65,12 @@ def test_small_numbers_keep_their_digits() -> None:
     assert texts == ["0.00001", "0.0000123", "0.0001", "-0.0000002", "0.00012", "6,200"]
 
 
-def test_percents_of_nothing() -> None:
+def test_percents_of_zero_parts_are_zero() -> None:
     assert whole_percents([0.0, 0.0]) == [0, 0]
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8).filter(sum))
-def test_percents_add_up(parts: list[float]) -> None:
-    found = whole_percents(parts)
-    assert sum(found) == 100
-    assert all(abs(share - 100 * part / sum(parts)) < 1 for share, part in zip(found, parts, strict=True))
+def test_percents_add_up_to_100(parts: list[float]) -> None:
+    percents = whole_percents(parts)
+    assert sum(percents) == 100
+    assert all(abs(share - 100 * part / sum(parts)) < 1 for share, part in zip(percents, parts, strict=True))

@@ -1,4 +1,4 @@
-"""How often an agent starts a rank again, and how long it waits for one that is to stop."""
+"""How often an agent restarts a rank, and how long it waits for a rank to stop."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def local_ranks(restarts: int) -> tuple[LocalRanks, LocalRank]:
     return LocalRanks([rank], restarts), rank
 
 
-def test_three_times_and_each_time_later() -> None:
+def test_a_rank_is_restarted_three_times_with_growing_backoff() -> None:
     ranks, rank = local_ranks(restarts=3)
     assert tuple(ranks.schedule_restart(rank, 1000.0 + number) for number in range(3)) == RESTART_BACKOFF_S
     assert ranks.schedule_restart(rank, 1003.0) is None
 
 
-def test_whoever_lived_long_since_then_is_forgiven() -> None:
-    """A training of weeks may lose a rank every day."""
+def test_restarts_are_forgiven_after_a_long_run() -> None:
+    """A training that lasts weeks may lose a rank every day."""
     ranks, rank = local_ranks(restarts=3)
     for day in range(10):
         assert ranks.schedule_restart(rank, 1000.0 + 86_400 * day) == RESTART_BACKOFF_S[0]
@@ -35,8 +35,8 @@ def test_whoever_lived_long_since_then_is_forgiven() -> None:
     assert ranks.schedule_restart(rank, last + RESTART_FORGIVEN_S) == RESTART_BACKOFF_S[0]
 
 
-class Line:
-    """Keeps what a rank was sent."""
+class RecordingConnection:
+    """Record the messages sent to a rank."""
 
     def __init__(self) -> None:
         self.sent: list[ToRank] = []
@@ -45,22 +45,22 @@ class Line:
         self.sent.append(message)
 
 
-def test_a_round_that_is_longer_than_anybody_waits_is_broken_off_and_nobody_killed() -> None:
-    """Ranks end a round of many steps before they stop at its edge: they are asked to stop at once before they are
-    taken for hung."""
+def test_a_round_longer_than_the_timeout_is_interrupted_before_a_rank_is_killed() -> None:
+    """Ranks finish a round of many steps before they stop at its edge. They get a request to stop at once before the
+    agent takes them for hung."""
     ranks, rank = local_ranks(restarts=3)
-    line, settings = Line(), MembershipSettings()
-    rank.begin(cast(RankConnection, line))
+    connection, settings = RecordingConnection(), MembershipSettings()
+    rank.begin(cast(RankConnection, connection))
     rank.generation = Ballot(1, 0)
-    stopping = RankStop(ranks, settings)
-    stopping.begin(Ballot(1, 0), after_step=True, now=0.0)
-    assert stopping.late(settings.step_end_timeout_s - 1) == []
-    assert stopping.late(settings.step_end_timeout_s) == []
-    assert [message.after_step for message in line.sent if isinstance(message, LeaveGeneration)] == [True, False]
-    assert stopping.late(settings.step_end_timeout_s + settings.stop_timeout_s - 0.1) == []
-    assert stopping.late(settings.step_end_timeout_s + settings.stop_timeout_s) == [rank]
+    halt = RankStop(ranks, settings)
+    halt.begin(Ballot(1, 0), after_step=True, now=0.0)
+    assert halt.late(settings.step_end_timeout_s - 1) == []
+    assert halt.late(settings.step_end_timeout_s) == []
+    assert [message.after_step for message in connection.sent if isinstance(message, LeaveGeneration)] == [True, False]
+    assert halt.late(settings.step_end_timeout_s + settings.stop_timeout_s - 0.1) == []
+    assert halt.late(settings.step_end_timeout_s + settings.stop_timeout_s) == [rank]
 
 
-def test_no_restarts_are_none() -> None:
+def test_zero_restarts_means_no_restart() -> None:
     ranks, rank = local_ranks(restarts=0)
     assert ranks.schedule_restart(rank, 1e6) is None

@@ -1,4 +1,4 @@
-"""Raw sockets at an agent's port: what was recorded is worth nothing, a flood keeps no member out, nothing grows."""
+"""Raw sockets at an agent's port: replays are refused, a flood keeps no member out, no resource leaks."""
 
 from __future__ import annotations
 
@@ -26,24 +26,23 @@ DEADLINE_S = 20.0
 
 
 class Port:
-    """A port with a connection_guard; whoever was let in is in `met`, and the frames of the last caller as they
-    came."""
+    """A port with a connection guard. `met` holds the accepted channels."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.met: asyncio.Queue[Channel] = asyncio.Queue()
-        self.door = make_connection_guard(self.notes.append)
+        self.guard = make_connection_guard(self.notes.append)
         self.number = 0
 
-    async def welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if channel := await accept_connection(reader, writer, TOKEN, self.door):
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if channel := await accept_connection(reader, writer, TOKEN, self.guard):
             self.met.put_nowait(channel)
 
 
 @contextlib.asynccontextmanager
 async def open_port() -> AsyncIterator[Port]:
     port = Port()
-    server = await asyncio.start_server(port.welcome, LOOPBACK, 0)
+    server = await asyncio.start_server(port.accept, LOOPBACK, 0)
     port.number = server.sockets[0].getsockname()[1]
     try:
         yield port
@@ -58,36 +57,36 @@ def connect(port: int) -> socket.socket:
     return socket.create_connection((LOOPBACK, port), timeout=DEADLINE_S)
 
 
-def hear_out(connection: socket.socket) -> bytes:
-    """Everything the other side says until it closes; a reset is an end as well."""
-    heard = b""
+def read_to_end(connection: socket.socket) -> bytes:
+    """Read until the other side closes or resets the connection."""
+    received = b""
     with contextlib.suppress(ConnectionResetError):
         while block := connection.recv(65536):
-            heard += block
-    return heard
+            received += block
+    return received
 
 
 class Tap:
-    """Stands between a caller and the port, and keeps the caller's bytes."""
+    """Forward between a caller and the port, and record the caller's bytes."""
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self.said = b""
+        self.recorded = b""
 
-    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, out = await asyncio.open_connection(LOOPBACK, self._port)
         await asyncio.gather(self._pump(reader, out, True), self._pump(there, writer, False))
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keep: bool) -> None:
         while block := await reader.read(65536):
-            self.said += block if keep else b""
+            self.recorded += block if keep else b""
             writer.write(block)
         writer.close()
 
 
 async def record(port: Port) -> bytes:
     tap = Tap(port.number)
-    server = await asyncio.start_server(tap.carry, LOOPBACK, 0)
+    server = await asyncio.start_server(tap.forward, LOOPBACK, 0)
     caller = await dial(LOOPBACK, server.sockets[0].getsockname()[1], TOKEN)
     await caller.send({"type": "failed"})
     met = await port.met.get()
@@ -96,30 +95,30 @@ async def record(port: Port) -> bytes:
     met.close()
     server.close()
     await asyncio.sleep(0.05)
-    return tap.said
+    return tap.recorded
 
 
-def within(scene: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(scene, DEADLINE_S))
+def run_with_deadline(scenario: Coroutine[None, None, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, DEADLINE_S))
 
 
-def test_a_recorded_greeting_and_message_on_a_new_connection() -> None:
-    async def scene() -> None:
+def test_a_replayed_handshake_and_message_on_a_new_connection_are_refused() -> None:
+    async def scenario() -> None:
         async with open_port() as port:
-            said = await record(port)
+            recorded = await record(port)
             with connect(port.number) as replayed:
-                replayed.sendall(said)
-                heard = await asyncio.to_thread(hear_out, replayed)
-            assert heard.count(b"nonce") <= 1
-            assert b"proof" not in heard
+                replayed.sendall(recorded)
+                received = await asyncio.to_thread(read_to_end, replayed)
+            assert received.count(b"nonce") <= 1
+            assert b"proof" not in received
             assert port.met.empty()
             assert [note for note in port.notes if "does not know this run's token" in note] == port.notes
 
-    within(scene())
+    run_with_deadline(scenario())
 
 
-def test_a_recorded_message_on_the_same_connection() -> None:
-    async def scene() -> None:
+def test_a_replayed_message_on_the_same_connection_is_refused() -> None:
+    async def scenario() -> None:
         async with open_port() as port:
             caller = await dial(LOOPBACK, port.number, TOKEN)
             met = await port.met.get()
@@ -135,7 +134,7 @@ def test_a_recorded_message_on_the_same_connection() -> None:
             caller.close()
             met.close()
 
-    within(scene())
+    run_with_deadline(scenario())
 
 
 @pytest.mark.parametrize(
@@ -148,8 +147,8 @@ def test_a_recorded_message_on_the_same_connection() -> None:
     ],
     ids=["4 GB", "a byte too many", "truncated", "half a length"],
 )
-def test_a_frame_that_is_none_ends_the_channel(frame: bytes, ends_with: type[Exception]) -> None:
-    async def scene() -> None:
+def test_a_malformed_frame_ends_the_channel(frame: bytes, ends_with: type[Exception]) -> None:
+    async def scenario() -> None:
         async with open_port() as port:
             caller = await dial(LOOPBACK, port.number, TOKEN)
             met = await port.met.get()
@@ -160,13 +159,13 @@ def test_a_frame_that_is_none_ends_the_channel(frame: bytes, ends_with: type[Exc
             caller.close()
             met.close()
 
-    within(scene())
+    run_with_deadline(scenario())
 
 
-def test_a_byte_at_a_time_gets_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handshake_sent_byte_by_byte_gets_no_extra_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_channel, "HANDSHAKE_TIMEOUT_S", 0.5)
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with open_port() as port:
             with connect(port.number) as slow:
                 began = time.monotonic()
@@ -176,42 +175,42 @@ def test_a_byte_at_a_time_gets_no_more_time(monkeypatch: pytest.MonkeyPatch) -> 
                         await asyncio.sleep(0.05)
             assert time.monotonic() - began < 5
             assert port.notes == [f"refused a connection from {LOOPBACK}: its handshake took too long"]
-            assert port.door.waiting == 0
+            assert port.guard.waiting == 0
 
-    within(scene())
+    run_with_deadline(scenario())
 
 
-def test_a_peer_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sending_to_a_peer_that_never_reads_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_channel, "SEND_STALLED_AFTER_S", 0.3)
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with open_port() as port:
             caller = await dial(LOOPBACK, port.number, TOKEN)
             caller._writer.transport.pause_reading()  # type: ignore[attr-defined]
             met = await port.met.get()
             with pytest.raises(TimeoutError):
-                await tell_much(met)
+                await send_40_mib(met)
             assert met.is_closed()
             assert met._writer.transport.get_write_buffer_size() == 0
             caller.close()
 
-    within(scene())
+    run_with_deadline(scenario())
 
 
-async def tell_much(channel: Channel) -> None:
+async def send_40_mib(channel: Channel) -> None:
     for _ in range(40):
         await channel.send({"text": "x" * (1 << 20)})
 
 
 @pytest.mark.parametrize("field", ["torch", "shoal", "config", "data", "protocol"])
-def test_who_differs_is_refused_at_once_with_both_versions_named(field: str) -> None:
-    """On both sides, whoever dialled."""
+def test_a_member_that_differs_is_refused_at_once_with_both_versions_named(field: str) -> None:
+    """Both sides raise the error, the dialling and the dialled one."""
     peers = [Peer(0), Peer(1)]
-    theirs: Any = 7 if field == "protocol" else "another-version"
-    ours = getattr(peers[0]._me, field)
-    peers[1]._me = replace(peers[1]._me, **{field: theirs})
+    other_value: Any = 7 if field == "protocol" else "another-version"
+    own_value = getattr(peers[0]._me, field)
+    peers[1]._me = replace(peers[1]._me, **{field: other_value})
 
-    async def scene() -> None:
+    async def scenario() -> None:
         roster = [await peer.listen() for peer in peers]
         began = time.monotonic()
         ends = await asyncio.gather(
@@ -220,25 +219,25 @@ def test_who_differs_is_refused_at_once_with_both_versions_named(field: str) -> 
         assert time.monotonic() - began < 2
         for end in ends:
             assert isinstance(end, ControlError)
-            assert f"{ours} on node1" in end.seen
-            assert f"{theirs} on node2" in end.seen
+            assert f"{own_value} on node1" in end.seen
+            assert f"{other_value} on node2" in end.seen
         for peer in peers:
             await peer.mesh.close()
         await asyncio.sleep(0.05)
 
-    within(scene())
+    run_with_deadline(scenario())
 
 
 def open_files() -> int:
     return len(list(Path(f"/proc/{os.getpid()}/fd").iterdir()))
 
 
-def test_a_flood_keeps_no_member_out_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before and after the members meet, from the very address that they have."""
+def test_a_flood_keeps_no_member_out_and_leaks_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flood comes before and after the members meet, from the members' own address."""
     monkeypatch.setattr(control_channel, "HANDSHAKE_TIMEOUT_S", 1.0)
     peers = [Peer(0), Peer(1), Peer(2)]
 
-    async def scene() -> None:
+    async def scenario() -> None:
         roster = [await peer.listen() for peer in peers]
         before = open_files()
         idle = await asyncio.to_thread(lambda: [connect(roster[0].port) for _ in range(200)])
@@ -246,23 +245,23 @@ def test_a_flood_keeps_no_member_out_and_leaves_nothing(monkeypatch: pytest.Monk
         await asyncio.gather(*(peer.mesh.meet(dict(enumerate(roster))) for peer in peers))
         await peers[1].mesh.broadcast({"type": "news"})
         await noise
-        closed = await asyncio.to_thread(lambda: [hear_out(connection) for connection in idle])
-        assert all(heard.count(b"nonce") <= 1 for heard in closed)
+        closed = await asyncio.to_thread(lambda: [read_to_end(connection) for connection in idle])
+        assert all(received.count(b"nonce") <= 1 for received in closed)
         for connection in idle:
             connection.close()
         await asyncio.sleep(0.1)
-        assert peers[0].heard == [(1, {"type": "news"})]
+        assert peers[0].received == [(1, {"type": "news"})]
         assert open_files() <= before + 2 * len(peers), "a connection was left open"
         for peer in peers:
             assert peer.lost == []
             await peer.mesh.close()
         await asyncio.sleep(0.05)
 
-    within(scene())
-    told = [note for note in peers[0].notes if "refused" in note]
-    assert 1 <= len(told) <= 2, told
-    assert told[-1].startswith("refused ")
-    assert told[-1].split()[1].isdigit()
+    run_with_deadline(scenario())
+    refusals = [note for note in peers[0].notes if "refused" in note]
+    assert 1 <= len(refusals) <= 2, refusals
+    assert refusals[-1].startswith("refused ")
+    assert refusals[-1].split()[1].isdigit()
 
 
 def make_noise(port: int, count: int) -> None:

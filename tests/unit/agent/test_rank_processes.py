@@ -1,4 +1,4 @@
-"""What an agent notes of its ranks, and finds in its own journal when it is started again."""
+"""What an agent records about its ranks, and restores from its events after a restart."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ def given_up(lineage: str) -> dict[str, Any]:
     return {"event": "given-up", "lineage": lineage}
 
 
-def test_a_lineage_that_was_given_up_is_not_forgotten_over_a_restart() -> None:
-    """Its ranks died before they had written it into the ledger, and their agent with them."""
+def test_an_abandoned_lineage_is_remembered_over_a_restart() -> None:
+    """Its ranks and their agent died before the ledger had the record."""
     expected = AbandonCommits(lineage=Ballot(2, 0), surviving=Ballot(2, 1), shared_step=7)
     assert pending_abandon([READY, abandon("2-0"), READY]) == expected
 
 
-def test_what_is_in_the_ledger_is_not_said_again() -> None:
+def test_an_abandon_recorded_in_the_ledger_is_not_pending() -> None:
     assert pending_abandon([READY, abandon("2-0"), given_up("2-0"), READY]) is None
     assert pending_abandon([READY]) is None
 
 
-def test_only_the_last_one_counts() -> None:
-    again = pending_abandon([abandon("2-0"), given_up("2-0"), abandon("4-0")])
-    assert again is not None
-    assert again.lineage == Ballot(4, 0)
+def test_only_the_last_abandon_is_pending() -> None:
+    pending = pending_abandon([abandon("2-0"), given_up("2-0"), abandon("4-0")])
+    assert pending is not None
+    assert pending.lineage == Ballot(4, 0)
 
 
-def test_a_rank_that_the_kernel_killed_for_memory_is_named_while_the_others_go_on(tmp_path: Path) -> None:
-    said: list[str] = []
-    nobody = cast(RankProcesses, None), cast(KvStoreClient, None), cast(AgentAddresses, None)
-    place = RankEnvironment(
-        RunFolder(tmp_path), "attic", *nobody, write=lambda kind, text: said.append(f"{kind}: {text}")
+def test_a_rank_killed_by_the_oom_killer_is_named(tmp_path: Path) -> None:
+    notes: list[str] = []
+    unused = cast(RankProcesses, None), cast(KvStoreClient, None), cast(AgentAddresses, None)
+    environment = RankEnvironment(
+        RunFolder(tmp_path), "attic", *unused, write=lambda kind, text: notes.append(f"{kind}: {text}")
     )
     start = StartProcess("rank-2", (2,), ("true",), {})
-    assert place.ran_out_of_memory(RankExit(start, -9, by_agent=False, out_of_memory=True))
-    [note] = said
+    assert environment.ran_out_of_memory(RankExit(start, -9, by_agent=False, out_of_memory=True))
+    [note] = notes
     assert note.startswith("note: rank 2 was killed, and the machine ran out of memory while it ran")
     assert "--micro-batch" in note
-    assert not place.ran_out_of_memory(RankExit(start, -9, by_agent=False, out_of_memory=False))
+    assert not environment.ran_out_of_memory(RankExit(start, -9, by_agent=False, out_of_memory=False))

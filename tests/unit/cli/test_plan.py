@@ -1,4 +1,4 @@
-"""`shoal plan`: what it answers, what it recommends, and how it says no."""
+"""`shoal plan`: its rows, its recommendations and its errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROW = {"nodes", "payload_factor", "comm_s", "compute_s", "exposed_s", "step_s", 
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
-    """`shoal WORDS` in this process, on a terminal that is narrower than the table."""
+    """Run `shoal WORDS` in this process, on a terminal that is narrower than the table."""
     monkeypatch.setenv("COLUMNS", "80")
 
     def called(*words: str) -> tuple[int, str, str]:
@@ -63,8 +63,8 @@ def plan(call: Call) -> Plan:
         ("grammar", "1gbe", (1, 2, 3, 4), "milliseconds"),
     ],
 )
-def test_the_picture_can_be_read(preset: str, link: str, counts: tuple[int, ...], unit: str) -> None:
-    """The legend lay on the bars, and the logarithmic axis had the single tick 1."""
+def test_the_picture_is_legible(preset: str, link: str, counts: tuple[int, ...], unit: str) -> None:
+    """The legend once covered the bars, and the logarithmic axis had the single tick 1."""
     wired = find_link(link)
     setting = make_cluster_model(wired, find_machines(None, wired), 1, SheetOverrides())
     sequences = {"global_batch": 16}
@@ -88,7 +88,7 @@ def test_the_picture_can_be_read(preset: str, link: str, counts: tuple[int, ...]
 # Rows
 
 
-def test_rows_over_the_nodes(plan: Plan) -> None:
+def test_there_is_one_row_for_every_number_of_nodes(plan: Plan) -> None:
     rows = plan("gpt2-124m", "--link", "1gbe", "--nodes", "1..8")["rows"]
     assert [row["nodes"] for row in rows] == list(range(1, 9))
     assert all(row.keys() >= ROW for row in rows)
@@ -100,14 +100,14 @@ def test_rows_over_the_nodes(plan: Plan) -> None:
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["step_s"])
 
 
-def test_classic_figures(plan: Plan) -> None:
+def test_communication_times_match_known_figures(plan: Plan) -> None:
     def comm_s(*words: str) -> list[float]:
         return [row["comm_s"] for row in plan(*words)["rows"]]
 
     assert comm_s("gpt2-124m", "--nodes", "2,3", "--efficiency", "0.9") == pytest.approx([4.5, 6.0], rel=0.02)
     bare = ("--params", "760e6", "--grad-dtype", "bf16", "--efficiency", "0.85", "--nodes", "2")
-    found = [comm_s(*bare, "--link", link)[0] for link in ("1gbe", "10gbe", "400gbe")]
-    assert found == pytest.approx([14.3, 1.43, 0.036], rel=0.04)
+    times = [comm_s(*bare, "--link", link)[0] for link in ("1gbe", "10gbe", "400gbe")]
+    assert times == pytest.approx([14.3, 1.43, 0.036], rel=0.04)
 
 
 def test_the_batch_of_a_preset_grows_with_the_ranks_and_a_stated_one_does_not(plan: Plan, call: Call) -> None:
@@ -120,7 +120,7 @@ def test_the_batch_of_a_preset_grows_with_the_ranks_and_a_stated_one_does_not(pl
     assert "5 ranks cannot share a global batch of 4 sequences" in err
 
 
-def test_what_can_be_overridden(plan: Plan) -> None:
+def test_flags_override_the_data_sheets(plan: Plan) -> None:
     def first(*words: str) -> dict[str, Any]:
         row: dict[str, Any] = plan("gpt2-124m", "--nodes", "2", *words)["rows"][0]
         return row
@@ -141,18 +141,18 @@ def test_what_can_be_overridden(plan: Plan) -> None:
     assert first("--set", "sync.measure=barrier")["exposed_s"] == pytest.approx(plain["comm_s"], rel=0.01)
 
 
-def test_several_ranks_a_node(plan: Plan) -> None:
+def test_several_ranks_per_node_are_planned(plan: Plan) -> None:
     words = ("--params", "1e9", "--grad-dtype", "bf16", "--link", "400gbe", "--nodes", "1,2", "--tokens", "1e6")
-    found = plan(*words, "--ranks-per-node", "8")
-    assert [row["ranks"] for row in found["rows"]] == [8, 16]
-    assert found["rows"][0]["speedup"] == pytest.approx(1.0)
-    assert any(option["strategy"] == "ddp, hierarchical" for option in found["advice"]["strategies"])
+    document = plan(*words, "--ranks-per-node", "8")
+    assert [row["ranks"] for row in document["rows"]] == [8, 16]
+    assert document["rows"][0]["speedup"] == pytest.approx(1.0)
+    assert any(option["strategy"] == "ddp, hierarchical" for option in document["advice"]["strategies"])
 
 
 # Advice
 
 
-def test_levers_are_ranked_and_say_what_they_cost(plan: Plan) -> None:
+def test_levers_are_ranked_and_state_their_costs(plan: Plan) -> None:
     options = plan("gpt2-124m", "--nodes", "1..4")["advice"]["strategies"]
     speeds = [option["tokens_per_s"] for option in options]
     assert speeds == sorted(speeds, reverse=True)
@@ -167,7 +167,7 @@ def test_levers_are_ranked_and_say_what_they_cost(plan: Plan) -> None:
     assert wanted <= {option["strategy"] for option in options}
 
 
-def test_only_what_shoal_can_do_has_a_command(plan: Plan) -> None:
+def test_only_available_levers_have_a_command(plan: Plan) -> None:
     options = plan("gpt2-124m", "--nodes", "2")["advice"]["strategies"]
     assert {option["strategy"] for option in options if not option["command"]} == {"sharded"}
     assert all(option["available"] == (option["command"] is not None) for option in options)
@@ -197,7 +197,7 @@ def test_a_format_that_is_not_marked_as_safe_is_listed_but_not_recommended(
     assert plan(*words)["advice"]["recommended"]["strategy"] == "ddp, int4"
 
 
-def test_what_changes_the_training_is_offered_and_never_recommended(plan: Plan, call: Call) -> None:
+def test_a_lever_that_changes_the_training_is_offered_and_never_recommended(plan: Plan, call: Call) -> None:
     advice = plan("gpt2-124m", "--link", "100mbit", "--nodes", "1,2")["advice"]
     assert advice["strategies"][0]["strategy"].startswith(("diloco", "streaming"))
     assert advice["recommended"] is None or advice["recommended"]["strategy"].startswith("ddp, int8")
@@ -219,9 +219,9 @@ def test_what_changes_the_training_is_offered_and_never_recommended(plan: Plan, 
         ("gpt2-124m", "--nodes", "2", "--machine", "desktop,laptop", "--global-batch", "16", "--link", "10gbe"),
     ],
 )
-def test_the_recommended_command_starts_what_was_planned(plan: Plan, call: Call, words: tuple[str, ...]) -> None:
-    found = plan(*words, "--on", "local:2")
-    advice = found["advice"]["recommended"]
+def test_the_recommended_command_starts_the_planned_run(plan: Plan, call: Call, words: tuple[str, ...]) -> None:
+    document = plan(*words, "--on", "local:2")
+    advice = document["advice"]["recommended"]
     line = shlex.split(advice["command"])
     code, out, err = call(*line[line.index("train") :], "--dry-run")
     assert (code, err) == (0, "")
@@ -248,16 +248,16 @@ INT8 = "[sync]\nwire = 'int8'\n[run]\nweights = '1/0.5'\n"
         ("", ("--sync", "diloco"), {"mode": "diloco", "every": 50, "wire": "fp32", "batch": 32}),
     ],
 )
-def test_the_command_trains_what_was_planned_whatever_the_file_says(
+def test_the_command_trains_what_was_planned_with_any_settings_file(
     plan: Plan, call: Call, tmp_path: Path, settings: str, words: tuple[str, ...], planned: dict[str, Any]
 ) -> None:
     file = tmp_path / "settings.toml"
     file.write_text(settings, encoding="utf-8")
     batch = () if "global_batch" in settings or "--global-batch" in words else ("--set", "train.global_batch=32")
-    made = plan("--config", str(file), "--nodes", "2", "--on", "local:2", *batch, *words)
-    # The strategy that was asked for, not one that was found beside it.
-    strategy = made["strategy"]
-    [line] = [option["command"] for option in made["advice"]["strategies"] if option["strategy"] == strategy]
+    document = plan("--config", str(file), "--nodes", "2", "--on", "local:2", *batch, *words)
+    # The strategy that was requested, not another that the plan suggests.
+    strategy = document["strategy"]
+    [line] = [option["command"] for option in document["advice"]["strategies"] if option["strategy"] == strategy]
     command = shlex.split(line)
     code, out, err = call(*command[command.index("train") :], "--dry-run", "--json")
     assert (code, err) == (0, "")
@@ -265,23 +265,23 @@ def test_the_command_trains_what_was_planned_whatever_the_file_says(
     trained = {name: config["sync"][name] for name in ("mode", "wire", *(["every"] if "every" in planned else []))}
     sequences = config["sync"]["accumulate"] * config["train"]["global_batch"]
     assert trained | {"batch": sequences} == planned
-    assert sequences * config["model"]["seq_len"] == made["rows"][-1]["tokens"]
+    assert sequences * config["model"]["seq_len"] == document["rows"][-1]["tokens"]
     assert config["run"]["weights"] in (None, "1/1")
 
 
-def test_the_cluster_of_a_setting_is_where_the_command_runs(plan: Plan) -> None:
+def test_the_command_runs_on_the_cluster_of_the_setting(plan: Plan) -> None:
     command = plan("--nodes", "2", "--set", "run.on=local:2", "--link", "10gbe")["advice"]["strategies"][0]["command"]
     assert "--on local:2" in command
     assert "run.on" not in command
 
 
-def test_the_plainest_of_equals_is_recommended(plan: Plan) -> None:
-    """On a fast link fp16 gains nothing worth its price."""
+def test_of_equally_fast_levers_the_simplest_is_recommended(plan: Plan) -> None:
+    """On a fast link fp16 gains too little for its cost."""
     words = ("--params", "1e9", "--link", "400gbe", "--nodes", "2", "--tokens", "1e6")
     assert plan(*words)["advice"]["recommended"]["strategy"] == "ddp"
 
 
-def test_one_machine_is_faster(plan: Plan, call: Call) -> None:
+def test_distribution_is_not_advised_where_one_machine_is_faster(plan: Plan, call: Call) -> None:
     advice = plan("--link", "100mbit", "--nodes", "1..4")["advice"]
     assert advice["distribute"] is False
     assert advice["recommended"] is None
@@ -300,28 +300,28 @@ def test_a_larger_batch_is_offered_where_it_alone_helps(plan: Plan) -> None:
 
 @pytest.mark.parametrize("words", [("gpt2-124m", "--link", "10gbe"), (), ("--params", "7e9", "--machine", "laptop")])
 def test_a_lever_that_shoal_lacks_is_planned_but_not_advised(plan: Plan, words: tuple[str, ...]) -> None:
-    """It said that one machine is faster, and that four reach 3.9 times its speed."""
-    made = plan(*words, "--sync", "sharded", "--nodes", "1..4")
-    text = " ".join(made["advice"]["sentences"])
+    """The advice once stated both that one machine is faster and that four reach 3.9 times its speed."""
+    document = plan(*words, "--sync", "sharded", "--nodes", "1..4")
+    text = " ".join(document["advice"]["sentences"])
     for speedup in re.findall(r"one machine is faster, .* reach ([\d.]+) times", text):
         assert float(speedup) <= 1
-    if made["rows"][-1]["fits"]:
+    if document["rows"][-1]["fits"]:
         assert text.startswith("shoal cannot train by sharded yet; if it could, ")
     assert "instead of" in text
     for before, after in re.findall(r"send (\S+ \S+) instead of (\S+ \S+) a step", text):
         assert before != after
     assert "DDP does not add up" not in text
     assert "Sharding divides weights, gradients and moments among 4 ranks: each holds" in text
-    recommended = made["advice"]["recommended"]
+    recommended = document["advice"]["recommended"]
     assert recommended is None or recommended["strategy"] == "ddp"
 
 
-def test_memory_is_said_of_the_planned_lever(plan: Plan) -> None:
+def test_memory_is_stated_for_the_planned_lever(plan: Plan) -> None:
     text = " ".join(plan("gpt2-124m", "--sync", "diloco", "--nodes", "2")["advice"]["sentences"])
     assert "DiLoCo does not add up the machines' memory" in text
 
 
-def test_machines_that_are_named_are_those_that_are_planned_for(plan: Plan, call: Call) -> None:
+def test_the_named_machines_are_planned_for(plan: Plan, call: Call) -> None:
     assert [row["nodes"] for row in plan("--machine", "desktop,laptop")["rows"]] == [1, 2]
     assert [row["nodes"] for row in plan("--machine", "laptop")["rows"]] == list(range(1, 9))
     more = plan("--machine", "desktop,laptop", "--nodes", "4")["notes"]
@@ -330,18 +330,18 @@ def test_machines_that_are_named_are_those_that_are_planned_for(plan: Plan, call
 
 @pytest.mark.parametrize("machines", ["laptop,desktop", "desktop,laptop", "laptop,laptop,desktop"])
 def test_all_speedups_of_a_plan_have_one_base(plan: Plan, machines: str) -> None:
-    made = plan("--machine", machines)
+    document = plan("--machine", machines)
     alone = plan("--machine", "desktop", "--nodes", "1")["rows"][0]["tokens_per_s"]
-    for row in (*made["rows"], *made["advice"]["strategies"]):
+    for row in (*document["rows"], *document["advice"]["strategies"]):
         if "batch" not in row.get("strategy", ""):
             assert row["speedup"] == pytest.approx(row["tokens_per_s"] / alone)
-    assert made["rows"][0]["efficiency"] == pytest.approx(1.0)
-    said = f"{alone:,.0f} tokens/s"
-    assert f"speed-ups are against desktop alone, which trains {said}" in made["notes"]
-    assert f"desktop alone is faster, with {said}." in made["advice"]["sentences"][0]
+    assert document["rows"][0]["efficiency"] == pytest.approx(1.0)
+    base_speed = f"{alone:,.0f} tokens/s"
+    assert f"speed-ups are against desktop alone, which trains {base_speed}" in document["notes"]
+    assert f"desktop alone is faster, with {base_speed}." in document["advice"]["sentences"][0]
 
 
-def test_the_base_is_the_fastest_machine_also_where_no_row_has_it(plan: Plan) -> None:
+def test_the_base_is_the_fastest_machine_even_without_a_row_of_its_own(plan: Plan) -> None:
     [row] = plan("--machine", "laptop,desktop", "--nodes", "1")["rows"]
     assert (row["base"], row["speedup"] < 0.5) == ("desktop", True)
 
@@ -354,18 +354,18 @@ def test_one_rank_shards_nothing(call: Call) -> None:
     assert "* not in shoal yet" in call("plan", "--sync", "sharded", "--nodes", "2")[1]
 
 
-def test_latency_is_named_where_it_is_most_of_the_communication(plan: Plan) -> None:
-    """Bytes over bandwidth give 8.5 s on a thousand nodes, and the table says 26.6 s."""
-    made = plan("gpt2-124m", "--nodes", "1000")
-    [row], workload = made["rows"], made["workload"]
+def test_latency_is_named_where_it_dominates_communication(plan: Plan) -> None:
+    """Bytes over bandwidth give 8.5 s on a thousand nodes, and the table has 26.6 s."""
+    document = plan("gpt2-124m", "--nodes", "1000")
+    [row], workload = document["rows"], document["workload"]
     bytes_s = row["payload_factor"] * workload["gradient_bytes"] / (0.94 * 1e9 / 8)
     assert row["comm_s"] - row["comm_latency_s"] == pytest.approx(bytes_s)
-    text = " ".join(made["advice"]["sentences"])
+    text = " ".join(document["advice"]["sentences"])
     assert "Of the 26.6 s of communication on 1000 nodes the bytes take 8.46 s; the other 18.2 s is latency" in text
     assert "is latency" not in " ".join(plan("gpt2-124m", "--nodes", "4")["advice"]["sentences"])
 
 
-def test_memory_is_always_spoken_of(plan: Plan) -> None:
+def test_memory_is_always_mentioned(plan: Plan) -> None:
     roomy = " ".join(plan("gpt2-124m", "--nodes", "2")["advice"]["sentences"])
     assert "DDP does not add up the machines' memory" in roomy
     assert "Sharding it over 2 ranks" in roomy
@@ -379,21 +379,21 @@ def test_memory_is_always_spoken_of(plan: Plan) -> None:
     assert "not even one sequence at a time" in huge
 
 
-def test_the_learning_rate_goes_with_the_batch(plan: Plan) -> None:
-    def said(*words: str) -> str:
+def test_the_learning_rate_follows_the_batch(plan: Plan) -> None:
+    def last_sentence(*words: str) -> str:
         line: str = plan("gpt2-124m", "--nodes", "2", *words)["advice"]["sentences"][-1]
         return line
 
-    assert "0.0006 for a global batch of 4" in said()
-    assert "changes neither" in said()
-    assert "0.0012 for a global batch of 8" in said("--global-batch", "8")
-    assert "0.0012 for a global batch of 8" in said("--scaling", "weak")
-    assert "changes in proportion" in said("--scaling", "weak")
-    assert "square root" in said("--global-batch", "64")
-    assert "0.0024 for a global batch of 16" in said("--accumulate", "4")
+    assert "0.0006 for a global batch of 4" in last_sentence()
+    assert "changes neither" in last_sentence()
+    assert "0.0012 for a global batch of 8" in last_sentence("--global-batch", "8")
+    assert "0.0012 for a global batch of 8" in last_sentence("--scaling", "weak")
+    assert "changes in proportion" in last_sentence("--scaling", "weak")
+    assert "square root" in last_sentence("--global-batch", "64")
+    assert "0.0024 for a global batch of 16" in last_sentence("--accumulate", "4")
 
 
-# What people see
+# Output
 
 
 def test_the_table_fits_a_hundred_columns(call: Call) -> None:
@@ -413,14 +413,14 @@ def test_very_long_steps_keep_their_columns(call: Call) -> None:
     assert "…" not in out
 
 
-def test_one_node_alone(call: Call) -> None:
+def test_a_plan_for_one_node_has_no_levers(call: Call) -> None:
     code, out, _ = call("plan", "--nodes", "1")
     assert code == 0
     assert "One node: nothing is exchanged." in out
     assert "strategy" not in out
 
 
-def test_a_picture_on_request(call: Call, tmp_path: Path) -> None:
+def test_a_picture_is_written_on_request(call: Call, tmp_path: Path) -> None:
     path = tmp_path / "plan.png"
     code, out, _ = call("plan", "gpt2-124m", "-o", str(path))
     assert code == 0
@@ -498,7 +498,7 @@ print(code, [name for name in ("matplotlib", "numpy", "torch", "tokenizers", "pl
         (["-o", "/nowhere/plan.png"], "cannot write /nowhere/plan.png", "where -o says", "df -h"),
     ],
 )
-def test_bad_input_is_answered_in_words(call: Call, words: list[str], seen: str, why: str, fix: str) -> None:
+def test_bad_input_is_refused_with_reason_and_fix(call: Call, words: list[str], seen: str, why: str, fix: str) -> None:
     code, out, err = call("plan", *words)
     assert code in (2, 3)
     assert out == ""

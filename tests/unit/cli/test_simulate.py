@@ -1,4 +1,4 @@
-"""`--simulate` as a verb would call it: options, table, JSON, picture, stragglers fitted from a run."""
+"""`plan --simulate`: options, table, JSON, picture, stragglers fitted from a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tiny(
     picture: Path | None = None,
     json: bool = False,
 ) -> None:
-    """As `plan` does it."""
+    """Simulate with options like those of `plan`."""
     assert step_s is not None
     assert tokens_per_step is not None
     options = SimulateOptions(
@@ -48,25 +48,25 @@ def tiny(
     run_simulation(options, json, picture)
 
 
-def call(*words: str) -> str:
-    said = CliRunner().invoke(app, words)
-    if said.exception:
-        raise said.exception
-    return said.stdout
+def call(*args: str) -> str:
+    result = CliRunner().invoke(app, args)
+    if result.exception:
+        raise result.exception
+    return result.stdout
 
 
 def options(**more: Any) -> SimulateOptions:
     return SimulateOptions(**{"nodes": 4, "step_s": 0.5, "tokens_per_step": 1000.0, "hours": 2.0, "seeds": 3} | more)
 
 
-def test_the_table_compares_both_ways_to_recover() -> None:
-    said = call("--straggler", "lognormal:0.1")
-    assert "4 nodes, 2 h, 4 seeds; a step of 500 ms; a failure about every 5 h 00 min" in said
-    assert "the slowest of 4 ranks takes 1.11×" in said
-    header, *rows = [line for line in said.splitlines() if line][1:]
+def test_the_table_compares_both_recovery_policies() -> None:
+    output = call("--straggler", "lognormal:0.1")
+    assert "4 nodes, 2 h, 4 seeds; a step of 500 ms; a failure about every 5 h 00 min" in output
+    assert "the slowest of 4 ranks takes 1.11×" in output
+    header, *rows = [line for line in output.splitlines() if line][1:]
     assert header.split()[::2] == ["restart", "live"]
     assert {"tokens/s", "failures"} <= {row.split("  ")[0] for row in rows}
-    assert "regrouping live trains" in said
+    assert "regrouping live trains" in output
 
 
 def test_the_best_interval_is_computed_and_shown() -> None:
@@ -77,27 +77,27 @@ def test_the_best_interval_is_computed_and_shown() -> None:
     assert "no failures; no checkpoints" in call("--mtbf-hours", "inf")
 
 
-def test_one_way_alone_is_a_narrower_table() -> None:
-    said = call("--recovery", "live")
-    assert "regrouping live" not in said
-    assert "restart  " not in said
+def test_a_single_recovery_policy_gives_a_narrower_table() -> None:
+    output = call("--recovery", "live")
+    assert "regrouping live" not in output
+    assert "restart  " not in output
 
 
-def test_an_undisturbed_training_loses_nothing() -> None:
-    said = call("--mtbf-hours", "inf", "--recovery", "restart")
-    assert "lost:" not in said
-    assert "restart: nothing is lost" in said
+def test_a_training_without_failures_loses_no_time() -> None:
+    output = call("--mtbf-hours", "inf", "--recovery", "restart")
+    assert "lost:" not in output
+    assert "restart: nothing is lost" in output
 
 
 @pytest.mark.parametrize("mtbf_hours", ["100", "20", "5"])
 def test_no_part_of_the_loss_is_larger_than_the_whole(mtbf_hours: str) -> None:
-    """Few failures: most seeds have none, so that the median of the whole is far below the mean of a part."""
-    said = call("--mtbf-hours", mtbf_hours, "--checkpoint-every", "3000")
-    sentences = re.findall(r": ([\d.]+)% is lost.*?, (.*) to .* \(([\d.]+)%\)", said)
+    """With few failures most seeds have none, and the median of the whole is far below the mean of a part."""
+    output = call("--mtbf-hours", mtbf_hours, "--checkpoint-every", "3000")
+    sentences = re.findall(r": ([\d.]+)% is lost.*?, (.*) to .* \(([\d.]+)%\)", output)
     assert len(sentences) == 2
-    for whole, how_much, part in sentences:
+    for whole, wording, part in sentences:
         assert float(part) <= float(whole)
-        assert (how_much == "most of it") == (float(part) > float(whole) / 2)
+        assert (wording == "most of it") == (float(part) > float(whole) / 2)
 
 
 def test_a_share_that_rounds_to_zero_has_no_sign() -> None:
@@ -109,16 +109,16 @@ def test_a_share_that_rounds_to_zero_has_no_sign() -> None:
     ]
 
 
-def test_a_training_that_cannot_go_on_is_said_to_make_no_progress() -> None:
-    said = call("--mtbf-hours", "0.05", "--checkpoint-every", "100000")
-    assert "restarting makes no progress" in said
+def test_a_training_without_progress_is_reported() -> None:
+    output = call("--mtbf-hours", "0.05", "--checkpoint-every", "100000")
+    assert "restarting makes no progress" in output
 
 
-def test_the_document_holds_bands_causes_and_the_curve() -> None:
-    found = json.loads(call("--json", "--mtbf-hours", "inf"))
-    assert found["options"]["mtbf_hours"] is None
-    assert found["ideal_tokens_per_s"] == 2000.0
-    live = found["policies"]["live"]
+def test_the_json_document_has_bands_causes_and_the_curve() -> None:
+    document = json.loads(call("--json", "--mtbf-hours", "inf"))
+    assert document["options"]["mtbf_hours"] is None
+    assert document["ideal_tokens_per_s"] == 2000.0
+    live = document["policies"]["live"]
     assert live["goodput"] == {"low": 1.0, "median": 1.0, "high": 1.0}
     assert live["mean_s"].keys() == {"useful", *LABELS}
     assert len(live["curve"]["edges_s"]) == len(live["curve"]["median"]) + 1
@@ -127,59 +127,59 @@ def test_the_document_holds_bands_causes_and_the_curve() -> None:
 
 def test_the_picture_is_a_png_with_both_panels(tmp_path: Path) -> None:
     path = tmp_path / "simulation.png"
-    said = call("--picture", str(path), "--straggler", "lognormal:0.1")
+    output = call("--picture", str(path), "--straggler", "lognormal:0.1")
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert str(path) in said
+    assert str(path) in output
     speed, lost = draw_simulation(simulate(options(mtbf_hours=2.0))).axes
     assert [str(line.get_label()).split(":")[0] for line in speed.get_lines()] == ["undisturbed", "restart", "live"]
     assert LABELS["redone"] in [label.get_text() for label in lost.get_yticklabels()]
 
 
-def test_a_picture_of_an_undisturbed_training_can_be_drawn() -> None:
+def test_a_training_without_failures_can_be_drawn() -> None:
     speed, lost = draw_simulation(simulate(options(mtbf_hours=math.inf, hours=100.0))).axes
     assert speed.get_xlabel() == "days"
     assert lost.get_yticks().tolist() == []
 
 
-def test_a_picture_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_picture_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ShoalError, match="cannot write") as refused:
         run_simulation(options(), False, tmp_path / "missing" / "simulation.png")
     assert "df -h" in refused.value.fix
 
 
-def test_plans_own_prediction_by_nodes_is_used() -> None:
-    asked: list[int] = []
+def test_a_step_time_that_depends_on_the_nodes_is_used() -> None:
+    node_counts: list[int] = []
 
     def step_s(nodes: int) -> float:
-        asked.append(nodes)
+        node_counts.append(nodes)
         return 3.0 / nodes
 
-    found = simulate(options(step_s=step_s, mtbf_hours=2.0, recovery="live"))["live"]
-    assert found.scenario.cluster.ideal_tokens_per_s == pytest.approx(1000 / 0.75)
-    assert min(asked) < 4
+    forecast = simulate(options(step_s=step_s, mtbf_hours=2.0, recovery="live"))["live"]
+    assert forecast.scenario.cluster.ideal_tokens_per_s == pytest.approx(1000 / 0.75)
+    assert min(node_counts) < 4
 
 
-def test_every_knob_has_a_flag_and_its_default_can_be_simulated() -> None:
+def test_every_option_has_a_flag_and_its_default_can_be_simulated() -> None:
     flags = {name.lower() for name in vars(knobs)}
     renamed = {"recovery": "recoverykind"}
-    ours = {renamed.get(each.name, each.name.replace("_", "")) for each in fields(SimulateOptions)}
+    options = {renamed.get(field.name, field.name.replace("_", "")) for field in fields(SimulateOptions)}
     # Options of every plan, which `cli/plan.py` declares.
-    assert ours - flags == {"nodes", "rankspernode", "scaling"}
+    assert options - flags == {"nodes", "rankspernode", "scaling"}
     assert set(scenarios(SimulateOptions(2, 0.5, 1000.0))) == {"restart", "live"}
 
 
 # Stragglers from a run
 
 
-def test_stragglers_are_fitted_to_the_own_times_of_each_rank(tmp_path: Path) -> None:
+def test_stragglers_are_fitted_to_each_ranks_own_step_times(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
-    found = scenarios(options(straggler=str(tmp_path / "run"), recovery="live"))["live"].straggling
-    assert isinstance(found, MeasuredStraggling)
-    assert 1.0 < Slowest(found, 64).mean < 1.2
+    straggling = scenarios(options(straggler=str(tmp_path / "run"), recovery="live"))["live"].straggling
+    assert isinstance(straggling, MeasuredStraggling)
+    assert 1.0 < Slowest(straggling, 64).mean < 1.2
 
 
-def test_own_times_leave_out_the_wait_and_what_a_rank_always_is() -> None:
-    """Rank 1 always takes twice as long: that is no straggling. Rank 0 is late once, and rank 1 waits for it."""
+def test_own_step_times_exclude_the_wait_and_a_ranks_constant_speed() -> None:
+    """Rank 1 always takes twice as long, which is not straggling. Rank 0 is late once, and rank 1 waits for it."""
     events = []
     for rank, usual_s in ((0, 1.0), (1, 2.0)):
         for number in range(1, 81):
@@ -187,11 +187,11 @@ def test_own_times_leave_out_the_wait_and_what_a_rank_always_is() -> None:
             wait_s = (3.0 if number == 70 else 2.0) - own_s
             record = {"event": "step", "rank": rank, "step": number, "step_s": own_s + wait_s, "wait_s": wait_s}
             events.append(record)
-    found = np.sort(step_time_factors(events))
-    assert (len(found), found[0], found[-2], found[-1]) == (80, 1.0, 1.0, 3.0)
+    factors = np.sort(step_time_factors(events))
+    assert (len(factors), factors[0], factors[-2], factors[-1]) == (80, 1.0, 1.0, 3.0)
 
 
-def test_a_single_rank_waits_for_nobody() -> None:
+def test_a_single_rank_needs_no_wait_times() -> None:
     events = [{**event, "wait_s": None} for event in rank_events(0, world_size=1)]
     assert len(step_time_factors(events)) == 50
 
@@ -203,7 +203,7 @@ def test_a_single_rank_waits_for_nobody() -> None:
         ([{**event, "wait_s": None} for event in all_events()], "rank 0 has not recorded how long it waited"),
     ],
 )
-def test_a_run_that_says_too_little_is_refused(events: list[dict[str, Any]], seen: str) -> None:
+def test_a_run_with_too_few_records_is_refused(events: list[dict[str, Any]], seen: str) -> None:
     with pytest.raises(DataError, match=seen) as refused:
         step_time_factors(events)
     assert "--straggler lognormal" in refused.value.fix
@@ -230,7 +230,7 @@ def test_a_run_that_says_too_little_is_refused(events: list[dict[str, Any]], see
         ({"seeds": 0}, "0 seeds", "--seeds"),
     ],
 )
-def test_bad_options_are_refused_in_words(wrong: dict[str, Any], seen: str, fix: str) -> None:
+def test_bad_options_are_refused_with_reason_and_fix(wrong: dict[str, Any], seen: str, fix: str) -> None:
     with pytest.raises(ConfigError) as refused:
         simulate(options(**wrong))
     assert seen in refused.value.seen

@@ -1,4 +1,4 @@
-"""Which Python, which address, which environment: decided from what a host says about itself. No host is asked."""
+"""Choice of Python, address and environment from the facts of a host. No host is contacted."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def facts(*pythons: PythonFacts) -> HostFacts:
 GOOD = {"torch": "2.13.0+cpu", "numpy": "2.4.6"}
 
 
-def test_a_python_that_will_do() -> None:
+def test_a_suitable_python_is_accepted() -> None:
     assert misfits(python(torch="2.13.0+cu130", numpy="2.1.0"), WANTED) == []
     assert misfits(python(torch="2.13.0", numpy="2.1.0"), WANTED, exactly=True) == [
         "it has numpy 2.1.0, and here is 2.4.6"
@@ -65,7 +65,7 @@ def test_a_python_that_will_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("there", "seen"),
+    ("candidate", "seen"),
     [
         (python(version="3.9.2", **GOOD), "it is Python 3.9.2, and here is 3.11"),
         (python(numpy="2.4.6"), "torch is not installed, and here is 2.13.0"),
@@ -73,18 +73,18 @@ def test_a_python_that_will_do() -> None:
         (python(torch="2.13.0", numpy="1.26"), "it has numpy 1.26, and shoal needs 2.0 or newer"),
     ],
 )
-def test_a_python_that_will_not_do(there: PythonFacts, seen: str) -> None:
-    assert misfits(there, WANTED)[0] == seen
+def test_an_unsuitable_python_is_refused(candidate: PythonFacts, seen: str) -> None:
+    assert misfits(candidate, WANTED)[0] == seen
     with pytest.raises(HostError, match="the Python of laptop-b cannot run this") as caught:
-        usable_python(HOST, SPEC, facts(there), WANTED)
+        usable_python(HOST, SPEC, facts(candidate), WANTED)
     assert seen in caught.value.seen
     assert caught.value.fix == "shoal setup hosts.toml"
 
 
-def test_what_is_wanted_is_what_runs_here() -> None:
+def test_the_required_packages_are_those_installed_here() -> None:
     wanted = wanted_here()
     assert {"torch", "numpy", "pydantic"} <= wanted.packages.keys()
-    assert "pytest" not in wanted.packages, "what only development needs"
+    assert "pytest" not in wanted.packages, "only development needs it"
     assert wanted.packages["torch"] == importlib.metadata.version("torch").partition("+")[0]
     assert wanted.least["torch"] == "2.9"
 
@@ -92,18 +92,18 @@ def test_what_is_wanted_is_what_runs_here() -> None:
 NAMED = HOST.model_copy(update={"python": "/opt/python"})
 
 
-def test_environments_are_made_only_where_needed() -> None:
-    own, found = python("own", **GOOD), python("found")
+def test_an_environment_is_made_only_where_needed() -> None:
+    own, system = python("own", **GOOD), python("found")
     assert plan_environment(NAMED, SPEC, facts(python(**GOOD)), WANTED).state == "present"
-    assert plan_environment(HOST, SPEC, facts(own, found), WANTED).python == own
-    made = plan_environment(HOST, SPEC, facts(found), WANTED)
-    assert (made.state, made.python) == ("made", found)
+    assert plan_environment(HOST, SPEC, facts(own, system), WANTED).python == own
+    made = plan_environment(HOST, SPEC, facts(system), WANTED)
+    assert (made.state, made.python) == ("made", system)
     old = python("own", torch="2.12.0", numpy="2.4.6")
-    updated = plan_environment(HOST, SPEC, facts(old, found), WANTED)
+    updated = plan_environment(HOST, SPEC, facts(old, system), WANTED)
     assert (updated.state, updated.why) == ("updated", "it has torch 2.12.0, and here is 2.13.0")
     beside = plan_environment(NAMED, SPEC, facts(python(torch="2.9.0")), WANTED)
     assert (beside.state, beside.why) == ("made", "it has torch 2.9.0, and here is 2.13.0")
-    assert plan_environment(HOST, SPEC, facts(python("own", "3.10.1"), found), WANTED).state == "made"
+    assert plan_environment(HOST, SPEC, facts(python("own", "3.10.1"), system), WANTED).state == "made"
 
 
 @pytest.mark.parametrize(
@@ -119,33 +119,33 @@ def test_environments_are_made_only_where_needed() -> None:
         (NAMED, (python(version="3.12.1", **GOOD),), "there is no Python 3.11 on laptop-b"),
     ],
 )
-def test_no_environment_can_be_made(host: Host, pythons: tuple[PythonFacts, ...], seen: str) -> None:
+def test_a_missing_environment_is_explained(host: Host, pythons: tuple[PythonFacts, ...], seen: str) -> None:
     with pytest.raises(HostError, match=seen) as caught:
         plan_environment(host, SPEC, facts(*pythons), WANTED)
     assert caught.value.why
     assert caught.value.fix
 
 
-def test_address_and_interface_are_what_the_host_has() -> None:
-    there = facts(python())
-    assert settle(HOST, SPEC, "192.168.1.7", there) == ("192.168.1.7", "eth0")
+def test_address_and_interface_are_taken_from_the_host() -> None:
+    host_facts = facts(python())
+    assert settle(HOST, SPEC, "192.168.1.7", host_facts) == ("192.168.1.7", "eth0")
     through = HOST.model_copy(update={"interface": "wg0"})
-    assert settle(through, SPEC, "192.168.1.7", there) == ("10.8.0.2", "wg0")
+    assert settle(through, SPEC, "192.168.1.7", host_facts) == ("10.8.0.2", "wg0")
     with pytest.raises(HostError, match="laptop-b has no interface eth9") as caught:
-        settle(HOST.model_copy(update={"interface": "eth9"}), SPEC, "192.168.1.7", there)
+        settle(HOST.model_copy(update={"interface": "eth9"}), SPEC, "192.168.1.7", host_facts)
     assert caught.value.why == "there are: lo, eth0, wg0, wlan0"
     with pytest.raises(HostError, match=r"does not have the address 203\.0\.113\.5") as caught:
-        settle(HOST, SPEC, "203.0.113.5", there)
+        settle(HOST, SPEC, "203.0.113.5", host_facts)
     assert "192.168.1.7 on eth0, 10.8.0.2 on wg0" in caught.value.why
 
 
-def test_another_kind_of_machine_is_refused() -> None:
+def test_another_architecture_is_refused() -> None:
     need_same_kind(HOST, facts(), "Linux", "x86_64")
     with pytest.raises(HostError, match="Linux on x86_64, and here is Darwin on arm64"):
         need_same_kind(HOST, facts(), "Darwin", "arm64")
 
 
-def test_the_name_that_ssh_makes_of_a_host() -> None:
+def test_the_host_name_is_read_from_the_ssh_configuration() -> None:
     assert host_name_of("user me\nhostname laptop-b.lan\nport 22\n") == "laptop-b.lan"
     assert host_name_of("") == ""
 
@@ -169,7 +169,7 @@ def test_the_name_that_ssh_makes_of_a_host() -> None:
         ({"error": "venv", "log": "no"}, "cannot make /srv/shoal/env on laptop-b", "cat /srv/shoal/setup.log"),
     ],
 )
-def test_why_no_environment_was_made(answer: dict[str, object], seen: str, fix: str) -> None:
+def test_a_failed_setup_is_explained(answer: dict[str, object], seen: str, fix: str) -> None:
     error = cannot_make(HOST, SPEC, facts(), WANTED, answer, "")
     assert seen in error.seen
     assert fix in error.fix

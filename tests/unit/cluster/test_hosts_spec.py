@@ -1,4 +1,4 @@
-"""Hosts files, what `--on` makes of them, and what ssh is told and says. No host is asked."""
+"""Hosts files, `--on`, the arguments of ssh and its errors. No host is contacted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def refused(text: str, name: str = "cluster/hosts.toml") -> ShoalError:
 # The file
 
 
-def test_a_cluster_file() -> None:
+def test_a_cluster_file_is_parsed() -> None:
     spec = from_toml(
         'ssh_config = "ssh/config"\n[[host]]\nhost = "me@laptop-b"\nslots = 2\nweight = 2\n'
         '[[host]]\nname = "attic"\nhost = "10.0.0.9"\naddress = "192.168.7.9"\ninterface = "wg0"\nthreads = 3\n'
@@ -65,16 +65,16 @@ def test_a_cluster_file() -> None:
         ("fd00::9", "fd00::9", 1),
     ],
 )
-def test_hostfiles_as_they_are(line: str, host: str, slots: int) -> None:
-    (found,) = parse_hosts(f"# machines\n\n{line}\n", Path("machines")).hosts
-    assert (found.host, found.slots) == (host, slots)
+def test_a_line_of_a_hostfile_is_parsed(line: str, host: str, slots: int) -> None:
+    (parsed,) = parse_hosts(f"# machines\n\n{line}\n", Path("machines")).hosts
+    assert (parsed.host, parsed.slots) == (host, slots)
 
 
 def test_a_hostfile_may_name_the_interface() -> None:
     assert parse_hosts("b:2 ifname=eth1 binding=user:0,1", Path("machines")).hosts[0].interface == "eth1"
 
 
-def test_a_table_makes_a_cluster_file_of_any_name() -> None:
+def test_a_file_with_a_host_table_is_a_cluster_file_whatever_its_name() -> None:
     assert parse_hosts('[[host]]\nhost = "b"\n', Path("machines.txt")).hosts[0].host == "b"
 
 
@@ -105,7 +105,7 @@ def test_a_wrong_value_is_named_with_its_host(settings: str, seen: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["-oProxyCommand=touch", "two words", "", "tab\there"])
-def test_what_is_no_host_never_reaches_ssh(host: str) -> None:
+def test_an_invalid_host_name_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match="of host"):
         parse_hosts(f"[[host]]\nhost = {host!r}\n".replace("'", '"'), Path("hosts.toml"))
 
@@ -114,7 +114,7 @@ def test_what_is_no_host_never_reaches_ssh(host: str) -> None:
     ("text", "name", "seen"),
     [
         ("", "hosts.toml", "hosts.toml lists no host"),
-        ("# nobody\n", "machines", "machines lists no host"),
+        ("# no host\n", "machines", "machines lists no host"),
         ("[[host]]\nslots = 2\n", "hosts.toml", "the 1. [[host]] of hosts.toml does not say which host it is"),
         ('host = "b"', "hosts.toml", "host in hosts.toml is not a list of tables"),
         ("ssh_config = 3\n[[host]]\n", "hosts.toml", "ssh_config=3 in hosts.toml is no file name"),
@@ -123,7 +123,7 @@ def test_what_is_no_host_never_reaches_ssh(host: str) -> None:
         ("# x\nb and more", "machines", "line 2 of machines: 'and more' is no setting"),
     ],
 )
-def test_files_that_make_no_sense(text: str, name: str, seen: str) -> None:
+def test_an_invalid_hosts_file_is_refused(text: str, name: str, seen: str) -> None:
     assert refused(text, name).seen.startswith(seen)
 
 
@@ -139,18 +139,18 @@ def test_files_that_make_no_sense(text: str, name: str, seen: str) -> None:
         ),
     ],
 )
-def test_the_same_machine_twice_is_refused(text: str, seen: str) -> None:
+def test_a_machine_that_is_listed_twice_is_refused(text: str, seen: str) -> None:
     assert refused(text, "machines").seen == seen
 
 
-def test_two_hosts_that_turn_out_to_be_one() -> None:
+def test_two_hosts_with_one_address_are_refused() -> None:
     with pytest.raises(
         HostError, match=r"b and c in hosts\.toml are the same machine: both have the address 10\.0\.0\.1"
     ):
         refuse_shared_address({"a": "10.0.0.2", "b": "10.0.0.1", "c": "10.0.0.1"}, SPEC)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_hosts_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no hosts file"):
         read_hosts(tmp_path / "no.toml")
     with pytest.raises(UsageError, match="cannot read"):
@@ -164,10 +164,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_hosts(file)
 
 
-# What --on says
+# The option --on
 
 
-def test_on_takes_a_hosts_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_accepts_a_hosts_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "machines").write_text("b slots=2\nc\n")
     on = parse_on(str(tmp_path / "machines"))
     assert isinstance(on, HostsSpec)
@@ -181,8 +181,8 @@ def test_on_takes_a_hosts_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         parse_on("machine")
 
 
-def test_which_host_is_this_machine() -> None:
-    ours = {
+def test_names_of_this_machine_are_recognized() -> None:
+    local_names = {
         "localhost",
         "local",
         "127.0.0.1",
@@ -191,27 +191,27 @@ def test_which_host_is_this_machine() -> None:
         socket.gethostname(),
         f"{getpass.getuser()}@localhost",
     }
-    assert all(is_here(Host(host=host)) for host in ours)
+    assert all(is_here(Host(host=host)) for host in local_names)
     assert is_here(Host(host="some-alias", address="127.0.0.1"))
-    for host in ("laptop-b", "192.0.2.1", "somebody-else@localhost"):
+    for host in ("laptop-b", "192.0.2.1", "other-user@localhost"):
         assert not is_here(Host(host=host)), host
 
 
-# What ssh is told, and what it says
+# Arguments and errors of ssh
 
 
-def test_ssh_is_the_users_own_and_asks_nothing() -> None:
+def test_ssh_uses_the_users_configuration_and_never_prompts() -> None:
     argv = ssh_argv(HOST, SPEC.model_copy(update={"ssh_config": Path("/a/config")}))
     assert argv[:3] == ["ssh", "-F", "/a/config"]
     assert argv[-2:] == ["--", "me@laptop-b"]
     assert "BatchMode=yes" in argv
-    assert not any("StrictHostKeyChecking" in word for word in argv), "host keys are checked as the user has it"
+    assert not any("StrictHostKeyChecking" in word for word in argv), "the user's setting for host keys applies"
 
 
-def test_values_reach_a_script_unharmed() -> None:
+def test_values_are_quoted_for_a_script() -> None:
     assert variables(a="it's $HOME", b="x") == "a='it'\"'\"'s $HOME'\nb=x\n"
     assert shell_path("~/my env/python") == "\"$HOME\"/'my env/python'"
-    assert framed("true", "mark").startswith("{\n"), "read to its end before any of it is done"
+    assert framed("true", "mark").startswith("{\n"), "the shell reads the whole script before it runs a line"
 
 
 def explained(stderr: str, code: int = 255) -> HostError:
@@ -236,20 +236,20 @@ def explained(stderr: str, code: int = 255) -> HostError:
         ),
         ("/home/me/.ssh/config: line 3: Bad configuration option: hots", "does not accept its configuration"),
         ("kex_exchange_identification: Connection closed by remote host", "answered and hung up"),
-        ("something nobody has seen", "cannot reach laptop-b over ssh"),
+        ("some unknown error", "cannot reach laptop-b over ssh"),
         ("", "cannot reach laptop-b over ssh"),
     ],
 )
-def test_what_ssh_says_becomes_a_reason(stderr: str, seen: str) -> None:
+def test_an_error_of_ssh_is_explained(stderr: str, seen: str) -> None:
     assert seen in explained(stderr).seen
 
 
-def test_no_shell_there() -> None:
+def test_a_missing_shell_is_explained() -> None:
     assert "there is no shell" in explained("This account is currently not available.", code=1).seen
     assert "there is no shell" in explained("bash: line 1: sh: command not found", code=127).seen
 
 
-def test_a_changed_key_is_answered_with_the_exact_command() -> None:
+def test_a_changed_host_key_is_explained_with_the_exact_command() -> None:
     stderr = (
         "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\nOffending ED25519 key in /home/a/known_hosts:7\n"
         "Host key for [b.lan]:2222 has changed and you have requested strict checking.\nHost key verification failed."
@@ -257,7 +257,7 @@ def test_a_changed_key_is_answered_with_the_exact_command() -> None:
     assert explained(stderr).fix == "ssh-keygen -f /home/a/known_hosts -R '[b.lan]:2222', then: ssh me@laptop-b"
 
 
-def test_a_lost_link_is_told_from_a_killed_program() -> None:
+def test_a_lost_connection_is_distinguished_from_a_killed_program() -> None:
     assert "connection to laptop-b was lost" in explain_end(HOST, 255, "Timeout, server b not responding.").seen
     assert "ended without an answer" in explain_end(HOST, 255, "").seen
     assert "ended without an answer" in explain_end(HOST, 137, "Killed").seen

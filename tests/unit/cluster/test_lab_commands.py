@@ -1,4 +1,4 @@
-"""A lab on paper: what the words mean, and the exact commands that come of them. No process starts here."""
+"""Lab specifications and the exact commands they produce. No process is started."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def site(rootless: bool = False, netem: bool = True, groups: ControlGroups = V1)
     return LabSite("default", Path("/run/lab"), rootless, netem, groups)
 
 
-def scene(spec: LabSpec, where: LabSite, **known: object) -> lab.LabView:
-    state = LabState(spec=spec, rootless=where.rootless, netem=where.netem, groups=where.groups)
+def view_of(spec: LabSpec, lab_site: LabSite, **state_fields: object) -> lab.LabView:
+    state = LabState(spec=spec, rootless=lab_site.rootless, netem=lab_site.netem, groups=lab_site.groups)
     alive = frozenset(node.name for node in spec.nodes)
-    return lab.LabView(state.model_copy(update=known), where, alive)
+    return lab.LabView(state.model_copy(update=state_fields), lab_site, alive)
 
 
-def test_a_node_comes_up_by_these_commands() -> None:
+def test_the_exact_commands_that_start_a_node() -> None:
     node = make_spec(1, link="100mbit", cpu="0.5").nodes[0]
     first, *rest = [line for line in render(commands.node_steps(node, site())).splitlines() if "unshare" not in line]
     enter = 'nsenter --target "$(cat /run/lab/{}.pid)" --net {}'.format
@@ -76,7 +76,7 @@ def test_a_node_comes_up_by_these_commands() -> None:
     ]
 
 
-def test_the_first_process_of_a_node_joins_its_groups_and_makes_every_namespace() -> None:
+def test_the_first_process_of_a_node_joins_its_groups_and_creates_its_namespaces() -> None:
     node = make_spec(1).nodes[0]
     line = next(line for line in render(commands.node_steps(node, site())).splitlines() if "unshare" in line)
     assert "echo $$ > /cg/cpu/shoal-default/node1/cgroup.procs" in line
@@ -84,7 +84,7 @@ def test_the_first_process_of_a_node_joins_its_groups_and_makes_every_namespace(
     assert "mount --bind /run/lab/hosts /etc/hosts" in line
 
 
-def test_without_root_everything_enters_the_user_namespace() -> None:
+def test_without_root_every_command_enters_the_user_namespace() -> None:
     lines = render(commands.lab_steps(make_spec(2), site(rootless=True, groups=ControlGroups()))).splitlines()
     entering = [line for line in lines if "nsenter" in line]
     assert len(entering) > 10
@@ -101,13 +101,13 @@ def test_delay_and_loss_come_from_netem_on_the_switch_side_only() -> None:
     assert shape("eth0", link, netem=False)[0].startswith("tc qdisc replace dev eth0 root handle 1: tbf")
 
 
-def test_lost_packets_are_single_ones() -> None:
+def test_packet_loss_disables_segmentation_offload() -> None:
     assert segment_limit("eth0", LabLink(loss=0.01), LabLink()) == ["ip link set eth0 gso_max_segs 1"]
     assert segment_limit("eth0", LabLink(), LabLink(loss=0.01)) == ["ip link set eth0 gso_max_segs 65535"]
     assert segment_limit("eth0", LabLink(), LabLink()) == []
 
 
-def test_cpu_limits_in_both_versions_of_control_groups() -> None:
+def test_cpu_limits_are_written_for_both_versions_of_control_groups() -> None:
     assert render(limit_cpu(V2, "a", "node1", 0.3)) == "echo '3000 10000' > /cg/shoal-a/node1/cpu.max\n"
     assert render(limit_cpu(V2, "a", "node1", 0.05)) == "echo '5000 100000' > /cg/shoal-a/node1/cpu.max\n"
     assert render(limit_cpu(V2, "a", "node1", None)) == "echo 'max 10000' > /cg/shoal-a/node1/cpu.max\n"
@@ -127,23 +127,23 @@ def test_control_groups_are_found_in_the_mounts() -> None:
     assert find_groups("tmpfs / tmpfs rw 0 0", 0) == ControlGroups()
 
 
-def test_a_cut_is_felt_where_packets_arrive() -> None:
-    here = scene(make_spec(3), site())
-    after, steps = lab.cut_off("node1", "node2", one_way=True)(here)
+def test_a_cut_drops_packets_at_the_receiver() -> None:
+    view = view_of(make_spec(3), site())
+    after, steps = lab.cut_off("node1", "node2", one_way=True)(view)
     lines = render(steps).splitlines()
     assert len(lines) == 1
     assert "node2.pid" in lines[0]
     assert "ip saddr { 10.77.0.1 } drop" in lines[0]
     assert after.cuts == {("node1", "node2")}
-    assert len(lab.cut_off("node1", None, one_way=False)(here)[1]) == 3
+    assert len(lab.cut_off("node1", None, one_way=False)(view)[1]) == 3
 
 
 def test_healing_one_pair_leaves_the_other_cut() -> None:
-    here = scene(make_spec(3), site(), cuts=frozenset({("node1", "node2"), ("node2", "node1"), ("node1", "node3")}))
-    after, steps = lab.heal_cuts("node1", "node2")(here)
+    view = view_of(make_spec(3), site(), cuts=frozenset({("node1", "node2"), ("node2", "node1"), ("node1", "node3")}))
+    after, steps = lab.heal_cuts("node1", "node2")(view)
     assert after.cuts == {("node1", "node3")}
     assert len(steps) == 2
-    assert lab.heal_cuts(None, None)(here)[0].cuts == frozenset()
+    assert lab.heal_cuts(None, None)(view)[0].cuts == frozenset()
 
 
 def test_rules_replace_each_other_in_one_transaction() -> None:
@@ -154,9 +154,9 @@ def test_rules_replace_each_other_in_one_transaction() -> None:
     assert walled.endswith("iifname eth0 drop")
 
 
-def test_a_silent_kill_pulls_the_cable_first_and_thaws_before_it_kills() -> None:
-    here = scene(make_spec(2), site(), frozen=frozenset({"node1"}))
-    after, steps = lab.kill_node("node1", silent=True)(here)
+def test_a_silent_kill_removes_the_link_then_thaws_then_kills() -> None:
+    view = view_of(make_spec(2), site(), frozen=frozenset({"node1"}))
+    after, steps = lab.kill_node("node1", silent=True)(view)
     unplug, thaw, end = render(steps).splitlines()
     assert "ip link del node1" in unplug
     assert thaw == "echo THAWED > /cg/freezer/shoal-default/node1/freezer.state"
@@ -164,67 +164,72 @@ def test_a_silent_kill_pulls_the_cable_first_and_thaws_before_it_kills() -> None
     assert after.frozen == frozenset()
 
 
-def test_freezing_without_a_freezer_is_a_signal_to_all() -> None:
-    here = scene(make_spec(1), site(groups=ControlGroups()))
-    assert "kill -STOP -1" in render(lab.set_frozen("node1", frozen=True)(here)[1])
+def test_freezing_without_a_freezer_sends_a_signal_to_every_process() -> None:
+    view = view_of(make_spec(1), site(groups=ControlGroups()))
+    assert "kill -STOP -1" in render(lab.set_frozen("node1", frozen=True)(view)[1])
 
 
-def test_tools_are_found_where_an_ordinary_path_does_not_lead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tools_outside_the_users_path_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     system = Path("/usr/sbin").resolve()
-    assert search_path("/mine:/bin").startswith("/mine:/bin:")
+    assert search_path("/own:/bin").startswith("/own:/bin:")
     assert str(system) in search_path("/bin").split(":")
     assert search_path(f"/bin:{system}:/sbin") == f"/bin:{system}:/sbin"
     own = tmp_path / "tc"
     own.touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_tool("tc") == str(own), "one's own comes first"
+    assert find_tool("tc") == str(own), "the user's PATH comes first"
     assert path_line().startswith(f'export PATH="$PATH:{system}')
     assert reach_tools(["tc"])[-1] == "tc"
     monkeypatch.setenv("PATH", "/usr/sbin:/sbin")
     assert (path_line(), reach_tools(["tc"])) == ("", ["tc"])
 
 
-def test_what_the_kernel_lacks_is_named_and_the_rest_kept() -> None:
-    poor = Features(rootless=True, netem=False, delay_line=False, nft=True, sshd=True, groups=ControlGroups())
-    asked = make_spec(2, delay="2ms", loss="1%", cpu="0.5", sshd=True)
-    said = " ".join(lacks(asked, poor))
+def test_missing_kernel_features_are_named_and_the_others_kept() -> None:
+    features = Features(rootless=True, netem=False, delay_line=False, nft=True, sshd=True, groups=ControlGroups())
+    spec = make_spec(2, delay="2ms", loss="1%", cpu="0.5", sshd=True)
+    missing = " ".join(lacks(spec, features))
     for word in ("no delay", "CPU limits", "SSH servers"):
-        assert word in said
-    assert "loss" not in said
-    assert substitutes(asked, poor) == ("loss by nftables: this kernel has no netem",)
-    had = possible(asked, poor)
-    assert (had.nodes[0].link.delay_s, had.nodes[0].link.loss, had.nodes[0].cpu, had.sshd) == (0.0, 0.01, None, False)
-    assert lacks(make_spec(2), poor) == substitutes(make_spec(2), poor) == ()
-    poorest = replace(poor, nft=False)
-    assert "no loss: neither netem nor nft" in lacks(asked, poorest)
-    assert substitutes(asked, poorest) == ()
+        assert word in missing
+    assert "loss" not in missing
+    assert substitutes(spec, features) == ("loss by nftables: this kernel has no netem",)
+    reduced = possible(spec, features)
+    assert (reduced.nodes[0].link.delay_s, reduced.nodes[0].link.loss, reduced.nodes[0].cpu, reduced.sshd) == (
+        0.0,
+        0.01,
+        None,
+        False,
+    )
+    assert lacks(make_spec(2), features) == substitutes(make_spec(2), features) == ()
+    without_nft = replace(features, nft=False)
+    assert "no loss: neither netem nor nft" in lacks(spec, without_nft)
+    assert substitutes(spec, without_nft) == ()
 
 
 def test_a_process_delays_packets_where_the_kernel_cannot() -> None:
     features = Features(rootless=False, netem=False, delay_line=True, nft=True, sshd=True, groups=V1)
-    asked = make_spec(2, delay="2ms")
-    assert possible(asked, features).nodes[0].link.delay_s == 0.002
-    assert lacks(asked, features) == ()
-    assert "a process" in substitutes(asked, features)[0]
+    spec = make_spec(2, delay="2ms")
+    assert possible(spec, features).nodes[0].link.delay_s == 0.002
+    assert lacks(spec, features) == ()
+    assert "a process" in substitutes(spec, features)[0]
     rich = replace(features, netem=True, delay_line=False)
-    assert substitutes(asked, rich) == lacks(asked, rich) == ()
+    assert substitutes(spec, rich) == lacks(spec, rich) == ()
 
 
-def test_a_delay_line_comes_changes_and_goes_with_the_delay() -> None:
-    def changed(was: str, now: str) -> str:
-        before, after = (make_spec(1, link="none", delay=delay).nodes[0] for delay in (was, now))
+def test_a_delay_process_is_started_replaced_and_ended_with_the_delay() -> None:
+    def steps_for(old: str, new: str) -> str:
+        before, after = (make_spec(1, link="none", delay=delay).nodes[0] for delay in (old, new))
         return render(commands.link_steps(after, site(netem=False), before.link))
 
     starts, ends = "delay_line.py /run/lab/node1-delay.pid node1 node1-w 0.005000000", "kill -KILL"
-    begun = changed("0ms", "5ms")
-    assert (starts in begun, ends in begun) == (True, False)
-    assert "ip link set node1 nomaster arp off" in begun
-    again = changed("2ms", "5ms")
-    assert again.index(ends) < again.index(starts)
-    over = changed("5ms", "0ms")
-    assert (starts in over, ends in over) == (False, True)
-    assert "ip link set node1 master sw0 arp on" in over
-    assert "delay" not in changed("5ms", "5ms")
+    added = steps_for("0ms", "5ms")
+    assert (starts in added, ends in added) == (True, False)
+    assert "ip link set node1 nomaster arp off" in added
+    replaced = steps_for("2ms", "5ms")
+    assert replaced.index(ends) < replaced.index(starts)
+    removed = steps_for("5ms", "0ms")
+    assert (starts in removed, ends in removed) == (False, True)
+    assert "ip link set node1 master sw0 arp on" in removed
+    assert "delay" not in steps_for("5ms", "5ms")
 
 
 @pytest.mark.parametrize(
@@ -242,7 +247,7 @@ def test_the_setting_that_forbids_namespaces_is_named(settings: dict[str, str], 
     assert "root" in fix
 
 
-def test_on_says_the_same_as_lab_up() -> None:
+def test_the_option_on_accepts_the_options_of_lab_up() -> None:
     assert parse_lab("lab:3,link=1gbit,cpu=1/1/0.5") == make_spec(3, link="1gbit", cpu="1/1/0.5")
     assert parse_lab("lab:2,profile=wifi,delay=5ms,loss=1%,name=a,sshd") == make_spec(
         2, profile="wifi", delay="5ms", loss="1%", name="a", sshd=True
@@ -252,7 +257,7 @@ def test_on_says_the_same_as_lab_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "seen"),
     [
         ("lab", "names no lab"),
         ("lab:x", "names no lab"),
@@ -276,14 +281,14 @@ def test_on_says_the_same_as_lab_up() -> None:
         ("lab:2,name=../x", "no name for a lab"),
     ],
 )
-def test_wrong_words_are_named(text: str, said: str) -> None:
+def test_an_invalid_lab_specification_is_refused(text: str, seen: str) -> None:
     with pytest.raises(UsageError) as raised:
         parse_lab(text)
-    assert said in raised.value.seen
+    assert seen in raised.value.seen
     assert raised.value.fix
 
 
-def test_the_nearest_name_is_offered() -> None:
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(UsageError) as raised:
         parse_lab("lab:2,profile=wiffi")
     assert "'wifi'" in raised.value.why
@@ -293,13 +298,13 @@ def test_the_nearest_name_is_offered() -> None:
 
 
 @pytest.mark.parametrize("text", ["x", "0", "70000", "30-20", "22,,a"])
-def test_wrong_ports_are_named(text: str) -> None:
+def test_invalid_ports_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_ports(text)
 
 
 @given(st.integers(1, 10**7))
-def test_rates_and_delays_survive_being_written(number: int) -> None:
+def test_rates_and_delays_survive_formatting(number: int) -> None:
     rate_bps, delay_s = number * 1000.0, number * 1e-6
     assert parse_rate(format_rate(rate_bps)) == pytest.approx(rate_bps, rel=1e-5)
     assert parse_delay(format_delay(delay_s)) == pytest.approx(delay_s, rel=1e-5)

@@ -1,4 +1,4 @@
-"""From preset, file and `--set` to one checked configuration, and back to the `config.toml` of a run."""
+"""Load a checked configuration from preset, file and `--set`, and save it as the `config.toml` of a run."""
 
 from __future__ import annotations
 
@@ -32,36 +32,36 @@ def refusal(*sets: str, **options: Any) -> ConfigError:
     return caught.value
 
 
-# What beats what
+# Precedence
 
 
-def test_the_defaults_are_the_schemas() -> None:
+def test_the_defaults_are_those_of_the_schema() -> None:
     assert build_config() == Config()
 
 
-def test_a_preset_beats_the_defaults() -> None:
+def test_a_preset_overrides_the_defaults() -> None:
     config = build_config("shakespeare-char")
     assert (config.train.steps, config.data.tokenizer, config.run.preset) == (2000, "char", "shakespeare-char")
     assert config.train.beta2 == Config().train.beta2
 
 
-def test_later_layers_beat_earlier_ones(tmp_path: Path) -> None:
+def test_later_layers_override_earlier_ones(tmp_path: Path) -> None:
     file = write(tmp_path, "[train]\nsteps = 11\nlr = 0.5\nclip = 2.0\n")
     flags = {"train": {"lr": 0.25, "clip": 3.0}}
     train = build_config("shakespeare-char", file, flags, ["train.clip=4.0"]).train
     assert (train.warmup_steps, train.steps, train.lr, train.clip) == (100, 11, 0.25, 4.0)
 
 
-def test_the_last_of_two_sets_counts() -> None:
+def test_the_last_of_two_set_options_applies() -> None:
     assert build_config(sets=["train.steps=5", "train.steps=7"]).train.steps == 7
 
 
-def test_a_file_may_come_with_any_part_of_the_settings(tmp_path: Path) -> None:
+def test_a_file_may_have_any_part_of_the_settings(tmp_path: Path) -> None:
     assert build_config(file=write(tmp_path, "")) == Config()
     assert build_config(file=write(tmp_path, '[run]\non = "local:4"')).run.on == "local:4"
 
 
-def test_every_flag_of_train_stands_for_a_real_setting() -> None:
+def test_every_flag_of_train_maps_to_a_setting() -> None:
     assert set(FLAGS.values()) <= set(known_keys())
 
 
@@ -70,7 +70,7 @@ def test_flags_become_overrides_and_zero_is_not_unset() -> None:
     assert flags_to_overrides(given) == {"train": {"steps": 0}, "sync": {"wire": "fp16"}}
 
 
-def test_depth_sets_the_whole_shape_and_a_flag_beside_it_stays() -> None:
+def test_depth_sets_the_model_shape_and_other_flags_are_kept() -> None:
     overrides = flags_to_overrides({"depth": 5, "seq_len": 32})
     model = build_config(flags=overrides).model
     assert (model.layers, model.heads, model.width, model.seq_len) == (5, 5, 320, 32)
@@ -122,7 +122,7 @@ def test_a_set_without_section_key_and_value_is_refused(assignment: str) -> None
     assert "--set train.steps=200" in error.fix
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -135,12 +135,12 @@ def test_an_unknown_setting_names_the_nearest(typo: str, meant: str) -> None:
     assert error.why == f"did you mean {meant!r}?"
 
 
-def test_an_unknown_setting_lists_what_its_section_has() -> None:
+def test_an_unknown_setting_lists_the_settings_of_its_section() -> None:
     assert refusal("sync.xyz=1").fix == f"sync has: {', '.join(type(Config().sync).model_fields)}"
     assert refusal("xyz.abc=1").fix == "sections are: model, data, train, sync, run, members"
 
 
-def test_an_unknown_preset_names_the_nearest_and_all() -> None:
+def test_an_unknown_preset_names_the_nearest_and_lists_all() -> None:
     error = refusal(preset_name="gpt2-124")
     assert error.why == "did you mean 'gpt2-124m'?"
     assert all(name in error.fix for name in PRESETS)
@@ -162,7 +162,7 @@ def test_an_unknown_preset_names_the_nearest_and_all() -> None:
         ("run.on=3", "run.on=3: input should be a valid string"),
     ],
 )
-def test_a_value_of_the_wrong_kind_or_range_is_named(assignment: str, seen: str) -> None:
+def test_a_value_of_the_wrong_type_or_range_is_named(assignment: str, seen: str) -> None:
     error = refusal(assignment)
     assert error.seen.startswith(seen)
     assert error.fix == f"correct it, or: --set {assignment.split('=')[0]}=…"
@@ -179,10 +179,10 @@ def test_a_value_of_the_wrong_kind_or_range_is_named(assignment: str, seen: str)
 def test_settings_that_contradict_each_other_are_both_named(sets: list[str], seen: str) -> None:
     error = refusal(*sets)
     assert error.seen.startswith(seen)
-    assert "--set" not in error.fix, "there is no one key to set"
+    assert "--set" not in error.fix, "no single key can be corrected"
 
 
-def test_a_name_that_is_not_utf8_is_refused_before_it_must_be_saved() -> None:
+def test_a_path_that_is_not_utf8_is_refused_before_it_is_saved() -> None:
     assert "'caf\\udce9.txt' is not UTF-8" in refusal(flags={"data": {"path": Path("caf\udce9.txt")}}).seen
 
 
@@ -190,7 +190,7 @@ def test_a_name_that_is_not_utf8_is_refused_before_it_must_be_saved() -> None:
 
 
 @pytest.mark.parametrize("text", ["steps == 3", "[train\nsteps = 3", "train.steps = 3\n[train]\n", "\x00"])
-def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_toml_is_refused_by_name(tmp_path: Path, text: str) -> None:
     file = write(tmp_path, text)
     assert refusal(file=file).seen == f"{file} is not valid TOML"
 
@@ -211,7 +211,7 @@ def test_a_typo_in_a_file_names_the_file(tmp_path: Path) -> None:
     assert refusal(file=file).seen == f"unknown setting trian in {file}"
 
 
-def test_a_value_where_a_section_belongs_is_not_lost_under_a_flag(tmp_path: Path) -> None:
+def test_a_value_in_place_of_a_section_is_refused_despite_a_flag(tmp_path: Path) -> None:
     file = write(tmp_path, "train = 3")
     error = refusal("train.steps=5", file=file)
     assert (error.seen, error.fix) == (
@@ -220,7 +220,7 @@ def test_a_value_where_a_section_belongs_is_not_lost_under_a_flag(tmp_path: Path
     )
 
 
-# The run's own config.toml
+# The config.toml of a run
 
 
 @given(
@@ -229,7 +229,7 @@ def test_a_value_where_a_section_belongs_is_not_lost_under_a_flag(tmp_path: Path
     steps=st.integers(min_value=1, max_value=2**60),
     preset=st.text(st.characters(codec="utf-8")),
 )
-def test_what_is_saved_is_what_is_loaded(
+def test_a_saved_config_is_loaded_unchanged(
     tmp_path_factory: pytest.TempPathFactory, path: Path | None, lr: float, steps: int, preset: str
 ) -> None:
     config = Config.model_validate(
@@ -241,7 +241,7 @@ def test_what_is_saved_is_what_is_loaded(
 
 
 @pytest.mark.parametrize("name", ['"', "\\", "a\nb", "\x7f", "\x00", "'''", "\t", "é 漢 \U0001f41f", "\u2028", "\r\n"])
-def test_odd_names_survive(tmp_path: Path, name: str) -> None:
+def test_odd_paths_survive_saving(tmp_path: Path, name: str) -> None:
     config = Config(data=DataConfig(path=Path(name)))
     assert load_config(write(tmp_path, to_toml(config))) == config
 
@@ -255,7 +255,7 @@ def test_an_unset_key_stays_unset(tmp_path: Path) -> None:
 # Sizes
 
 
-def counted(model: ModelConfig) -> int:
+def count_parameters(model: ModelConfig) -> int:
     import torch
 
     from shoal.model.gpt import GPT
@@ -269,10 +269,10 @@ def counted(model: ModelConfig) -> int:
     [*(build_config(name) for name in PRESETS), *(build_config(flags=depth_overrides(depth)) for depth in (1, 2, 7))],
     ids=[*PRESETS, "depth-1", "depth-2", "depth-7"],
 )
-def test_parameters_by_arithmetic_are_those_of_the_real_model(config: Config) -> None:
+def test_the_computed_parameter_count_is_that_of_the_real_model(config: Config) -> None:
     vocabulary = config.model.vocab_size or 321
     model = config.model.model_copy(update={"vocab_size": vocabulary})
-    assert parameter_count(model) == counted(model)
+    assert parameter_count(model) == count_parameters(model)
 
 
 def test_gpt2_has_the_published_number_of_parameters() -> None:
@@ -285,6 +285,6 @@ def test_the_docs_describe_every_sync_method_and_wire_format() -> None:
     assert [name for name in WIRE_FORMATS if f"`{name}" not in (docs / "wires.md").read_text()] == []
 
 
-def test_a_mode_that_is_no_sync_method_is_refused_with_those_there_are() -> None:
+def test_an_unknown_sync_method_is_refused_with_the_known_ones() -> None:
     seen = refusal("sync.mode=dpd").seen
     assert seen.startswith("sync.mode='dpd': there is no such sync method: use ddp, stock, ")

@@ -1,4 +1,4 @@
-"""What is made of a probe's figures: the profile and its file, notes and verdicts, tables and picture."""
+"""From a probe's measurements to the profile: its file, notes, verdicts, tables and picture."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def measured(machines: tuple[str, str] = ("a", "b"), together_gbps: float = 0.96
         for node, machine in zip(nodes, machines, strict=True)
     }
     links = [link("node1", "node2", together_gbps), link("node2", "node1")]
-    # Each rank used 30 of 60 s of one core, and its machine was busy for as long as all its ranks and the others.
-    here = {node.name: machines.count(machine) for node, machine in zip(nodes, machines, strict=True)}
+    # Each rank used 30 of 60 s of one core; its machine was busy with all its ranks and the other programs.
+    ranks_per_machine = {node.name: machines.count(machine) for node, machine in zip(nodes, machines, strict=True)}
     spent = [
         {"event": "load", "node": name, "wall_s": 60.0, "cpu_s": 30.0, "machine_busy_s": 30.0 * ranks + 60.0 * load}
-        for name, ranks in here.items()
+        for name, ranks in ranks_per_machine.items()
     ]
     return ProbeData("lab:2", nodes, facts, links, [*events_of(nodes), *spent], ("a note of the plan",))
 
@@ -108,7 +108,7 @@ def profile() -> Profile:
     return assemble(measured(), "2026-11-15T10:00:00+00:00", 60.0, 51.0)
 
 
-def test_a_profile_has_what_was_measured(profile: Profile) -> None:
+def test_a_profile_has_the_measurements(profile: Profile) -> None:
     reduce_ = profile.collective("all-reduce")
     assert reduce_ is not None
     assert reduce_.seconds(25 << 20) == pytest.approx(GIGABIT.seconds(25 << 20), rel=1e-3)
@@ -122,8 +122,8 @@ def test_a_profile_has_what_was_measured(profile: Profile) -> None:
     halves = profile.collective("all-reduce", 2)
     assert halves is not None
     assert halves.seconds(1 << 20) == pytest.approx(2 * GIGABIT.seconds(1 << 20), rel=1e-3)
-    # Of a node's ranks the slowest.
-    assert [(each.micro_batch, each.forward_s) for each in profile.node("node1").timings] == [
+    # The slowest rank of a node counts.
+    assert [(pace.micro_batch, pace.forward_s) for pace in profile.node("node1").timings] == [
         (1, 0.011),
         (2, 0.022),
         (4, 0.044),
@@ -136,51 +136,53 @@ def test_a_profile_has_what_was_measured(profile: Profile) -> None:
     )
 
 
-def test_what_a_reader_must_know_is_noted() -> None:
-    found = assemble(measured(("a", "a"), together_gbps=0.5, load=1.5), "now", 60.0, 51.0)
-    notes = found.notes
+def test_shared_machines_slow_links_and_other_programs_are_noted() -> None:
+    assembled = assemble(measured(("a", "a"), together_gbps=0.5, load=1.5), "now", 60.0, 51.0)
+    notes = assembled.notes
     assert any("share a machine" in note and "one after another" in note for note in notes)
     assert any("52% of alone" in note for note in notes)
     assert notes[-1] == (
         "Other programs kept cores busy meanwhile (1.5 on node1 and 1.5 on node2, on average): measure again when it "
         "is quiet before you believe these figures."
     )
-    assert [node.other_programs_cores for node in found.nodes] == [1.5, 1.5]
+    assert [node.other_programs_cores for node in assembled.nodes] == [1.5, 1.5]
     assert [node.other_programs_cores for node in assemble(measured(load=0.1), "now", 60.0, 51.0).nodes] == [0.1, 0.1]
 
 
-def test_each_profile_has_a_picture_of_its_own(tmp_path: Path) -> None:
-    """A second `probe -o p2.toml` took the picture of the first."""
-    one, two = tmp_path / "p1.toml", tmp_path / "p2.toml"
-    assert (picture_of(one), picture_of(two)) == (tmp_path / "p1.png", tmp_path / "p2.png")
+def test_each_profile_has_its_own_picture(tmp_path: Path) -> None:
+    """A second `probe -o p2.toml` once overwrote the picture of the first."""
+    first, second = tmp_path / "p1.toml", tmp_path / "p2.toml"
+    assert (picture_of(first), picture_of(second)) == (tmp_path / "p1.png", tmp_path / "p2.png")
     (tmp_path / "p2.png").touch()
     with pytest.raises(DataError, match=r"p2\.png is there already"):
-        picture_of(two)
-    two.touch()
-    assert picture_of(two) == tmp_path / "p2.png"
+        picture_of(second)
+    second.touch()
+    assert picture_of(second) == tmp_path / "p2.png"
     with pytest.raises(UsageError, match="the name of a picture"):
         picture_of(tmp_path / "p3.png")
 
 
-def test_a_rank_that_left_no_figures_is_an_error() -> None:
-    found = measured()
-    silent = ProbeData(
-        found.on, found.nodes, found.facts, found.links, [e for e in found.events if e["event"] != "compute"]
+def test_a_rank_without_measurements_is_an_error() -> None:
+    data = measured()
+    incomplete = ProbeData(
+        data.on, data.nodes, data.facts, data.links, [e for e in data.events if e["event"] != "compute"]
     )
     with pytest.raises(RunFailed, match="node1 ended without"):
-        assemble(silent, "now", 60.0, 51.0)
+        assemble(incomplete, "now", 60.0, 51.0)
 
 
-def test_more_connections_must_gain_more_than_noise() -> None:
-    def tried(**seconds: float) -> int:
-        return fastest([ConnectionTrial(connections=int(name[1:]), seconds=each) for name, each in seconds.items()])
+def test_more_connections_are_chosen_only_for_a_gain_above_noise() -> None:
+    def fastest_of(**seconds: float) -> int:
+        return fastest(
+            [ConnectionTrial(connections=int(name[1:]), seconds=trial_s) for name, trial_s in seconds.items()]
+        )
 
-    assert tried(n1=1.0, n2=0.95, n4=0.97) == 1
-    assert tried(n1=1.0, n2=0.7, n4=0.68) == 2
-    assert tried(n1=1.0, n2=0.9, n4=0.5) == 4
+    assert fastest_of(n1=1.0, n2=0.95, n4=0.97) == 1
+    assert fastest_of(n1=1.0, n2=0.7, n4=0.68) == 2
+    assert fastest_of(n1=1.0, n2=0.9, n4=0.5) == 4
 
 
-def test_the_roofline_says_what_limits() -> None:
+def test_the_roofline_names_the_bound() -> None:
     roof = Roofline(peak_gflops=100.0, memory_gbytes_per_s=20.0)
     assert roof.ridge == 5.0
     assert roof.bound(intensity=20.0, gflops=60.0) == "arithmetic"
@@ -189,14 +191,14 @@ def test_the_roofline_says_what_limits() -> None:
     assert roof.bound(intensity=0.5, gflops=9.0) == "memory"
 
 
-def test_a_step_of_gpt2_computes_what_everybody_counts() -> None:
+def test_the_flops_of_gpt2_match_the_usual_estimate() -> None:
     gpt2 = ModelConfig(layers=12, heads=12, width=768, seq_len=1024, vocab_size=50_257)
     assert flops_per_token(gpt2) == pytest.approx(6 * 124e6 + 12 * 12 * 768 * 1024, rel=0.01)
     assert intensity(gpt2, 4096) > intensity(gpt2, 256)
 
 
-def test_latency_is_not_called_the_efficiency_of_the_stack(profile: Profile) -> None:
-    """A link with a long delay, and buffers too small to fill it."""
+def test_no_stack_efficiency_is_given_where_latency_dominates(profile: Profile) -> None:
+    """The link has a long delay, and the buffers are too small to fill it."""
     late = [
         entry.model_copy(update={"alpha_s": 1.01 * entry.beta_s_per_byte * max(point.bytes for point in entry.points)})
         for entry in profile.collectives
@@ -205,15 +207,15 @@ def test_latency_is_not_called_the_efficiency_of_the_stack(profile: Profile) -> 
     assert summarize(profile.nodes, profile.links, late, ()).stack_efficiency is None
 
 
-def test_the_tables_say_it_all(
+def test_the_tables_have_every_measurement(
     profile: Profile, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     print_profile(profile)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     parts = ("node1 → node2", "200 µs", "950 Mbit/s", "960 Mbit/s (100%)", "link, by shoal", "64 KiB")
-    assert [part for part in parts if part not in said] == []
-    row = next(line for line in said.splitlines() if line.startswith("node1 ") and "→" not in line)
+    assert [part for part in parts if part not in output] == []
+    row = next(line for line in output.splitlines() if line.startswith("node1 ") and "→" not in line)
     assert " ".join(row.split()) == "node1 95 3 28 1: 2,000, 2: 3,700 arithmetic"
     lines = verdicts(profile)
     assert lines[0].startswith(
@@ -224,7 +226,7 @@ def test_the_tables_say_it_all(
     assert "bound by arithmetic" in lines[3]
 
 
-def test_the_picture_draws_the_point_under_its_roof(profile: Profile, tmp_path: Path) -> None:
+def test_the_picture_has_titles_legends_and_ticks(profile: Profile, tmp_path: Path) -> None:
     titles = [axes.get_title(loc="left") for axes in draw_probe(profile).axes]
     assert titles[1] == "gloo's all-reduce of 2 ranks"
     assert titles[3] == "Is training bound by memory or by arithmetic?"
@@ -241,7 +243,7 @@ def test_the_picture_draws_the_point_under_its_roof(profile: Profile, tmp_path: 
 # The file
 
 
-def test_a_profile_comes_back_as_it_was_written(profile: Profile, tmp_path: Path) -> None:
+def test_a_written_profile_is_read_unchanged(profile: Profile, tmp_path: Path) -> None:
     file = tmp_path / "profile.toml"
     write_profile(profile, file)
     assert read_profile(file) == profile
@@ -282,7 +284,7 @@ def test_a_damaged_profile_is_refused_with_the_reason(
     assert why in error.why
 
 
-def test_a_profile_that_was_cut_off_is_refused_wherever(profile: Profile, tmp_path: Path) -> None:
+def test_a_truncated_profile_is_refused_at_every_length(profile: Profile, tmp_path: Path) -> None:
     lines = profile_to_toml(profile).splitlines(keepends=True)
     file = tmp_path / "profile.toml"
     for count in range(len(lines)):
@@ -290,7 +292,7 @@ def test_a_profile_that_was_cut_off_is_refused_wherever(profile: Profile, tmp_pa
         refusal(file)
 
 
-def test_other_files_are_no_profiles(tmp_path: Path) -> None:
+def test_other_files_are_refused_as_profiles(tmp_path: Path) -> None:
     missing = tmp_path / "none.toml"
     assert "there is no profile" in refusal(missing).seen
     (tmp_path / "config.toml").write_text("[train]\nsteps = 3\n")

@@ -1,4 +1,4 @@
-"""The control channel between agents: friends, strangers, noise, and somebody in between. Real sockets."""
+"""The control channel between agents, over real sockets: wrong tokens, noise, and an attacker between the ends."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from shoal.errors import ControlError, ShoalError
 
 LOOPBACK = "127.0.0.1"
 TOKEN = "a" * 64
-STRANGER = "b" * 64
+OTHER_TOKEN = "b" * 64
 T = TypeVar("T")
 
 
 class Listener:
-    """Answers every connection with the greeting; what became of each is in `met`."""
+    """Handshake with every connection; `met` has the channel or the error of each."""
 
     def __init__(self) -> None:
         self.met: asyncio.Queue[Channel | BaseException] = asyncio.Queue()
         self.port = 0
 
-    async def welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             self.met.put_nowait(await accept(reader, writer, TOKEN))
         except (ShoalError, OSError, EOFError) as error:
@@ -35,22 +35,22 @@ class Listener:
             self.met.put_nowait(error)
 
     async def channel(self) -> Channel:
-        met = await self.met.get()
-        assert isinstance(met, Channel), met
-        return met
+        result = await self.met.get()
+        assert isinstance(result, Channel), result
+        return result
 
 
-def talking(talk: Callable[[], Awaitable[T]]) -> T:
-    """Whatever it is, it ends within seconds; and every connection of it is closed when the loop ends."""
+def run_with_timeout(scenario: Callable[[], Awaitable[T]]) -> T:
+    """Run the scenario for at most 5 s, and wait until every connection is closed."""
 
-    async def whole() -> T:
-        value = await asyncio.wait_for(talk(), 5)
+    async def run() -> T:
+        value = await asyncio.wait_for(scenario(), 5)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.wait_for(asyncio.gather(*others), 1)
         await asyncio.sleep(0.02)
         return value
 
-    return asyncio.run(whole())
+    return asyncio.run(run())
 
 
 @contextlib.asynccontextmanager
@@ -65,12 +65,12 @@ async def serving(handle: Callable[..., Awaitable[None]]) -> AsyncIterator[int]:
 @contextlib.asynccontextmanager
 async def listening() -> AsyncIterator[Listener]:
     listener = Listener()
-    async with serving(listener.welcome) as listener.port:
+    async with serving(listener.handle) as listener.port:
         yield listener
 
 
-def test_whoever_knows_the_token_talks_both_ways() -> None:
-    async def talk() -> None:
+def test_peers_that_know_the_token_exchange_messages_both_ways() -> None:
+    async def scenario() -> None:
         async with listening() as listener:
             caller = await dial(LOOPBACK, listener.port, TOKEN)
             callee = await listener.channel()
@@ -83,50 +83,50 @@ def test_whoever_knows_the_token_talks_both_ways() -> None:
                 await callee.receive()
             callee.close()
 
-    talking(talk)
+    run_with_timeout(scenario)
 
 
-def test_a_stranger_is_refused_and_is_told_nothing() -> None:
-    async def call() -> None:
+def test_a_caller_without_the_token_is_refused_and_gets_only_the_opening() -> None:
+    async def scenario() -> None:
         async with listening() as listener:
             reader, writer = await asyncio.open_connection(LOOPBACK, listener.port)
             opening = await read_frame(reader)
             await write_frame(writer, {"nonce": "1" * 32, "proof": "2" * 64})
-            assert await reader.read() == b"", "it heard more than the opening"
+            assert await reader.read() == b"", "it received more than the opening"
             assert opening.keys() == {"shoal", "nonce"}
             assert "does not know this run's token" in str(await listener.met.get())
             writer.close()
             with pytest.raises(ControlError, match=f"{LOOPBACK}:{listener.port} refused us"):
-                await dial(LOOPBACK, listener.port, STRANGER)
+                await dial(LOOPBACK, listener.port, OTHER_TOKEN)
 
-    talking(call)
+    run_with_timeout(scenario)
 
 
-def test_a_listener_that_does_not_know_the_token_is_noticed_by_the_caller() -> None:
-    """Somebody took the port of an agent that has ended."""
+def test_a_caller_refuses_a_listener_without_the_token() -> None:
+    """Another program took the port of an agent that has ended."""
 
-    async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await write_frame(writer, {"shoal": PROTOCOL, "nonce": "1" * 32})
-        heard.append(await read_frame(reader))
-        await write_frame(writer, {"proof": heard[0]["proof"]})
+        received.append(await read_frame(reader))
+        await write_frame(writer, {"proof": received[0]["proof"]})
         writer.close()
 
-    async def call() -> None:
-        async with serving(pretend) as port:
+    async def scenario() -> None:
+        async with serving(answer) as port:
             with pytest.raises(ControlError, match="does not know this run's token"):
                 await dial(LOOPBACK, port, TOKEN)
 
-    heard: list[dict[str, Any]] = []
-    talking(call)
-    assert heard[0].keys() == {"nonce", "proof"}
-    assert TOKEN not in json.dumps(heard)
+    received: list[dict[str, Any]] = []
+    run_with_timeout(scenario)
+    assert received[0].keys() == {"nonce", "proof"}
+    assert TOKEN not in json.dumps(received)
 
 
 @contextlib.asynccontextmanager
 async def man_between(port: int, alter: Callable[[int, bytes], bytes]) -> AsyncIterator[int]:
-    """Passes frames on both ways; `alter` sees those of the caller, numbered from its answer to the opening on."""
+    """Forward frames both ways; `alter` gets the caller's frames, numbered from its answer to the opening."""
 
-    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server_reader, server_writer = await asyncio.open_connection(LOOPBACK, port)
         back = asyncio.ensure_future(pump(server_reader, writer))
         with contextlib.suppress(EOFError, OSError):
@@ -139,7 +139,7 @@ async def man_between(port: int, alter: Callable[[int, bytes], bytes]) -> AsyncI
         server_writer.close()
         await back
 
-    async with serving(carry) as own_port:
+    async with serving(forward) as own_port:
         yield own_port
 
 
@@ -150,8 +150,8 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     writer.close()
 
 
-class Recorded:
-    """The caller's frames as they passed."""
+class FrameEditor:
+    """Record or change the caller's frames."""
 
     def __init__(self) -> None:
         self.frames: list[bytes] = []
@@ -175,31 +175,31 @@ class Recorded:
 
 
 @pytest.mark.parametrize(
-    ("how", "understood"),
+    ("edit", "delivered"),
     [("keep", [0, 1, 2, 3]), ("change_a_byte", [0]), ("repeat", [0, 1]), ("drop", [0]), ("swap", [0])],
 )
-def test_whatever_is_changed_on_the_way_is_noticed(how: str, understood: list[int]) -> None:
-    async def talk() -> list[int]:
-        heard: list[int] = []
-        async with listening() as listener, man_between(listener.port, getattr(Recorded(), how)) as port:
+def test_a_frame_changed_in_transit_is_refused(edit: str, delivered: list[int]) -> None:
+    async def scenario() -> list[int]:
+        received: list[int] = []
+        async with listening() as listener, man_between(listener.port, getattr(FrameEditor(), edit)) as port:
             caller = await dial(LOOPBACK, port, TOKEN)
             callee = await listener.channel()
             for number in range(4):
                 await caller.send({"number": number})
-            with pytest.raises(ControlError if how != "keep" else TimeoutError) as caught:
-                await hear_all(callee, heard)
-            assert how == "keep" or "does not carry the run's tag" in str(caught.value)
+            with pytest.raises(ControlError if edit != "keep" else TimeoutError) as caught:
+                await receive_all(callee, received)
+            assert edit == "keep" or "does not carry the run's tag" in str(caught.value)
             caller.close()
             callee.close()
-        return heard
+        return received
 
-    assert talking(talk) == understood
+    assert run_with_timeout(scenario) == delivered
 
 
-def test_a_recorded_greeting_opens_nothing() -> None:
-    async def replay() -> None:
-        recorded = Recorded()
-        async with listening() as listener, man_between(listener.port, recorded.keep) as port:
+def test_a_replayed_handshake_is_refused() -> None:
+    async def scenario() -> None:
+        editor = FrameEditor()
+        async with listening() as listener, man_between(listener.port, editor.keep) as port:
             caller = await dial(LOOPBACK, port, TOKEN)
             await caller.send({"number": 1})
             callee = await listener.channel()
@@ -207,13 +207,13 @@ def test_a_recorded_greeting_opens_nothing() -> None:
             caller.close()
             callee.close()
             reader, writer = await asyncio.open_connection(LOOPBACK, listener.port)
-            writer.write(b"".join(recorded.frames))
+            writer.write(b"".join(editor.frames))
             assert "does not know this run's token" in str(await listener.met.get())
             assert len(await read_frame(reader)) == 2
             assert await reader.read() == b""
             writer.close()
 
-    talking(replay)
+    run_with_timeout(scenario)
 
 
 @pytest.mark.parametrize(
@@ -230,8 +230,8 @@ def test_a_recorded_greeting_opens_nothing() -> None:
     ],
     ids=["http", "no JSON", "no object", "4 GB", "nested", "nonce", "proof", "closed"],
 )
-def test_noise_ends_at_once_and_hurts_nobody(noise: bytes) -> None:
-    async def call() -> None:
+def test_noise_is_refused_at_once_and_the_next_caller_is_accepted(noise: bytes) -> None:
+    async def scenario() -> None:
         async with listening() as listener:
             reader, writer = await asyncio.open_connection(LOOPBACK, listener.port)
             writer.write(noise)
@@ -243,45 +243,45 @@ def test_noise_ends_at_once_and_hurts_nobody(noise: bytes) -> None:
             (await dial(LOOPBACK, listener.port, TOKEN)).close()
             (await listener.channel()).close()
 
-    talking(call)
+    run_with_timeout(scenario)
 
 
-def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_sends_nothing_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_channel, "HANDSHAKE_TIMEOUT_S", 0.1)
 
-    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def stay_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
 
-    async def call() -> None:
-        async with listening() as listener, serving(mute) as mute_port:
+    async def scenario() -> None:
+        async with listening() as listener, serving(stay_silent) as silent_port:
             _, writer = await asyncio.open_connection(LOOPBACK, listener.port)
             assert isinstance(await listener.met.get(), TimeoutError)
             with pytest.raises(TimeoutError):
-                await dial(LOOPBACK, mute_port, TOKEN)
+                await dial(LOOPBACK, silent_port, TOKEN)
             writer.close()
 
-    talking(call)
+    run_with_timeout(scenario)
 
 
-def test_another_protocol_is_refused_with_both_named() -> None:
-    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+def test_another_protocol_is_refused_with_both_versions_named() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await write_frame(writer, {"shoal": 7, "nonce": "1" * 32})
         assert await reader.read() == b"", "it was sent a proof"
         writer.close()
 
-    async def call() -> None:
-        async with serving(speak) as port:
+    async def scenario() -> None:
+        async with serving(answer) as port:
             with pytest.raises(ControlError, match=f"uses protocol 7, we use {PROTOCOL}") as caught:
                 await dial(LOOPBACK, port, TOKEN)
             assert "shoal setup" in caught.value.fix
 
-    talking(call)
+    run_with_timeout(scenario)
 
 
-async def hear_all(callee: Channel, heard: list[int]) -> None:
+async def receive_all(callee: Channel, received: list[int]) -> None:
     while True:
-        heard.append((await asyncio.wait_for(callee.receive(), 0.5))["number"])
+        received.append((await asyncio.wait_for(callee.receive(), 0.5))["number"])
 
 
 async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Anything may come over a wire. Only our own errors come out of its readers, in bounded time."""
+"""Fuzz every reader of network messages: only shoal's own errors may be raised, in bounded time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ INVITATION = str(Invitation("192.168.1.5", 41234, make_code()))
 
 
 class Pipe:
-    """Stands for a writer whose other end reads everything."""
+    """A writer whose other end reads everything."""
 
     def write(self, _: bytes) -> None:
         pass
@@ -68,28 +68,28 @@ def stream(data: bytes) -> asyncio.StreamReader:
     return reader
 
 
-def greet(data: bytes, _: Path) -> None:
-    async def greeting() -> Channel:
+def accept_noise(data: bytes, _: Path) -> None:
+    async def run() -> Channel:
         return await accept(stream(data), cast(asyncio.StreamWriter, Pipe()), TOKEN)
 
-    asyncio.run(greeting())
-    raise AssertionError("let in by noise")
+    asyncio.run(run())
+    raise AssertionError("noise was accepted as a handshake")
 
 
 def receive(data: bytes, _: Path) -> None:
-    async def hear() -> None:
+    async def run() -> None:
         channel = Channel(stream(data), cast(asyncio.StreamWriter, Pipe()), b"k" * 32, b"l" * 32)
         await channel.receive()
 
-    asyncio.run(hear())
+    asyncio.run(run())
     raise AssertionError("noise was taken for a message")
 
 
-def meet_hello(said: Any, _: Path) -> None:
-    theirs = Hello.from_dict(said)
-    find_mismatch(ME, theirs)
-    describe_cpu_difference(ME, theirs)
-    assert type(theirs.member) is int
+def meet_hello(document: Any, _: Path) -> None:
+    hello = Hello.from_dict(document)
+    find_mismatch(ME, hello)
+    describe_cpu_difference(ME, hello)
+    assert type(hello.member) is int
 
 
 def ask_store(request: Any, _: Path) -> None:
@@ -101,8 +101,8 @@ def ask_store(request: Any, _: Path) -> None:
     asyncio.run(ask())
 
 
-def bring_home(pieces: Sequence[tuple[str, int, bytes]], folder: Path) -> None:
-    """Nothing is written outside the run folder, whatever the other side calls it and whatever links lie in it."""
+def receive_files(pieces: Sequence[tuple[str, int, bytes]], folder: Path) -> None:
+    """Check that no file name and no symlink makes the receiver write outside the run folder."""
     run, outside = folder / "run", folder / "outside"
     (run / "logs").mkdir(parents=True, exist_ok=True)
     outside.mkdir(exist_ok=True)
@@ -110,10 +110,10 @@ def bring_home(pieces: Sequence[tuple[str, int, bytes]], folder: Path) -> None:
         (run / "logs" / "attic").symlink_to(outside)
     with contextlib.suppress(FileExistsError):
         (run / "commits.jsonl").symlink_to(outside / "elsewhere")
-    home = FileReceiver(run, "attic", (0,), keeps=True)
+    receiver = FileReceiver(run, "attic", (0,), keeps=True)
     try:
         for name, offset, piece in pieces:
-            home.write(name, offset, piece)
+            receiver.write(name, offset, piece)
     finally:
         assert list(outside.iterdir()) == []
         assert {path.name for path in folder.iterdir()} <= {"run", "outside"}
@@ -138,17 +138,17 @@ NAMES = st.sampled_from(
 )
 
 READERS = {
-    "greeting": Reader(
+    "handshake": Reader(
         NOISE
         | around({"nonce": "1" * 32, "proof": "2" * 64}).map(lambda text: len(text).to_bytes(4, "big") + text)
         | torn(b'\0\0\0\x10{"nonce": "1"}   '),
-        greet,
+        accept_noise,
         (EOFError,),
     ),
     "message": Reader(NOISE | torn(b"\0\0\0\x02" + b"t" * 16 + b"{}"), receive, (EOFError,)),
     "hello": Reader(bent(ME.as_dict()) | JSON, meet_hello),
-    "beat": Reader(bent(encode(BEAT)) | st.dictionaries(st.text(), JSON), lambda said, _: decode(said)),
-    "promise": Reader(bent(encode(PROMISE)), lambda said, _: decode(said)),
+    "beat": Reader(bent(encode(BEAT)) | st.dictionaries(st.text(), JSON), lambda document, _: decode(document)),
+    "promise": Reader(bent(encode(PROMISE)), lambda document, _: decode(document)),
     "to rank": Reader(
         around(LeaveGeneration(generation=Ballot(1, 0), after_step=True).model_dump(mode="json")),
         lambda payload, _: read_to_rank(payload),
@@ -165,16 +165,16 @@ READERS = {
         lambda text, _: parse_invitation(text),
     ),
     "sealed": Reader(TEXT | JSON, lambda sealed, _: unseal(sealed, "code")),
-    "homecoming": Reader(
+    "files": Reader(
         st.lists(
             st.tuples(NAMES | TEXT | ODD_TEXTS, st.integers(-5, 100) | st.just(2**70), st.binary(max_size=5)),
             max_size=4,
         ),
-        bring_home,
+        receive_files,
     ),
 }
 
-# Each of these got through once, or ended in something else than an error of ours.
+# Inputs that once were accepted, or raised an error that is not shoal's.
 SEEN: list[tuple[str, Any]] = [
     ("meet", b"null"),
     ("meet", b"{}"),
@@ -184,11 +184,11 @@ SEEN: list[tuple[str, Any]] = [
     ("request", b"[" * 100_000),
     ("sealed", None),
     ("sealed", "0"),
-    ("homecoming", [("agents/attic.jsonl", -1, b"")]),
-    ("homecoming", [("agents/attic.jsonl", 2**70, b"")]),
-    ("homecoming", [("checkpoints/step-00000001/model", 0, b""), ("checkpoints/step-00000001/..", 0, b"")]),
-    ("homecoming", [("logs/attic/" + "é" * 200, 0, b"")]),
-    ("homecoming", [("events/rank-" + "1" * 300 + ".jsonl", 0, b"")]),
+    ("files", [("agents/attic.jsonl", -1, b"")]),
+    ("files", [("agents/attic.jsonl", 2**70, b"")]),
+    ("files", [("checkpoints/step-00000001/model", 0, b""), ("checkpoints/step-00000001/..", 0, b"")]),
+    ("files", [("logs/attic/" + "é" * 200, 0, b"")]),
+    ("files", [("events/rank-" + "1" * 300 + ".jsonl", 0, b"")]),
     ("hello", {**ME.as_dict(), "member": "0"}),
     ("hello", {**ME.as_dict(), "avx2": "yes"}),
     ("hello", None),
@@ -196,24 +196,24 @@ SEEN: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_little_noise(name: str, tmp_path: Path) -> None:
+def test_readers_survive_a_little_noise(name: str, tmp_path: Path) -> None:
     READERS[name].try_out(QUICK, tmp_path)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", READERS)
-def test_much_noise(name: str, tmp_path: Path) -> None:
+def test_readers_survive_much_noise(name: str, tmp_path: Path) -> None:
     READERS[name].try_out(MANY, tmp_path)
 
 
 @pytest.mark.parametrize(("name", "value"), SEEN)
-def test_what_was_found_before(name: str, value: Any, tmp_path: Path) -> None:
+def test_readers_survive_inputs_that_failed_before(name: str, value: Any, tmp_path: Path) -> None:
     READERS[name].holds(value, tmp_path)
 
 
-def test_true_words_are_understood() -> None:
-    """Else the noise above would prove nothing."""
+def test_valid_messages_are_read() -> None:
+    """Otherwise the fuzz tests above would prove nothing."""
     assert Hello.from_dict(json.loads(json.dumps(ME.as_dict()))) == ME
     assert decode(json.loads(json.dumps(encode(BEAT)))) == BEAT
     assert read_meet(to_line(MEET)) == MEET

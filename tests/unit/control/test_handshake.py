@@ -1,4 +1,4 @@
-"""Who may train together, by which token they know each other, and by which interface they meet."""
+"""Hello messages of machines that may train together, the run's token, and the choice of the interface."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.errors import ControlError, UsageError
 from shoal.host.facts import interface_for, interface_of
 
 LOOPBACK = "127.0.0.1"
-NOBODYS = "192.0.2.7"
+UNASSIGNED = "192.0.2.7"
 ATTIC = Hello(
     member=0,
     node="attic",
@@ -35,13 +35,13 @@ ATTIC = Hello(
 CELLAR = replace(ATTIC, member=1, node="cellar", mark="n" * 32)
 
 
-def test_equal_machines_train_together() -> None:
+def test_equal_machines_match() -> None:
     assert find_mismatch(ATTIC, CELLAR) is None
     assert describe_cpu_difference(ATTIC, CELLAR) == ""
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "mine", "other"),
+    ("field", "value", "own", "other"),
     [
         ("protocol", 2, "control protocol 1", "2"),
         ("shoal", "0.2.0", "shoal 0.1.0", "0.2.0"),
@@ -54,20 +54,20 @@ def test_equal_machines_train_together() -> None:
         ("data", "e" * 64, "encoded text dddddddddddd", "eeeeeeeeeeee"),
     ],
 )
-def test_what_differs_is_named_on_both_sides(field: str, value: Any, mine: str, other: str) -> None:
-    """From either side, so that it does not matter which machine's message a person reads."""
-    stranger = replace(CELLAR, **{field: value})
-    for ours, theirs in ((ATTIC, stranger), (stranger, ATTIC)):
-        error = find_mismatch(ours, theirs)
+def test_a_difference_is_named_on_both_sides(field: str, value: Any, own: str, other: str) -> None:
+    """The error is complete on either side: the user may read either machine's message."""
+    changed = replace(CELLAR, **{field: value})
+    for local, remote in ((ATTIC, changed), (changed, ATTIC)):
+        error = find_mismatch(local, remote)
         assert error is not None
-        assert error.seen.startswith(f"{ours.node} and {theirs.node} cannot train together: {mine.rpartition(' ')[0]}")
-        assert f" {mine.rpartition(' ')[2]} on attic" in error.seen
+        assert error.seen.startswith(f"{local.node} and {remote.node} cannot train together: {own.rpartition(' ')[0]}")
+        assert f" {own.rpartition(' ')[2]} on attic" in error.seen
         assert f" {other} on cellar" in error.seen
         assert error.why
         assert error.fix
 
 
-def test_another_processor_is_only_remarked() -> None:
+def test_another_processor_is_noted_and_not_refused() -> None:
     slower = replace(CELLAR, cpu="a slow one")
     assert find_mismatch(ATTIC, slower) is None
     assert describe_cpu_difference(ATTIC, slower) == (
@@ -75,7 +75,7 @@ def test_another_processor_is_only_remarked() -> None:
     )
 
 
-def test_a_machine_introduces_itself_and_is_understood() -> None:
+def test_a_hello_survives_serialization() -> None:
     me = make_hello(1, "here", "m", "c", "d")
     assert Hello.from_dict(me.as_dict()) == me
     assert me.protocol == PROTOCOL
@@ -85,14 +85,14 @@ def test_a_machine_introduces_itself_and_is_understood() -> None:
 
 
 def test_a_hello_of_another_version_is_refused() -> None:
-    said = ATTIC.as_dict()
-    del said["avx2"]
+    document = ATTIC.as_dict()
+    del document["avx2"]
     with pytest.raises(ControlError, match="a hello without 'avx2'") as caught:
-        Hello.from_dict(said)
+        Hello.from_dict(document)
     assert "shoal setup" in caught.value.fix
 
 
-def test_the_token_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_the_token_file_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "token"
     before = os.umask(0)
     try:
@@ -105,7 +105,7 @@ def test_the_token_is_for_its_owner_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_token_never_goes_through_somebody_elses_link(tmp_path: Path) -> None:
+def test_a_token_is_never_written_through_a_symlink(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").touch()
     (tmp_path / "token").symlink_to(tmp_path / "elsewhere")
     make_token(tmp_path / "token")
@@ -115,10 +115,10 @@ def test_a_token_never_goes_through_somebody_elses_link(tmp_path: Path) -> None:
 def test_the_interface_is_found_by_its_address() -> None:
     assert interface_for(LOOPBACK, None, "attic") == interface_of(LOOPBACK) == "lo"
     assert interface_for(LOOPBACK, "lo", "attic") == "lo"
-    assert interface_for("127.0.0.2", "lo", "attic") == "lo", "ours, although no interface lists it"
+    assert interface_for("127.0.0.2", "lo", "attic") == "lo", "a local address, although no interface lists it"
 
 
-def test_an_interface_that_is_not_there_is_named_with_those_that_are() -> None:
+def test_an_unknown_interface_is_named_with_the_existing_ones() -> None:
     with pytest.raises(UsageError, match="attic has no interface 'eth77'") as caught:
         interface_for(LOOPBACK, "eth77", "attic")
     assert "lo (127.0.0.1)" in caught.value.why
@@ -126,8 +126,8 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are() -> None:
 
 
 @pytest.mark.parametrize("wanted", [None, "lo"])
-def test_an_address_that_is_not_ours_is_named_with_those_that_are(wanted: str | None) -> None:
-    with pytest.raises(UsageError, match=f"the address {NOBODYS} is not one of attic's") as caught:
-        interface_for(NOBODYS, wanted, "attic")
+def test_an_address_of_another_machine_is_named_with_the_local_ones(wanted: str | None) -> None:
+    with pytest.raises(UsageError, match=f"the address {UNASSIGNED} is not one of attic's") as caught:
+        interface_for(UNASSIGNED, wanted, "attic")
     assert "lo (127.0.0.1)" in caught.value.why
     assert caught.value.fix

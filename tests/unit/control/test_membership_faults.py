@@ -1,4 +1,4 @@
-"""The rows of the fault table that membership decides, in simulated seconds: a message takes one or two ticks of 50 ms,
+"""The rows of the fault table that membership decides, in simulated seconds. A message takes one or two ticks of 50 ms,
 a rank stops within 0.2 s, forming a group and copying a state take 0.2 s."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def lan(size: int, rules: MembershipSettings | None = None, seed: int = 0) -> Cl
 
 
 def next_commit_s(cluster: Cluster, members: set[int], limit_s: float = 12.0) -> float:
-    """From now until these members have committed a step in another generation than before."""
+    """Return the seconds until these members have committed a step in a new generation."""
     began, known = cluster.now, set(cluster.generations)
     while cluster.now - began < limit_s:
         cluster.run(0.05)
@@ -32,7 +32,7 @@ def generations_started(cluster: Cluster) -> int:
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_row_1_a_killed_rank_costs_the_others_a_second(victim: int) -> None:
+def test_row_1_the_others_recover_from_a_killed_rank_within_a_second(victim: int) -> None:
     cluster = lan(3)
     cluster.kill_rank(victim)
     assert next_commit_s(cluster, {0, 1, 2} - {victim}) <= 1.0
@@ -48,25 +48,25 @@ def test_row_2_the_next_member_leads_when_the_first_is_killed() -> None:
     assert {peer.generation.members for peer in cluster.state_machines() if peer.generation} == {(1, 2)}
 
 
-def test_row_3_a_pulled_cable_costs_four_seconds() -> None:
+def test_row_3_the_others_recover_from_a_pulled_cable_within_four_seconds() -> None:
     cluster = lan(3)
     cluster.power_cut(2)
     assert next_commit_s(cluster, {0, 1}) <= 4.0
     assert "machine 2 is silent" in cluster.machines[0].told[0]
 
 
-def test_row_4_the_last_of_three_goes_on_when_the_others_are_gone() -> None:
+def test_row_4_the_last_of_three_continues_when_the_others_are_gone() -> None:
     cluster = lan(3)
     cluster.kill(0)
     cluster.kill(1)
     assert next_commit_s(cluster, {2}) <= 5.0
     [state_machine] = cluster.state_machines({2})
     assert state_machine.generation
-    # Nobody said so itself: a lineage of its own, in case they are still there.
+    # No member resigned: it forks the lineage, in case the others still run.
     assert len(state_machine.generation.lineage.forks) == 1
 
 
-def test_row_4_the_last_of_three_pauses_when_fewer_are_not_wanted() -> None:
+def test_row_4_the_last_of_three_pauses_below_min_nodes() -> None:
     cluster = lan(3, MembershipSettings(min_nodes=2))
     cluster.kill(0)
     cluster.kill(1)
@@ -109,7 +109,7 @@ def test_row_5_a_freeze_of_one_and_a_half_seconds_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_row_6_a_woken_machine_is_fenced_and_comes_back(size: int) -> None:
+def test_row_6_a_woken_machine_is_fenced_and_rejoins(size: int) -> None:
     cluster = lan(size)
     stale = cluster.machines[0].running
     assert stale
@@ -127,7 +127,7 @@ def test_row_6_a_woken_machine_is_fenced_and_comes_back(size: int) -> None:
     assert cluster.machines[0].abandons == []
 
 
-def test_row_7_two_against_one_the_minority_pauses() -> None:
+def test_row_7_in_a_split_of_two_against_one_the_minority_pauses() -> None:
     cluster = lan(3)
     cluster.split({0}, {1, 2})
     assert next_commit_s(cluster, {1, 2}) <= 5.0
@@ -138,12 +138,12 @@ def test_row_7_two_against_one_the_minority_pauses() -> None:
     cluster.heal()
     cluster.run(5)
     assert cluster.are_one()
-    # A majority went on: the lineage is the first one still, and nothing was abandoned.
+    # A majority continued: the lineage is still the first one, and nothing was abandoned.
     assert {peer.generation.lineage.forks for peer in cluster.state_machines() if peer.generation} == {()}
     assert cluster.machines[0].abandons == []
 
 
-def test_row_7_one_against_one_both_go_on_and_one_gives_way() -> None:
+def test_row_7_in_a_split_of_one_against_one_both_continue_and_one_yields() -> None:
     cluster = lan(2)
     cluster.split({0}, {1})
     cluster.run(4)
@@ -167,14 +167,14 @@ def test_row_7_one_against_one_both_go_on_and_one_gives_way() -> None:
     cluster.run(5)
     assert cluster.are_one()
     assert cluster.committed() > ahead
-    [given_up] = cluster.machines[1].abandons
-    assert given_up.shared_step < behind
-    assert given_up.text.startswith(f"machine 1 has trained apart from machine 0 since step {given_up.shared_step}.")
+    [abandon] = cluster.machines[1].abandons
+    assert abandon.shared_step < behind
+    assert abandon.text.startswith(f"machine 1 has trained apart from machine 0 since step {abandon.shared_step}.")
     assert cluster.machines[0].abandons == []
     cluster.check_ledgers()
 
 
-def test_row_7_one_against_one_both_pause_if_asked_to() -> None:
+def test_row_7_in_a_split_of_one_against_one_both_pause_with_tie_pause() -> None:
     cluster = lan(2, PAUSE)
     cluster.split({0}, {1})
     cluster.run(4)
@@ -188,20 +188,20 @@ def test_row_7_one_against_one_both_pause_if_asked_to() -> None:
     assert {peer.generation.lineage.forks for peer in cluster.state_machines() if peer.generation} == {()}
 
 
-def test_row_8_a_one_way_block_ends_with_one_of_both_sides_training() -> None:
+def test_row_8_after_a_one_way_block_one_side_trains() -> None:
     cluster = lan(3)
     cluster.block(2, 0)
     assert next_commit_s(cluster, {0, 1}) <= 5.0
     generations = generations_started(cluster)
     cluster.run(10)
-    # Who cannot be heard by everybody is not let in, so it does not disturb the others again and again.
+    # A member that some others cannot reach is not admitted, so it does not interrupt them repeatedly.
     assert generations_started(cluster) == generations
     cluster.heal()
     cluster.run(6)
     assert cluster.are_one()
 
 
-def test_row_9_half_a_second_without_a_link_changes_nothing() -> None:
+def test_row_9_a_link_flap_of_half_a_second_changes_nothing() -> None:
     cluster = lan(3)
     cluster.split({0}, {1, 2})
     cluster.run(0.5)
@@ -210,7 +210,7 @@ def test_row_9_half_a_second_without_a_link_changes_nothing() -> None:
     assert generations_started(cluster) == 1
 
 
-def test_row_9_five_seconds_without_a_link_are_a_loss_and_a_return() -> None:
+def test_row_9_a_link_flap_of_five_seconds_is_a_loss_and_a_rejoin() -> None:
     cluster = lan(3)
     cluster.split({2}, {0, 1})
     assert next_commit_s(cluster, {0, 1}) <= 4.0
@@ -221,50 +221,50 @@ def test_row_9_five_seconds_without_a_link_are_a_loss_and_a_return() -> None:
     assert generations_started(cluster) == 3
 
 
-def test_row_12_a_new_machine_joins_at_a_steps_edge() -> None:
+def test_row_12_a_new_machine_joins_between_two_steps() -> None:
     cluster = lan(2)
     cluster.join(7)
     cluster.run(3)
     assert cluster.are_one()
     assert generations_started(cluster) == 2
     gaps = [after - before for before, after in zip(commits(cluster), commits(cluster)[1:], strict=False)]
-    # Agreement, the group and the copy; nothing is trained twice.
+    # Agreement, forming the group and copying the state; no step is trained twice.
     assert max(gaps) <= 1.0
     assert "machine 7 joined" in cluster.machines[0].told[0]
 
 
 def commits(cluster: Cluster) -> list[float]:
-    """When each step was committed first."""
+    """Return when each step was first committed."""
     first: dict[int, float] = {}
     for at, _, step, _ in cluster.commit_times:
         first.setdefault(step, at)
     return sorted(first.values())
 
 
-class Speechless(Cluster):
-    """Member 0 dies at the moment when it has decided a successor, before anybody hears of it."""
+class SilentAfterDecision(Cluster):
+    """Kill member 0 when it has decided a successor, before it announces it."""
 
-    doomed = False
+    has_decided = False
 
     def _send(self, source: int, target: int, message: Message) -> None:
         if source == 0 and isinstance(message, Announce) and message.generation.parent != NEVER:
-            self.doomed = True
-        if not (self.doomed and source == 0):
+            self.has_decided = True
+        if not (self.has_decided and source == 0):
             super()._send(source, target, message)
 
     def _tick(self) -> None:
         super()._tick()
-        if self.doomed:
+        if self.has_decided:
             self.kill(0)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_was_decided_stays_decided_though_nobody_heard_of_it(seed: int) -> None:
-    """Members 0 and 1 agreed without 2; then 0 dies, and 1 and 2 are a majority of the same generation. The cluster
-    itself fails the test when a second successor continues the lineage."""
-    cluster = Speechless(3, seed=seed, delay_s=0.002)
+def test_a_decided_successor_stands_even_if_it_was_never_announced(seed: int) -> None:
+    """Members 0 and 1 agreed without 2; then 0 dies, and 1 and 2 are a majority of the same generation. The simulated
+    cluster fails the test when a second successor continues the lineage."""
+    cluster = SilentAfterDecision(3, seed=seed, delay_s=0.002)
     cluster.split({0, 1}, {2})
-    while not cluster.doomed:
+    while not cluster.has_decided:
         cluster.run(0.05)
     [decided] = [generation for generation in cluster.generations.values() if generation.parent != NEVER]
     assert decided.members == (0, 1)
@@ -276,8 +276,8 @@ def test_what_was_decided_stays_decided_though_nobody_heard_of_it(seed: int) -> 
     assert decided.id in {generation.parent for generation in cluster.generations.values()}
 
 
-def test_a_second_rank_of_a_member_comes_and_goes() -> None:
-    """One of a machine's ranks was killed: the others go on at once, and take its successor in at a step's edge."""
+def test_the_second_rank_of_a_member_is_lost_and_readmitted() -> None:
+    """One rank of a machine was killed: the others continue at once, and admit the restarted rank between two steps."""
     cluster = lan(2)
     machine = cluster.machines[1]
     assert machine.state_machine
@@ -295,8 +295,8 @@ def test_a_second_rank_of_a_member_comes_and_goes() -> None:
     assert generations_started(cluster) == 4
 
 
-def test_the_last_one_with_a_state_goes_on_when_its_successors_lost_theirs() -> None:
-    """A laptop slept; the others went on with a new machine and were all killed. What it has is all there is."""
+def test_the_last_member_with_a_state_continues_when_its_successors_lost_theirs() -> None:
+    """A laptop slept; the others continued with a new machine and were all killed. Only the laptop has a state."""
     cluster = lan(3, PAUSE)
     cluster.freeze(2)
     cluster.run(5)
@@ -311,17 +311,17 @@ def test_the_last_one_with_a_state_goes_on_when_its_successors_lost_theirs() -> 
         cluster.kill(member)
         cluster.restart(member)
     cluster.thaw(2)
-    left = cluster.committed({2})
+    committed = cluster.committed({2})
     cluster.run(8)
     assert cluster.are_one()
-    assert cluster.committed() > left
+    assert cluster.committed() > committed
     [lineage] = {peer.generation.lineage for peer in cluster.state_machines() if peer.generation}
-    assert [fork.step for fork in lineage.forks] == [left]
+    assert [fork.step for fork in lineage.forks] == [committed]
     cluster.check_ledgers()
 
 
-def test_what_a_guest_came_with_is_never_trained_on() -> None:
-    """It was let in, and everybody else dies before it could copy: its old state is no way to go on."""
+def test_a_joining_member_never_trains_on_its_old_state() -> None:
+    """It was admitted, and the other member dies before the copy: its old state must not be used."""
     cluster = lan(2)
     cluster.freeze(1)
     cluster.run(5)
@@ -338,7 +338,7 @@ def test_what_a_guest_came_with_is_never_trained_on() -> None:
     machine.running = machine.stop_at = None
     saved = list(machine.saved)
     cluster.run(4)
-    # It woke a moment ago, so the closed connection proves nothing: machine 0 may have the state.
+    # It has just woken, so the closed connection proves nothing: machine 0 may have the state.
     assert machine.running is None
     assert "machine 0 may have it" in machine.paused[-1]
     cluster.run(50)
@@ -349,7 +349,7 @@ def test_what_a_guest_came_with_is_never_trained_on() -> None:
 
 
 def copying_from_the_last_holder() -> Cluster:
-    """Machines 1 and 2 lost their ranks, were let in again, and have not copied the state of machine 0 yet."""
+    """Stop where machines 1 and 2 lost their ranks, were readmitted, and have not copied machine 0's state yet."""
     cluster = lan(3)
     cluster.run(3)
     cluster.kill_rank(1)
@@ -360,7 +360,7 @@ def copying_from_the_last_holder() -> Cluster:
     return cluster
 
 
-def test_a_silent_machine_that_may_have_the_state_is_waited_for() -> None:
+def test_a_silent_machine_that_may_have_the_state_is_awaited() -> None:
     cluster = copying_from_the_last_holder()
     cluster.freeze(0)
     cluster.run(30)
@@ -375,7 +375,7 @@ def test_a_silent_machine_that_may_have_the_state_is_waited_for() -> None:
     cluster.check_ledgers()
 
 
-def test_a_machine_that_stays_silent_with_the_state_is_not_waited_for_for_ever() -> None:
+def test_the_wait_for_a_silent_machine_with_the_state_has_a_timeout() -> None:
     cluster = copying_from_the_last_holder()
     cluster.power_cut(0)
     cluster.run(60)
@@ -390,7 +390,7 @@ def test_a_machine_that_stays_silent_with_the_state_is_not_waited_for_for_ever()
     cluster.check_ledgers()
 
 
-def test_a_killed_machine_that_had_the_state_is_not_waited_for() -> None:
+def test_a_killed_machine_that_had_the_state_is_not_awaited() -> None:
     cluster = copying_from_the_last_holder()
     cluster.kill(0)
     cluster.run(6)
@@ -399,7 +399,7 @@ def test_a_killed_machine_that_had_the_state_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("apart_s", [0.0, 0.3])
-def test_when_all_ranks_are_killed_all_go_back_to_a_checkpoint_together(apart_s: float) -> None:
+def test_when_all_ranks_are_killed_all_members_load_one_checkpoint(apart_s: float) -> None:
     cluster = lan(3)
     cluster.run(5)
     furthest = max(len(machine.saved) for machine in cluster.machines.values())
@@ -415,7 +415,7 @@ def test_when_all_ranks_are_killed_all_go_back_to_a_checkpoint_together(apart_s:
 
 
 @pytest.mark.parametrize("rules", [MembershipSettings(max_nodes=2), MembershipSettings(max_ranks=2)])
-def test_no_more_are_let_in_than_wanted_or_than_a_batch_has_samples(rules: MembershipSettings) -> None:
+def test_no_more_members_are_admitted_than_max_nodes_or_max_ranks(rules: MembershipSettings) -> None:
     cluster = lan(2, rules)
     cluster.join(7)
     cluster.run(3)
@@ -426,8 +426,8 @@ def test_no_more_are_let_in_than_wanted_or_than_a_batch_has_samples(rules: Membe
 
 
 @pytest.mark.parametrize("rules", [MembershipSettings(max_nodes=2), MembershipSettings(max_ranks=2)])
-def test_no_more_go_back_to_a_checkpoint_than_a_batch_has_samples(rules: MembershipSettings) -> None:
-    """One machine waits outside when all ranks inside are killed."""
+def test_no_more_members_load_a_checkpoint_than_max_nodes_or_max_ranks(rules: MembershipSettings) -> None:
+    """One machine waits for admission when all ranks of the members are killed."""
     cluster = lan(2, rules)
     cluster.join(7)
     cluster.run(3)
@@ -439,7 +439,7 @@ def test_no_more_go_back_to_a_checkpoint_than_a_batch_has_samples(rules: Members
     assert cluster.committed() > 10
 
 
-def test_with_a_full_disk_no_machine_goes_back_under_a_number_it_could_forget() -> None:
+def test_with_a_full_disk_no_generation_starts_under_an_unsaved_number() -> None:
     """A restarted agent would use the number, and with it the lineage's name, for another training."""
     cluster = lan(2)
     cluster.run(3)
@@ -457,8 +457,8 @@ def test_with_a_full_disk_no_machine_goes_back_under_a_number_it_could_forget() 
     assert cluster.are_one()
 
 
-def test_a_machine_that_leaves_costs_no_lineage() -> None:
-    """It gave its vote up by its own word, so the one that is left continues what both began."""
+def test_a_machine_that_leaves_causes_no_fork() -> None:
+    """It resigned its vote, so the remaining member continues the same lineage."""
     cluster = lan(2, PAUSE)
     leaver = cluster.machines[1]
     assert leaver.state_machine
@@ -474,7 +474,7 @@ def test_a_machine_that_leaves_costs_no_lineage() -> None:
     ]
 
 
-def test_a_suspended_laptop_says_so_and_comes_back() -> None:
+def test_a_suspended_laptop_resigns_and_rejoins() -> None:
     cluster = lan(2, PAUSE)
     laptop = cluster.machines[1]
     assert laptop.state_machine
@@ -487,7 +487,7 @@ def test_a_suspended_laptop_says_so_and_comes_back() -> None:
     assert cluster.are_one()
 
 
-def test_a_full_disk_gives_no_vote_and_stops_no_training() -> None:
+def test_a_full_disk_prevents_a_vote_and_does_not_stop_the_training() -> None:
     cluster = lan(3)
     cluster.machines[1].disk.full = True
     before = cluster.committed()
@@ -503,8 +503,8 @@ def test_a_full_disk_gives_no_vote_and_stops_no_training() -> None:
     assert cluster.committed() > before
 
 
-def test_a_connection_that_is_made_again_at_once_forks_nothing() -> None:
-    """A router that forgets a connection is no reason for two laptops to part."""
+def test_a_connection_that_is_reset_and_restored_causes_no_fork() -> None:
+    """A router may drop a connection; two laptops must not fork for that."""
     cluster = lan(2)
     cluster.reset(0, 1)
     cluster.run(4)
@@ -512,7 +512,7 @@ def test_a_connection_that_is_made_again_at_once_forks_nothing() -> None:
     assert {peer.generation.lineage.forks for peer in cluster.state_machines() if peer.generation} == {()}
 
 
-def test_who_has_finished_neither_asks_nor_answers() -> None:
+def test_finished_members_start_no_new_generation() -> None:
     cluster = lan(2)
     for state_machine in cluster.state_machines():
         state_machine.finish()
@@ -521,7 +521,7 @@ def test_who_has_finished_neither_asks_nor_answers() -> None:
     assert generations_started(cluster) == 1
 
 
-def test_new_machines_get_ids_that_survive_their_sponsor() -> None:
+def test_ids_of_joining_machines_stay_unique_over_a_restart_of_the_inviter() -> None:
     cluster = lan(2)
     [state_machine] = cluster.state_machines({1})
     ids = [state_machine.invite(2), state_machine.invite(2)]
@@ -532,7 +532,7 @@ def test_new_machines_get_ids_that_survive_their_sponsor() -> None:
     assert len({0, 1, *ids}) == 5
 
 
-def test_alone_on_a_full_disk_a_machine_still_regroups_its_ranks() -> None:
+def test_a_single_machine_with_a_full_disk_still_regroups_its_ranks() -> None:
     cluster = lan(1)
     machine = cluster.machines[0]
     machine.disk.full = True
@@ -543,8 +543,8 @@ def test_alone_on_a_full_disk_a_machine_still_regroups_its_ranks() -> None:
 
 
 @pytest.mark.parametrize("rules", [MembershipSettings(), PAUSE])
-def test_of_two_only_the_deaf_one_goes_on_behind_a_one_way_block(rules: MembershipSettings) -> None:
-    """The other one hears that it is there, and waits for it: no work is done twice."""
+def test_of_two_only_the_side_that_receives_nothing_continues_in_a_one_way_block(rules: MembershipSettings) -> None:
+    """The other side still receives its heartbeats and waits for it: no work is done twice."""
     cluster = lan(2, rules)
     cluster.block(0, 1)
     cluster.run(8)

@@ -1,4 +1,4 @@
-"""The pure rules of membership, one by one: who is silent, who may go on, which lineage stays, what may be said."""
+"""The pure rules of membership: failure detection, quorum, votes, Paxos rounds, lineages and messages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def member_ranks(*members: int) -> tuple[MemberRanks, ...]:
     return tuple(MemberRanks(member=member, ranks=(0,)) for member in members)
 
 
-# Who is here.
+# Failure detection.
 
 
 def detector_of(member: int) -> FailureDetector:
@@ -53,17 +53,17 @@ def detector_of(member: int) -> FailureDetector:
     return detector
 
 
-def go_to(detector: FailureDetector, until: float, since: float = 0.0) -> None:
-    """Awake all the while."""
+def advance_to(detector: FailureDetector, until: float, since: float = 0.0) -> None:
+    """Advance in steps of 0.1 s, without a sleep."""
     for tick in range(round(since * 10) + 1, round(until * 10) + 1):
         detector.advance(tick / 10)
 
 
 def test_a_member_is_silent_after_two_and_a_half_seconds() -> None:
     detector = detector_of(1)
-    go_to(detector, 2.5)
+    advance_to(detector, 2.5)
     assert detector.status(1) is PeerStatus.ALIVE
-    go_to(detector, 2.6, 2.5)
+    advance_to(detector, 2.6, 2.5)
     assert detector.status(1) is PeerStatus.SILENT
     detector.record_message(1)
     assert detector.status(1) is PeerStatus.ALIVE
@@ -74,18 +74,18 @@ def test_a_connection_that_closes_right_after_a_heartbeat_means_gone(
     after_s: float, expected_status: PeerStatus
 ) -> None:
     detector = detector_of(1)
-    go_to(detector, after_s)
+    advance_to(detector, after_s)
     detector.record_close(1)
     assert detector.status(1) is expected_status
 
 
-def test_who_slept_judges_nobody_by_its_own_gap() -> None:
+def test_a_detector_that_slept_does_not_count_its_own_gap_as_silence() -> None:
     detector = detector_of(1)
     assert detector.advance(30.0)
     assert detector.status(1) is PeerStatus.ALIVE
     detector.record_close(1)
     assert detector.status(1) is PeerStatus.ALIVE
-    go_to(detector, 32.6, 30.0)
+    advance_to(detector, 32.6, 30.0)
     assert detector.status(1) is PeerStatus.SILENT
 
 
@@ -94,11 +94,11 @@ def test_a_short_gap_is_not_sleep() -> None:
     assert not detector.advance(0.9)
 
 
-# Who may go on.
+# Quorum.
 
 
 def quorum(members: int, resigned: int = 0, away: int = 0) -> Quorum:
-    """The last ones have resigned, those before them are away."""
+    """Make a quorum whose last members have resigned; those before them are away."""
     last = range(members - resigned, members)
     return Quorum(
         frozenset(range(members)), frozenset(last), frozenset(range(members - resigned - away, members - resigned))
@@ -120,13 +120,15 @@ def quorum(members: int, resigned: int = 0, away: int = 0) -> Quorum:
         (quorum(3), 0, QuorumVerdict.PAUSE),
     ],
 )
-def test_the_rule_of_succession(last: Quorum, votes: int, expected: QuorumVerdict) -> None:
+def test_the_verdict_depends_on_the_votes_of_the_last_generation(
+    last: Quorum, votes: int, expected: QuorumVerdict
+) -> None:
     assert judge(last, frozenset(range(votes)), "continue") is expected
 
 
-def test_a_tie_pauses_if_asked_to() -> None:
+def test_a_tie_pauses_with_on_silent_tie_pause() -> None:
     assert judge(quorum(2), frozenset({0}), "pause") is QuorumVerdict.PAUSE
-    # Not a tie: the other one is gone.
+    # Not a tie: the other member is gone.
     assert judge(quorum(2, away=1), frozenset({0}), "pause") is QuorumVerdict.FORK
 
 
@@ -143,7 +145,7 @@ def test_no_two_sides_continue_one_lineage(
     away_to_other: frozenset[int],
     tie: str,
 ) -> None:
-    """Whatever each side thinks of who is away: if they have no voter in common, at most one continues."""
+    """For any two views of which members are away: without a common voter, at most one side continues."""
     first, second = one - other, other - one
     verdicts = [
         judge(Quorum(last, resigned & last, away_to_one & last), first, tie),
@@ -153,10 +155,10 @@ def test_no_two_sides_continue_one_lineage(
 
 
 @given(st.dictionaries(st.integers(0, 6), st.frozensets(st.integers(0, 6)), max_size=6))
-def test_those_who_go_on_together_all_hear_each_other(reachable: dict[int, frozenset[int]]) -> None:
-    together = mutually_reachable(reachable)
-    assert all(other in reachable[one] for one in together for other in together - {one})
-    assert bool(together) == bool(reachable)
+def test_members_of_one_group_all_reach_each_other(reachable: dict[int, frozenset[int]]) -> None:
+    group = mutually_reachable(reachable)
+    assert all(other in reachable[one] for one in group for other in group - {one})
+    assert bool(group) == bool(reachable)
 
 
 def promise(base: Generation, ballot: Ballot, step: int, reachable: tuple[int, ...]) -> Promise:
@@ -164,7 +166,7 @@ def promise(base: Generation, ballot: Ballot, step: int, reachable: tuple[int, .
     return Promise(generation=base.id, ballot=ballot, state=state, ranks=(0,), reachable=reachable)
 
 
-def test_a_successor_begins_with_the_replica_that_is_furthest() -> None:
+def test_a_successor_starts_from_the_most_advanced_replica() -> None:
     base, ballot = first_generation(member_ranks(0, 1, 2)), Ballot(2, 0)
     promises = {0: promise(base, ballot, 6, (1, 2)), 1: promise(base, ballot, 7, (0, 2))}
     outcome = decide_successor(base, ballot, quorum(3), promises, {}, RULES)
@@ -184,7 +186,7 @@ def test_of_several_replicas_at_the_same_step_the_lowest_member_is_the_source() 
 
 
 @pytest.mark.parametrize("has_old_state", [False, True])
-def test_without_a_state_they_wait_for_a_silent_member_and_then_go_back_to_a_checkpoint(has_old_state: bool) -> None:
+def test_without_a_state_members_await_a_silent_one_and_then_load_a_checkpoint(has_old_state: bool) -> None:
     ballot = Ballot(2, 0)
     base = first_generation(member_ranks(0, 1, 2), State(step=90, committed=90))
     early = promise(base, ballot, 50, (0, 1))
@@ -199,38 +201,38 @@ def test_without_a_state_they_wait_for_a_silent_member_and_then_go_back_to_a_che
         successor = outcome.successor
         assert successor
         assert successor.recovers
-        # Committed steps are done again, so it must not be the same lineage, nor claim to share any of them.
+        # Committed steps are redone, so it must not be the same lineage, nor claim to share any of them.
         assert successor.lineage.name == ballot
         assert [fork.step for fork in successor.lineage.forks] == [0]
         assert (sorted(outcome.voters), outcome.majority) == ([0, 1], 2)
 
 
-def test_fewer_than_asked_for_or_a_minority_go_back_to_no_checkpoint() -> None:
+def test_fewer_than_min_nodes_or_a_minority_load_no_checkpoint() -> None:
     ballot = Ballot(2, 0)
     base = first_generation(member_ranks(0, 1, 2))
-    one = {0: promise(base, ballot, 0, (1,)).model_copy(update={"state": None})}
-    few = decide_successor(base, ballot, quorum(3, resigned=2), one, {}, replace(RULES, min_nodes=2))
+    promises = {0: promise(base, ballot, 0, (1,)).model_copy(update={"state": None})}
+    few = decide_successor(base, ballot, quorum(3, resigned=2), promises, {}, replace(RULES, min_nodes=2))
     assert (few.verdict, few.why) == (QuorumVerdict.PAUSE, "min_nodes")
-    minority = decide_successor(base, ballot, quorum(3), one, {}, RULES, gives_up_state=True)
+    minority = decide_successor(base, ballot, quorum(3), promises, {}, RULES, gives_up_state=True)
     assert (minority.verdict, minority.why) == (QuorumVerdict.PAUSE, "minority")
 
 
-def test_a_guest_comes_in_where_everybody_hears_it() -> None:
+def test_a_joining_member_is_admitted_when_every_member_reaches_it() -> None:
     base, ballot = first_generation(member_ranks(0, 1)), Ballot(2, 0)
     promises = {0: promise(base, ballot, 7, (1, 5, 6)), 1: promise(base, ballot, 7, (0, 5))}
-    guests = {5: JoinCandidate((0, 1), (0, 1)), 6: JoinCandidate((0,), (0, 1))}
-    outcome = decide_successor(base, ballot, quorum(2), promises, guests, RULES)
+    candidates = {5: JoinCandidate((0, 1), (0, 1)), 6: JoinCandidate((0,), (0, 1))}
+    outcome = decide_successor(base, ballot, quorum(2), promises, candidates, RULES)
     assert outcome.successor
     assert outcome.successor.members == (0, 1, 5)
     assert (outcome.successor.world_size, outcome.successor.first_rank(5)) == (4, 2)
-    # The guest has no say in whether it comes in.
+    # A joining member has no vote on its own admission.
     assert outcome.voters == {0, 1}
 
 
 # A vote.
 
 
-def test_a_vote_is_given_once_and_survives_a_restart() -> None:
+def test_a_vote_is_cast_once_and_survives_a_restart() -> None:
     disk, generation = Disk(), first_generation(member_ranks(0, 1))
     voter = DurableVoter(disk)
     voter.enter(generation)
@@ -240,16 +242,16 @@ def test_a_vote_is_given_once_and_survives_a_restart() -> None:
     successor = generation.model_copy(update={"id": Ballot(2, 1), "parent": generation.id})
     assert not voter.accept(Vote(ballot=Ballot(2, 0), successor=successor))
     assert voter.accept(Vote(ballot=Ballot(2, 1), successor=successor))
-    again = DurableVoter(disk)
-    assert again.record == voter.record
-    assert not again.promise(Ballot(2, 0))
-    again.resign("restart")
-    resignation = again.resignation()
+    restarted = DurableVoter(disk)
+    assert restarted.record == voter.record
+    assert not restarted.promise(Ballot(2, 0))
+    restarted.resign("restart")
+    resignation = restarted.resignation()
     assert resignation is not None
     assert resignation.accepted == Vote(ballot=Ballot(2, 1), successor=successor)
 
 
-def test_a_vote_that_cannot_be_written_is_not_given() -> None:
+def test_a_vote_that_cannot_be_written_is_not_cast() -> None:
     disk = Disk()
     voter = DurableVoter(disk)
     voter.enter(first_generation(member_ranks(0, 1)))
@@ -279,7 +281,7 @@ def test_a_successor_that_may_be_decided_is_proposed_again() -> None:
     assert round.bound_to(quorum(3), {}) is None
 
 
-def test_a_resigned_members_vote_counts_where_it_was_given() -> None:
+def test_the_vote_of_a_resigned_member_counts() -> None:
     base, ballot = first_generation(member_ranks(0, 1, 2)), Ballot(5, 0)
     successor = base.model_copy(update={"id": Ballot(2, 0), "parent": base.id})
     resignation = Resign(
@@ -308,7 +310,7 @@ def test_the_lineage_with_more_committed_steps_stays() -> None:
     assert choose_lineage({Ballot(7, 1): 50, Ballot(7, 2): 50}) == Ballot(7, 1)
 
 
-def test_two_lineages_share_what_was_committed_before_they_parted() -> None:
+def test_two_lineages_share_the_steps_committed_before_the_fork() -> None:
     one = ROOT.branch(Ballot(5, 0), Ballot(4, 0), 40)
     other = ROOT.branch(Ballot(5, 1), Ballot(4, 0), 41)
     later = one.branch(Ballot(9, 0), Ballot(8, 0), 90)
@@ -328,19 +330,19 @@ def test_only_the_newest_forks_are_kept() -> None:
 
 
 @given(st.integers(1, 9), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), unique=True, max_size=30))
-def test_no_two_guests_get_one_id(launch_size: int, invitations: list[tuple[int, int]]) -> None:
+def test_joining_members_get_unique_ids(launch_size: int, invitations: list[tuple[int, int]]) -> None:
     ids = [next_member(launch_size, inviter, invited) for inviter, invited in invitations]
     assert len({*ids, *range(launch_size)}) == len(ids) + launch_size
 
 
-def test_a_resumed_run_goes_on_counting() -> None:
+def test_a_resumed_run_continues_the_generation_numbers() -> None:
     first = first_generation(member_ranks(0, 1))
     resumed = first_generation(member_ranks(1, 2), State(step=40, committed=40), after=first, above=12)
     assert resumed.id == Ballot(13, 1)
     assert shared_step(resumed.lineage, first.lineage) == 40
 
 
-# What may be said.
+# Messages.
 
 
 def samples() -> list[Message]:
@@ -366,7 +368,7 @@ def samples() -> list[Message]:
 
 
 @pytest.mark.parametrize("message", samples(), ids=lambda message: message.type)
-def test_a_message_comes_through_as_it_was(message: Message) -> None:
+def test_a_message_survives_encoding(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
@@ -389,7 +391,7 @@ def test_a_message_comes_through_as_it_was(message: Message) -> None:
         {"ranks": "x" * 300_000},
     ],
 )
-def test_what_we_would_not_have_said_is_refused(change: dict[str, object]) -> None:
+def test_an_invalid_message_is_refused(change: dict[str, object]) -> None:
     document = encode(samples()[0]) | change
     with pytest.raises(ControlError, match="cannot be read"):
         decode(document)
@@ -403,7 +405,7 @@ json_values = st.recursive(
 
 
 @given(st.integers(0, 4), st.data())
-def test_garbage_is_refused_and_nothing_else_happens(which: int, data: st.DataObject) -> None:
+def test_a_changed_field_is_refused_or_kept(which: int, data: st.DataObject) -> None:
     document = encode(samples()[which])
     field = data.draw(st.sampled_from(sorted(document)))
     document[field] = data.draw(json_values)
@@ -414,7 +416,7 @@ def test_garbage_is_refused_and_nothing_else_happens(which: int, data: st.DataOb
     assert encode(message) == document
 
 
-def test_a_record_is_as_strict_as_a_message() -> None:
+def test_a_vote_record_refuses_unknown_fields() -> None:
     assert VoteRecord.model_validate_json(VoteRecord().model_dump_json()) == VoteRecord()
     with pytest.raises(ValueError, match="extra"):
         VoteRecord.model_validate_json('{"more": 1}')

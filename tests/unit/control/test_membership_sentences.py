@@ -1,4 +1,4 @@
-"""What membership keeps on disk, and what it says to people."""
+"""Votes on disk, and the messages about membership changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def name(member: int) -> str:
     return ("anna", "ben", "cleo")[member]
 
 
-def test_votes_are_found_again(tmp_path: Path) -> None:
+def test_votes_survive_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "votes.json"
     voter = DurableVoter(VoteFile(path))
     assert voter.record == VoteRecord()
@@ -39,8 +39,8 @@ def test_votes_are_found_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 30])
-def test_a_vote_that_was_written_in_part_is_not_given(tmp_path: Path, size: int) -> None:
-    """A full disk takes a part of a write without an error."""
+def test_a_partly_written_vote_is_not_cast(tmp_path: Path, size: int) -> None:
+    """A full disk may accept a part of a write without an error."""
     path = tmp_path / "votes.json"
     voter = DurableVoter(VoteFile(path))
     voter.enter(FIRST)
@@ -52,7 +52,7 @@ def test_a_vote_that_was_written_in_part_is_not_given(tmp_path: Path, size: int)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"highest": -1}', '{"unknown": 1}', "[]"])
-def test_a_broken_record_is_never_guessed_at(tmp_path: Path, text: str) -> None:
+def test_a_broken_vote_record_is_an_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "votes.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ControlError, match="which votes this machine has cast") as caught:
@@ -60,12 +60,12 @@ def test_a_broken_record_is_never_guessed_at(tmp_path: Path, text: str) -> None:
     assert str(path) in caught.value.fix
 
 
-def test_a_vote_that_finds_no_folder_is_an_error_of_the_disk(tmp_path: Path) -> None:
+def test_a_vote_without_a_folder_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         VoteFile(tmp_path / "missing" / "votes.json").save(VoteRecord())
 
 
-def test_a_loss_in_one_sentence() -> None:
+def test_a_loss_is_described_in_one_sentence() -> None:
     change = GenerationChange(FIRST, SECOND, {2: "silent"}, since_s=2.71)
     assert sentences.regrouped(change, name) == (
         "cleo is silent. anna and ben go on, as generation 2, with step 121; that was agreed after 2.7 s, and no "
@@ -73,7 +73,7 @@ def test_a_loss_in_one_sentence() -> None:
     )
 
 
-def test_a_lineage_of_its_own_is_said() -> None:
+def test_a_fork_of_the_lineage_is_described() -> None:
     alone = SECOND.model_copy(
         update={
             "member_ranks": member_ranks(1),
@@ -85,7 +85,7 @@ def test_a_lineage_of_its_own_is_said() -> None:
     assert text.startswith("anna is gone: its connection closed; cleo is silent. ben goes on as a lineage of its own")
 
 
-def test_who_joins_is_named() -> None:
+def test_a_joining_member_is_named() -> None:
     assert sentences.regrouped(GenerationChange(SECOND, FIRST, {}, 0.3), name).startswith(
         "cleo joined. anna, ben and cleo go on"
     )
@@ -94,7 +94,7 @@ def test_who_joins_is_named() -> None:
     )
 
 
-def test_a_lost_rank_of_several_is_said() -> None:
+def test_a_lost_rank_of_several_is_described() -> None:
     more = FIRST.model_copy(update={"member_ranks": (MemberRanks(member=0, ranks=(0, 1)), *member_ranks(1, 2))})
     assert sentences.regrouped(GenerationChange(more, FIRST, {}, 0.3), name).startswith(
         "anna lost 1 of its 2 ranks (number 1 there). anna, ben"
@@ -104,7 +104,7 @@ def test_a_lost_rank_of_several_is_said() -> None:
     )
 
 
-def test_an_exchange_that_failed_without_a_loss() -> None:
+def test_a_failed_exchange_without_a_loss_is_described() -> None:
     assert sentences.regrouped(GenerationChange(FIRST, FIRST, {}, 0.1), name).startswith(
         "An exchange failed. anna, ben and cleo"
     )
@@ -118,13 +118,15 @@ def test_an_exchange_that_failed_without_a_loss() -> None:
         ("no state", "no machine that answers has the training's state; anna and ben may have it"),
     ],
 )
-def test_a_pause_says_why(why: str, words: str) -> None:
+def test_a_pause_states_its_reason(why: str, words: str) -> None:
     assert words in sentences.paused(why, [2], FIRST, name, min_nodes=2)
 
 
-def test_what_is_given_up_is_counted() -> None:
-    theirs = SECOND.model_copy(update={"member_ranks": member_ranks(0, 1, 2), "state": State(step=141, committed=140)})
-    assert sentences.abandoned(2, theirs, committed=130, shared=119, name=name) == (
+def test_abandoned_steps_are_counted() -> None:
+    standing = SECOND.model_copy(
+        update={"member_ranks": member_ranks(0, 1, 2), "state": State(step=141, committed=140)}
+    )
+    assert sentences.abandoned(2, standing, committed=130, shared=119, name=name) == (
         "cleo has trained apart from anna and ben since step 119. The lineage of anna and ben stays, with 140 "
         "committed steps against 130: cleo goes back, and up to 11 steps are marked abandoned."
     )

@@ -1,7 +1,7 @@
-"""Membership under anything that can happen: kills, freezes, cuts, joins and heals, in any order.
+"""Membership under random kills, freezes, partitions, joins and heals, in any order.
 
-The simulated cluster holds every commit and every generation against docs/faults.md as it happens; the rules below add
-what must be true once everything is healed.
+The simulated cluster checks every commit and every generation against docs/faults.md as it happens; the rules below
+add what must be true once everything is healed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.control.membership.settings import MembershipSettings
 from shoal.control.membership.types import next_member
 from tests.support.membership_sim import Cluster
 
-# After everything is healed: to wake up, to be noticed, to yield, to be let in, and a group that did not form at first.
+# After the heal: wake up, be detected, yield, be admitted, and retry a group that did not form at first.
 TOGETHER_WITHIN_S = 25.0
 # Silence, one proposer that is missing, and slow messages.
 MAJORITY_WITHIN_S = 12.0
@@ -37,8 +37,8 @@ class Membership(RuleBasedStateMachine):
     def begin(self, size: int, min_nodes: int, tie: Literal["continue", "pause"], seed: int, delay_s: float) -> None:
         rules = MembershipSettings(on_silent_tie=tie, min_nodes=min(size, min_nodes))
         self.cluster = Cluster(size, rules, seed, delay_s)
-        self.founders = size
-        self.guests = 0
+        self.launch_size = size
+        self.joined = 0
 
     def member(self, pick: int) -> int:
         members = sorted(self.cluster.machines)
@@ -101,12 +101,12 @@ class Membership(RuleBasedStateMachine):
     @precondition(lambda self: len(self.cluster.machines) < 6)
     @rule()
     def join(self) -> None:
-        self.cluster.join(next_member(self.founders, 0, self.guests))
-        self.guests += 1
+        self.cluster.join(next_member(self.launch_size, 0, self.joined))
+        self.joined += 1
 
     @rule(seed=st.integers(0, 2**16), faults=st.integers(2, 8))
     def storm(self, seed: int, faults: int) -> None:
-        """Several faults within moments of each other: what one alone does not break."""
+        """Inject several faults within moments: combinations break what one fault alone does not."""
         chance = random.Random(seed)
         for _ in range(faults):
             fault = chance.choice((self.kill, self.kill_rank, self.power_cut, self.restart, self.freeze, self.thaw))
@@ -119,8 +119,8 @@ class Membership(RuleBasedStateMachine):
 
     @precondition(lambda self: self.cluster.are_well() and len(self.cluster.machines) > 2)
     @rule(pick=st.integers(0, 5), silently=st.booleans())
-    def a_majority_goes_on(self, pick: int, silently: bool) -> None:
-        """Fewer than half are cut off or killed: the others continue the lineage within seconds, and only they do."""
+    def a_majority_continues(self, pick: int, silently: bool) -> None:
+        """Cut off or kill fewer than half: only the others continue the lineage, within seconds."""
         cluster = self.cluster
         members = sorted(member for member, machine in cluster.machines.items() if machine.alive)
         few = {members[(pick + place) % len(members)] for place in range((len(members) - 1) // 2)}
@@ -140,8 +140,8 @@ class Membership(RuleBasedStateMachine):
 
     @rule()
     def everything_heals(self) -> None:
-        """Exactly one lineage stands, everybody is in it, and it has every step that was committed in it. That holds
-        also where all had lost the state: then they went back to a checkpoint."""
+        """Heal everything: exactly one lineage stands, every member is in it, and it has every step committed in it.
+        That holds also when every member had lost the state and all went back to a checkpoint."""
         cluster = self.cluster
         cluster.heal()
         for member, machine in cluster.machines.items():
@@ -163,7 +163,7 @@ class Membership(RuleBasedStateMachine):
 QUICK = settings(max_examples=8, stateful_step_count=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def test_membership_keeps_its_promises() -> None:
+def test_membership_invariants_hold() -> None:
     run_state_machine_as_test(Membership, settings=QUICK)
 
 
@@ -171,5 +171,5 @@ def test_membership_keeps_its_promises() -> None:
     "histories", [pytest.param(8, marks=pytest.mark.long), pytest.param(300, marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.timeout(3600)
-def test_membership_keeps_its_promises_for_long(histories: int) -> None:
+def test_membership_invariants_hold_over_long_histories(histories: int) -> None:
     run_state_machine_as_test(Membership, settings=settings(QUICK, max_examples=histories, stateful_step_count=30))

@@ -1,4 +1,4 @@
-"""What a plan reckons with, held against the real model: parameters, arithmetic, what is kept for backward."""
+"""The cost model of a GPT compared with the real model: parameters, FLOPs, activations, memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def loss_of(model: GPT, sequences: int) -> Tensor:
 
 
 def kept_bytes(shape: ModelConfig, sequences: int) -> int:
-    """Of what forward keeps for backward: each storage once, and the weights not at all."""
+    """Count the bytes that forward saves for backward: each storage once, without the weights."""
     model = GPT(shape)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
@@ -46,7 +46,7 @@ def kept_bytes(shape: ModelConfig, sequences: int) -> int:
         storage = tensor.untyped_storage()
         if tensor.is_floating_point() and tensor.dim() and storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)  # or another tensor would get its place
+            alive.append(tensor)  # otherwise another tensor could reuse its address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -55,20 +55,20 @@ def kept_bytes(shape: ModelConfig, sequences: int) -> int:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_kept_for_backward_is_what_the_model_keeps(shape: ModelConfig) -> None:
+def test_predicted_activations_are_those_the_model_saves(shape: ModelConfig) -> None:
     assert kept_bytes(shape, 3) == 4 * (3 * shape.seq_len * saved_elements(shape) + head_elements(shape))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_arithmetic_is_what_torch_counts(shape: ModelConfig) -> None:
-    """With attention by plain products: torch does not count inside the fused one on a CPU."""
+def test_predicted_flops_are_those_torch_counts(shape: ModelConfig) -> None:
+    """Use plain attention: torch does not count FLOPs inside the fused kernel on a CPU."""
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         loss_of(GPT(shape), 3).backward()
     assert counter.get_total_flops() == pytest.approx(3 * shape.seq_len * flops_per_token(shape))
 
 
 def test_the_peak_holds_the_logits_of_one_chunk() -> None:
-    """As an H200 showed: 11.8 GB for 124M parameters and 16 sequences, without the gradients; 32.1 for 850M and 8."""
+    """Measured on an H200: 11.8 GB for 124M parameters and 16 sequences, without gradients; 32.1 GB for 850M and 8."""
     small = activation_bytes(GPT2.shape, 16) + 12 * GPT2.parameters
     shape = ModelConfig(layers=25, heads=25, width=1600, seq_len=1024, vocab_size=50_257)
     large = activation_bytes(shape, 8) + 12 * parameter_count(shape)
@@ -79,12 +79,12 @@ def test_the_peak_holds_the_logits_of_one_chunk() -> None:
 # Workloads
 
 
-def test_a_preset_whose_vocabulary_is_known() -> None:
+def test_a_preset_with_a_known_vocabulary_has_its_size() -> None:
     assert (GPT2.parameters, GPT2.seq_len, GPT2.gradient_bytes) == (124_439_808, 1024, 4)
     assert GPT2.tokens(2) == 4096
 
 
-def test_the_vocabulary_of_the_built_in_text_is_what_its_tokenizer_finds(tmp_path: Path) -> None:
+def test_the_assumed_vocabulary_is_that_of_the_tokenizer(tmp_path: Path) -> None:
     data = DataConfig(cache_dir=tmp_path)
     assert assumed_vocabulary(data) == prepare(data).vocab_size
     assert assumed_vocabulary(DataConfig(bpe_vocab=500)) == 500
@@ -100,21 +100,21 @@ def test_weak_scaling_and_accumulation_make_the_batch_larger() -> None:
 
 
 @pytest.mark.parametrize("parameters", [10_000_000, 124_439_808, 760_000_000, 7_000_000_000])
-def test_an_assumed_shape_is_of_about_that_size(parameters: int) -> None:
+def test_an_assumed_shape_has_about_the_given_parameter_count(parameters: int) -> None:
     assert parameter_count(assumed_shape(parameters, 1024)) == pytest.approx(parameters, rel=0.15)
 
 
-def test_the_assumed_shape_of_gpt2s_size_is_gpt2s() -> None:
+def test_the_assumed_shape_for_the_size_of_gpt2_is_gpt2() -> None:
     shape = assumed_shape(GPT2.parameters, 1024)
     assert (shape.layers, shape.width) == (12, 768)
 
 
 @given(st.integers(1, 10**14))
-def test_every_number_of_parameters_has_a_shape(parameters: int) -> None:
+def test_every_parameter_count_has_an_assumed_shape(parameters: int) -> None:
     assert assumed_shape(parameters, 1024).vocab_size <= max(1, parameters)
 
 
-def test_bare_gradients_can_be_halves() -> None:
+def test_a_bare_workload_can_have_bf16_gradients() -> None:
     bare = bare_workload(760_000_000, 1024, TrainConfig(), "bf16")
     assert (bare.gradient_bytes, bare.flops_per_token, bare.model) == (2, 6 * 760e6, None)
 
@@ -123,11 +123,11 @@ def test_bare_gradients_can_be_halves() -> None:
 
 
 @pytest.mark.parametrize(("wire", "size"), [("fp32", 4), ("fp16", 2), ("bf16", 2), ("int8", 1.015625)])
-def test_bytes_on_the_wire(wire: str, size: float) -> None:
+def test_bytes_per_parameter_depend_on_the_wire_format(wire: str, size: float) -> None:
     assert bytes_per_parameter(SyncStrategy().with_(wire=wire), GPT2) == size
 
 
-def test_halves_are_not_halved_again() -> None:
+def test_bf16_gradients_are_not_compressed_to_fp16() -> None:
     bare = bare_workload(10**9, 1024, TrainConfig(), "bf16")
     assert bytes_per_parameter(SyncStrategy(wire="fp16"), bare) == 2
     assert not is_encoded(SyncStrategy(wire="fp16"), bare)
@@ -135,7 +135,7 @@ def test_halves_are_not_halved_again() -> None:
 
 
 def test_low_rank_factors_are_counted_matrix_by_matrix() -> None:
-    """By the real model's matrices; vectors travel whole."""
+    """Counted by the real model's matrices; vectors are sent whole."""
     shape = SHAPES[0]
     sizes = [tuple(parameter.shape) for parameter in GPT(shape).parameters()]
     sent = sum(min(size[0] * size[1], 2 * sum(size)) if len(size) == 2 else size[0] for size in sizes)
@@ -147,7 +147,7 @@ def test_low_rank_factors_are_counted_matrix_by_matrix() -> None:
 # Memory
 
 
-def test_ddp_keeps_everything_everywhere_and_sharding_divides_it() -> None:
+def test_ddp_replicates_the_state_and_sharding_divides_it() -> None:
     alone, eight = (needed(GPT2, SyncStrategy(), 1, world) for world in (1, 8))
     sharded = needed(GPT2, SyncStrategy(sync="sharded"), 1, 8)
     assert alone == eight
@@ -167,12 +167,12 @@ def test_ddp_keeps_everything_everywhere_and_sharding_divides_it() -> None:
         (SyncStrategy(sync="diloco", every=100, wire="int8"), 12),
     ],
 )
-def test_what_a_lever_keeps_beside(strategy: SyncStrategy, more: int) -> None:
+def test_a_lever_needs_its_extra_memory(strategy: SyncStrategy, more: int) -> None:
     plain, other = needed(GPT2, SyncStrategy(), 1, 2), needed(GPT2, strategy, 1, 2)
     assert other.total - plain.total == more * GPT2.parameters
 
 
-def test_halves_are_trained_with_sixteen_bytes_a_parameter() -> None:
+def test_bf16_training_needs_sixteen_bytes_per_parameter() -> None:
     memory = needed(bare_workload(10**9, 1024, TrainConfig(), "bf16"), SyncStrategy(), 0, 1)
     assert memory.weights + memory.gradients + memory.moments + memory.copies == 16e9
 

@@ -1,4 +1,4 @@
-"""A step predicted: collectives, the slowest of many, strategies, and the figures everybody knows."""
+"""Predicted steps: known figures, collectives, the slowest rank, strategies and machines."""
 
 from __future__ import annotations
 
@@ -41,23 +41,25 @@ def setting(
     )
 
 
-# The figures everybody knows
+# Known figures
 
 
-def test_the_payload_tends_to_twice_the_gradient() -> None:
+def test_the_payload_factor_tends_to_two() -> None:
     factors = [payload_factor(count) for count in (1, 2, 3, 1000)]
     assert factors == pytest.approx([0.0, 1.0, 4 / 3, 2.0], abs=0.003)
 
 
 @pytest.mark.parametrize(("nodes", "seconds"), [(2, 4.5), (3, 6.0)])
-def test_gpt2_over_a_gigabit(nodes: int, seconds: float) -> None:
+def test_gpt2_communication_over_one_gigabit_matches_known_times(nodes: int, seconds: float) -> None:
     row = make_row(GPT2, SyncStrategy(), setting(efficiency=0.9), nodes)
     assert row.prediction.step.comm_s == pytest.approx(seconds, rel=0.02)
 
 
 @pytest.mark.parametrize(("link", "seconds"), [("1gbe", 14.3), ("10gbe", 1.43), ("400gbe", 0.036)])
 @pytest.mark.parametrize("machine", ["laptop", "h100"])
-def test_760_million_halves_on_two_nodes(link: str, machine: str, seconds: float) -> None:
+def test_communication_of_760_million_bf16_gradients_matches_known_times(
+    link: str, machine: str, seconds: float
+) -> None:
     model = bare_workload(760_000_000, 1024, TrainConfig(), "bf16")
     step = predict(model, SyncStrategy(), setting(link, machine, efficiency=0.85), 2).step
     assert step.comm_s == pytest.approx(seconds, rel=0.04)
@@ -66,68 +68,68 @@ def test_760_million_halves_on_two_nodes(link: str, machine: str, seconds: float
 # Collectives
 
 
-def test_a_ring_sends_in_rounds() -> None:
+def test_ring_collectives_have_their_textbook_times() -> None:
     assert collective_s("all-reduce", 4, 125e6, GIGABIT) == pytest.approx(1.5 + 6e-3)
     assert collective_s("reduce-scatter", 4, 125e6, GIGABIT) == pytest.approx(0.75 + 3e-3)
     assert collective_s("all-gather", 4, 125e6, GIGABIT) == pytest.approx(0.75 + 3e-3)
 
 
-def test_a_tree_has_few_messages_and_full_size_ones() -> None:
+def test_tree_collectives_have_their_textbook_times() -> None:
     assert collective_s("all-reduce", 8, 125e6, GIGABIT, "tree") == pytest.approx(2.0 + 6e-3)
     assert collective_s("broadcast", 8, 125e6, GIGABIT, "tree") == pytest.approx(3.0 + 3e-3)
 
 
 @given(st.sampled_from(["all-reduce", "reduce-scatter", "all-gather", "broadcast"]), st.floats(0, 1e9))
-def test_nothing_is_sent_to_oneself(op: str, size: float) -> None:
+def test_collectives_of_one_rank_take_no_time(op: str, size: float) -> None:
     assert collective_s(op, 1, size, GIGABIT) == 0.0  # type: ignore[arg-type]
 
 
 @given(st.integers(2, 10_000), st.floats(1, 1e9))
-def test_the_halves_of_an_all_reduce_are_the_all_reduce(world: int, size: float) -> None:
+def test_reduce_scatter_and_all_gather_add_up_to_all_reduce(world: int, size: float) -> None:
     halves = [collective_s(op, world, size, GIGABIT) for op in ("reduce-scatter", "all-gather")]
     assert sum(halves) == pytest.approx(collective_s("all-reduce", world, size, GIGABIT))
 
 
-def test_large_worlds_use_trees_where_they_may() -> None:
-    ring, either = RingNetwork(1e9, 1e-4), RingNetwork(1e9, 1e-4, trees=True)
-    assert either.all_reduce(2, 1e8, 4) == ring.all_reduce(2, 1e8, 4)
-    assert either.all_reduce(1000, 1e6, 4).seconds < 0.1 * ring.all_reduce(1000, 1e6, 4).seconds
+def test_trees_are_used_for_large_worlds_where_allowed() -> None:
+    ring, with_trees = RingNetwork(1e9, 1e-4), RingNetwork(1e9, 1e-4, trees=True)
+    assert with_trees.all_reduce(2, 1e8, 4) == ring.all_reduce(2, 1e8, 4)
+    assert with_trees.all_reduce(1000, 1e6, 4).seconds < 0.1 * ring.all_reduce(1000, 1e6, 4).seconds
 
 
-def test_summing_up_inside_first() -> None:
+def test_a_hierarchical_all_reduce_reduces_inside_nodes_first() -> None:
     network = NodesNetwork(8, RingNetwork(1e9, 1e-5), RingNetwork(1e8, 1e-3), hierarchical=True)
     assert network.all_reduce(32, 1e8, 4).seconds == pytest.approx(1.75 * 0.1 + 14e-5 + 1.5 + 6e-3)
 
 
-def test_a_flat_ring_waits_for_every_rank() -> None:
+def test_a_flat_ring_has_a_round_for_every_rank() -> None:
     flat = NodesNetwork(8, RingNetwork(1e9, 1e-5), RingNetwork(1e8, 1e-3))
     assert flat.all_reduce(32, 1e8, 4).seconds == pytest.approx(2 * 31 / 32 + 62e-3)
-    assert flat.all_reduce(8, 1e8, 4).seconds == pytest.approx(0.175 + 14e-5), "one node has no outside"
+    assert flat.all_reduce(8, 1e8, 4).seconds == pytest.approx(0.175 + 14e-5), "one node uses only its inner network"
 
 
-def test_everybody_shares_the_air() -> None:
+def test_wireless_ranks_share_the_air_time() -> None:
     """Two stations and an access point: each byte is on the air twice, in both directions at once."""
     cable, air = RingNetwork(1e8, 0.0), RingNetwork(1e8, 0.0, is_shared_medium=True)
     assert air.all_reduce(2, 1e8, 4).seconds == pytest.approx(4 * cable.all_reduce(2, 1e8, 4).seconds)
     assert air.all_reduce(3, 1e8, 4).seconds == pytest.approx(6 * cable.all_reduce(3, 1e8, 4).seconds)
 
 
-# The slowest of many
+# The slowest rank
 
 
 @pytest.mark.parametrize(("count", "value"), [(1, 0.0), (2, 0.5642), (3, 0.8463), (10, 1.5388), (1000, 3.2414)])
-def test_the_expected_maximum_of_normals(count: int, value: float) -> None:
+def test_the_expected_maximum_of_normals_matches_known_values(count: int, value: float) -> None:
     assert expected_max(count) == pytest.approx(value, abs=1e-4)
 
 
-def test_unequal_ones_against_drawing_them() -> None:
+def test_the_expected_slowest_of_unequal_ranks_matches_sampling() -> None:
     means, deviations = [1.0, 1.2, 0.9, 1.2], [0.1, 0.2, 0.5, 0.0]
     random = Random(1)
     drawn = [max(map(random.gauss, means, deviations)) for _ in range(40_000)]
     assert expected_slowest(means, deviations) == pytest.approx(statistics.fmean(drawn), rel=0.005)
 
 
-def test_the_slowest_of_one_or_of_punctual_ones_is_known() -> None:
+def test_the_slowest_of_one_or_of_steady_ranks_is_exact() -> None:
     assert expected_slowest([2.0], [0.3]) == pytest.approx(2.0)
     assert expected_slowest([2.0, 3.0], [0.0, 0.0]) == 3.0
 
@@ -135,17 +137,17 @@ def test_the_slowest_of_one_or_of_punctual_ones_is_known() -> None:
 # Levers
 
 
-def step_s(strategy: SyncStrategy, nodes: int = 4, where: ClusterModel | None = None) -> float:
-    return predict(GPT2, strategy, where or setting(), nodes).step.step_s
+def step_s(strategy: SyncStrategy, nodes: int = 4, cluster: ClusterModel | None = None) -> float:
+    return predict(GPT2, strategy, cluster or setting(), nodes).step.step_s
 
 
-def test_fewer_bytes_are_faster_on_a_slow_link_and_cost_on_a_fast_one() -> None:
+def test_compression_helps_on_a_slow_link_and_costs_on_a_fast_one() -> None:
     assert step_s(SyncStrategy(wire="fp16")) < step_s(SyncStrategy())
     fast = setting("400gbe", "laptop", efficiency=1.0)
-    assert step_s(SyncStrategy(wire="int8"), where=fast) > step_s(SyncStrategy(), where=fast)
+    assert step_s(SyncStrategy(wire="int8"), cluster=fast) > step_s(SyncStrategy(), cluster=fast)
 
 
-def test_overlap_hides() -> None:
+def test_overlap_hides_communication() -> None:
     assert step_s(SyncStrategy()) < step_s(SyncStrategy(overlap=False))
     barrier = predict(GPT2, SyncStrategy(overlap=False), setting(), 4).step
     assert barrier.exposed_s == pytest.approx(barrier.comm_s)
@@ -184,16 +186,23 @@ def test_sharding_sends_half_as_much_again_for_every_micro_batch() -> None:
 
 
 def test_powersgd_sends_two_messages_for_each_bucket() -> None:
-    silent = ClusterModel(setting().speed, RingNetwork(1e30, 1e-3))
-    plain, low_rank = (predict(GPT2, SyncStrategy().with_(wire=wire), silent, 2).step for wire in ("fp32", "powersgd"))
+    latency_only = ClusterModel(setting().speed, RingNetwork(1e30, 1e-3))
+    plain, low_rank = (
+        predict(GPT2, SyncStrategy().with_(wire=wire), latency_only, 2).step for wire in ("fp32", "powersgd")
+    )
     assert low_rank.comm_s == pytest.approx(2 * plain.comm_s)
 
 
 @pytest.mark.parametrize("sync", ["ddp", "local", "diloco", "streaming", "sharded"])
 @pytest.mark.parametrize("wire", WIRE_FORMATS)
 def test_one_rank_exchanges_nothing(sync: str, wire: str) -> None:
-    found = predict(GPT2, SyncStrategy().with_(sync=sync, wire=wire), setting(), 1)
-    assert (found.step.comm_s, found.step.exposed_s, found.step.wait_s, found.wire_bytes) == (0, 0, 0, 0)
+    prediction = predict(GPT2, SyncStrategy().with_(sync=sync, wire=wire), setting(), 1)
+    assert (prediction.step.comm_s, prediction.step.exposed_s, prediction.step.wait_s, prediction.wire_bytes) == (
+        0,
+        0,
+        0,
+        0,
+    )
 
 
 @given(
@@ -218,7 +227,7 @@ def test_a_number_of_four_bits_is_half_a_byte(monkeypatch: pytest.MonkeyPatch) -
     assert packed.wire_bytes == pytest.approx(exact.wire_bytes / 8)
 
 
-def test_every_part_of_a_lever_is_in_the_table() -> None:
+def test_a_lever_names_all_its_parts() -> None:
     strategy = SyncStrategy("sharded", "int8", 2, hierarchical=True, balanced=True)
     assert SyncStrategy(wire="fp16", accumulation=4, balanced=True).is_available
     assert not strategy.is_available
@@ -228,7 +237,7 @@ def test_every_part_of_a_lever_is_in_the_table() -> None:
 # Machines
 
 
-def test_a_busier_machine_gets_less_where_shares_follow_speed() -> None:
+def test_a_slower_machine_gets_a_smaller_share_when_balanced() -> None:
     unequal, workload = setting(machine="desktop,laptop"), GPT2.with_batch(16)
     assert speeds(workload, unequal.speed, 2) == (1.0, 0.37)
     equal, balanced = (make_row(workload, SyncStrategy(balanced=choice), unequal, 2) for choice in (False, True))
@@ -239,7 +248,7 @@ def test_a_busier_machine_gets_less_where_shares_follow_speed() -> None:
     assert balanced.speedup < ideal
 
 
-def test_speed_up_is_against_the_fastest_alone() -> None:
+def test_speedup_is_relative_to_the_fastest_machine_alone() -> None:
     slow_first = make_row(GPT2, SyncStrategy(), setting(machine="laptop,desktop"), 2)
     fast_first = make_row(GPT2, SyncStrategy(), setting(machine="desktop,laptop"), 2)
     assert slow_first.speedup == pytest.approx(fast_first.speedup)
@@ -255,7 +264,7 @@ def test_the_ranks_of_a_node_share_its_cpu_but_not_its_gpus() -> None:
     assert alone("h100", 4) == alone("h100", 1)
 
 
-def test_a_small_model_on_a_gpu_waits_for_operations_to_start() -> None:
+def test_a_small_model_on_a_gpu_is_bound_by_kernel_launches() -> None:
     speed = SheetSpeed((MACHINES["h200"],))
     grammar = workload_of(build_config("grammar"))
     assert speed.work(grammar, 0, 1, 1).compute_s == pytest.approx(speed.work(grammar, 0, 16, 1).compute_s)
@@ -271,19 +280,19 @@ def test_gloo_has_a_limit_of_its_own_unless_an_efficiency_is_stated() -> None:
     assert rate("100gbe", "laptop") == pytest.approx(7e9)
     assert rate("100gbe", "h100") == pytest.approx(94e9)
     assert rate("100gbe", "laptop", 0.5) == pytest.approx(50e9)
-    assert rate("100gbe", "laptop,h100") == pytest.approx(7e9), "one without a GPU is enough"
+    assert rate("100gbe", "laptop,h100") == pytest.approx(7e9), "one machine without a GPU sets the limit"
 
 
 def test_a_bare_model_gets_a_micro_batch_that_fits() -> None:
     bare = bare_workload(760_000_000, 1024, TrainConfig(global_batch=512), "bf16")
-    found = predict(bare, SyncStrategy(), setting("400gbe", "h100"), 2)
-    assert found.fits
-    assert found.batch_plan.micro_batch < 64
-    ours = workload_of(build_config("gpt2-124m", sets=["train.global_batch=64", "train.micro_batch=64"]))
-    assert not predict(ours, SyncStrategy(), setting("400gbe", "rtx4070"), 1).fits, "a stated one stays"
+    prediction = predict(bare, SyncStrategy(), setting("400gbe", "h100"), 2)
+    assert prediction.fits
+    assert prediction.batch_plan.micro_batch < 64
+    stated = workload_of(build_config("gpt2-124m", sets=["train.global_batch=64", "train.micro_batch=64"]))
+    assert not predict(stated, SyncStrategy(), setting("400gbe", "rtx4070"), 1).fits, "a stated micro-batch is kept"
 
 
-def test_rows_of_a_plan() -> None:
+def test_rows_of_a_plan_are_ordered_by_nodes() -> None:
     plan = make_plan(GPT2.with_batch(8), SyncStrategy(), setting(), [1, 2, 4, 8])
     assert [row.nodes for row in plan.rows] == [1, 2, 4, 8]
     assert plan.rows[0].speedup == pytest.approx(1.0)
@@ -291,7 +300,7 @@ def test_rows_of_a_plan() -> None:
     assert plan.best is plan.rows[-1]
 
 
-def test_sixteen_thousand_ranks() -> None:
+def test_sixteen_thousand_ranks_can_be_predicted() -> None:
     bare = bare_workload(10**9, 1024, TrainConfig(global_batch=2**15), "bf16")
     row = make_row(bare, SyncStrategy(), setting("400gbe", "h100"), 16_384)
     assert row.prediction.batch_plan.global_batch == 2**15

@@ -101,7 +101,7 @@ write writes wrote written writing
 
 
 @pytest.mark.parametrize("line", FORMS.strip().splitlines())
-def test_forms_written_by_hand(line: str) -> None:
+def test_verb_forms_match_a_handwritten_table(line: str) -> None:
     base, third, past, participle, ing = line.split()
     verb = BY_BASE[base]
     assert (verb.third, verb.past, verb.participle, verb.ing) == (third, past, participle, ing)
@@ -121,7 +121,7 @@ def test_forms_written_by_hand(line: str) -> None:
         ("veto", "vetoes", "vetoed", "vetoing"),
     ],
 )
-def test_spelling_of_regular_verbs_outside_the_table(base: str, third: str, past: str, ing: str) -> None:
+def test_regular_verbs_outside_the_table_are_spelled_correctly(base: str, third: str, past: str, ing: str) -> None:
     assert (third_person(base), past_form(base), ing_form(base)) == (third, past, ing)
 
 
@@ -148,16 +148,16 @@ SHAPES: list[tuple[str, str, str, str, str, bool, Question | None]] = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape[0])
-def test_sentences_written_by_hand(shape: tuple[str, str, str, str, str, bool, Question | None]) -> None:
+def test_sentences_match_handwritten_examples(shape: tuple[str, str, str, str, str, bool, Question | None]) -> None:
     text, subject, base, *form = shape
     verb = BY_BASE[base]
-    # Looked up among the forms the generator uses, so this also shows that it can make the sentence.
+    # Taken from the forms the generator uses: this also shows that it can generate the sentence.
     wanted = next(f for f in forms_for(verb.kind) if [f.tense, f.aspect, f.negated, f.question, f.time] == [*form, ""])
     assert render(Clause(BY_TEXT[subject], verb, verb.complements[0]), wanted) == text
 
 
 @st.composite
-def spoken(draw: st.DrawFn) -> tuple[Clause, Form]:
+def clauses_with_forms(draw: st.DrawFn) -> tuple[Clause, Form]:
     verbs, subjects = draw(st.sampled_from(BLOCKS))
     verb = draw(st.sampled_from(verbs))
     complement = draw(st.sampled_from(verb.complements))
@@ -165,7 +165,7 @@ def spoken(draw: st.DrawFn) -> tuple[Clause, Form]:
 
 
 def verb_words(clause: Clause, form: Form) -> list[str]:
-    """What is left of a sentence without opening, subject, negation, complement and time: the verb group."""
+    """Return the verb group: the sentence without opening, subject, negation, complement and time."""
     text = render(clause, form)[:-1]
     text = text[0].lower() + text[1:] if not text.startswith(("I ", "Tom", "Anna")) else text
     for opening in ("why ", "how long "):
@@ -174,8 +174,8 @@ def verb_words(clause: Clause, form: Form) -> list[str]:
     return [word for word in f" {text} ".replace(f" {clause.subject.text} ", " ").split() if word != "not"]
 
 
-@given(spoken())
-def test_only_the_first_verb_agrees_and_in_the_right_form(example: tuple[Clause, Form]) -> None:
+@given(clauses_with_forms())
+def test_the_first_verb_agrees_with_the_subject(example: tuple[Clause, Form]) -> None:
     clause, form = example
     first = verb_words(clause, form)[0]
     singular = clause.subject.person == 3 and clause.subject.number == "singular"
@@ -189,8 +189,8 @@ def test_only_the_first_verb_agrees_and_in_the_right_form(example: tuple[Clause,
         assert first.endswith("s") == (singular or first == "miss")
 
 
-@given(spoken())
-def test_every_helper_is_followed_by_the_form_it_wants(example: tuple[Clause, Form]) -> None:
+@given(clauses_with_forms())
+def test_every_auxiliary_is_followed_by_the_right_form(example: tuple[Clause, Form]) -> None:
     clause, form = example
     *helpers, main = verb_words(clause, form)
     verb = clause.verb
@@ -207,8 +207,8 @@ def test_every_helper_is_followed_by_the_form_it_wants(example: tuple[Clause, Fo
         assert main == verb.ing
 
 
-@given(spoken())
-def test_negation_and_questions_have_a_helper_and_the_right_mark(example: tuple[Clause, Form]) -> None:
+@given(clauses_with_forms())
+def test_negations_and_questions_have_an_auxiliary_and_the_right_mark(example: tuple[Clause, Form]) -> None:
     clause, form = example
     text = render(clause, form)
     words = verb_words(clause, form)
@@ -264,16 +264,16 @@ def test_a_longer_corpus_begins_with_the_shorter_one() -> None:
     assert generate(500, 7)[:200] == generate(200, 7)
 
 
-def test_the_number_of_distinct_sentences_is_counted_right() -> None:
-    """By making all sentences of two subjects; no two subjects can make the same one."""
-    made: list[str] = []
+def test_the_number_of_distinct_sentences_is_correct() -> None:
+    """Generate all sentences of two subjects; no two subjects share a sentence."""
+    sentences: list[str] = []
     for verbs, subjects in BLOCKS:
         for subject in (BY_TEXT["she"], BY_TEXT["they"]):
             assert subject in subjects
-            made.extend(_all_sentences(verbs, subject))
+            sentences.extend(_all_sentences(verbs, subject))
     twins = sum(len(verb.complements) for verb in VERBS if verb.past == verb.base)
     assert twins > 0
-    assert len(made) - len(set(made)) == twins
+    assert len(sentences) - len(set(sentences)) == twins
 
 
 def _all_sentences(verbs: tuple[Verb, ...], subject: Subject) -> list[str]:
@@ -281,7 +281,7 @@ def _all_sentences(verbs: tuple[Verb, ...], subject: Subject) -> list[str]:
     return [render(clause, form) for clause in clauses for form in forms_for(clause.verb.kind)]
 
 
-def test_asking_for_more_than_exist_names_the_maximum() -> None:
+def test_a_request_for_too_many_sentences_names_the_maximum() -> None:
     most = distinct_sentences()
     assert most > 100_000
     with pytest.raises(ConfigError, match=str(most)) as caught:
@@ -289,7 +289,7 @@ def test_asking_for_more_than_exist_names_the_maximum() -> None:
     assert f"data.sentences={most}" in caught.value.fix
 
 
-def test_tags_say_what_a_sentence_is_an_example_of() -> None:
+def test_tags_describe_the_grammar_of_a_sentence() -> None:
     form = Form("past", "continuous", negated=True, question="yes/no", time="yesterday")
     sentence = tagged(Clause(BY_TEXT["we"], BY_BASE["run"], "in the park"), form)
     assert vars(sentence) == {

@@ -1,4 +1,4 @@
-"""Encoded once, reused while nothing changed, rebuilt when damaged; bad texts and folders end in a clear message."""
+"""The cache of encoded text: reuse, rebuilding after damage, and errors for bad texts and folders."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def story(tmp_path: Path) -> DataConfig:
     return DataConfig(path=path, cache_dir=tmp_path / "cache")
 
 
-def decoded(prepared: PreparedData) -> tuple[str, str]:
+def decode_parts(prepared: PreparedData) -> tuple[str, str]:
     tokenizer = load_tokenizer(prepared.tokenizer)
     train, val = (open_tokens(path, check=True).tokens for path in (prepared.train, prepared.val))
     return tokenizer.decode(train), tokenizer.decode(val)
 
 
-def state(folder: Path) -> dict[str, tuple[int, int]]:
+def file_states(folder: Path) -> dict[str, tuple[int, int]]:
     return {path.name: (path.stat().st_mtime_ns, path.stat().st_ino) for path in folder.iterdir()}
 
 
 @contextmanager
 def ordinary_user() -> Iterator[None]:
-    """Root may read and write everything; permission is only refused to others."""
+    """Drop root: permissions do not apply to root."""
     if os.geteuid() != 0:
         yield
         return
@@ -73,7 +73,7 @@ def ordinary_user() -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
 def test_the_whole_text_is_encoded(story: DataConfig, kind: str) -> None:
     prepared = prepare(story.model_copy(update={"tokenizer": kind}))
-    train, val = decoded(prepared)
+    train, val = decode_parts(prepared)
     assert train + val == STORY
     assert train.endswith("\n")
     assert 0.08 < len(val) / len(STORY) < 0.2
@@ -82,15 +82,15 @@ def test_the_whole_text_is_encoded(story: DataConfig, kind: str) -> None:
     assert {header.vocab_size for header in headers} == {prepared.vocab_size}
 
 
-def test_characters_that_only_validation_has_are_known(story: DataConfig) -> None:
+def test_characters_only_in_the_validation_part_are_in_the_vocabulary(story: DataConfig) -> None:
     assert story.path
     story.path.write_text(STORY + "Ω", encoding="utf-8")
-    assert decoded(prepare(story))[1].endswith("Ω")
+    assert decode_parts(prepare(story))[1].endswith("Ω")
 
 
-def test_the_grammar_corpus_comes_with_its_sentences(tmp_path: Path) -> None:
+def test_the_grammar_corpus_is_stored_with_its_sentences(tmp_path: Path) -> None:
     prepared = prepare(DataConfig(sentences=500, cache_dir=tmp_path))
-    for name, text in zip(("train.jsonl", "val.jsonl"), decoded(prepared), strict=True):
+    for name, text in zip(("train.jsonl", "val.jsonl"), decode_parts(prepared), strict=True):
         lines = (prepared.folder / name).read_text(encoding="ascii").splitlines()
         assert text == "\n".join(json.loads(line)["text"] for line in lines)
     assert prepared.sentences == 500
@@ -102,7 +102,7 @@ def test_the_source_is_described(story: DataConfig) -> None:
 
 
 @given(st.text(min_size=1), st.floats(0.01, 0.5))
-def test_a_split_loses_nothing_and_holds_something_out(text: str, val_fraction: float) -> None:
+def test_a_split_keeps_the_whole_text_and_holds_out_a_part(text: str, val_fraction: float) -> None:
     train, val = split_text(text, val_fraction)
     assert train + val == text
     assert val
@@ -118,9 +118,9 @@ def test_a_text_without_newlines_is_cut_exactly() -> None:
 
 def test_an_unchanged_text_is_not_encoded_again(story: DataConfig) -> None:
     first = prepare(story)
-    before = state(first.folder)
+    before = file_states(first.folder)
     assert prepare(story) == first
-    assert state(first.folder) == before
+    assert file_states(first.folder) == before
     assert [path.name for path in first.folder.parent.iterdir()] == [first.folder.name]
 
 
@@ -131,15 +131,15 @@ def test_a_changed_text_is_encoded_again(story: DataConfig) -> None:
     second = prepare(story)
     assert second.folder != first.folder
     assert second.digest != first.digest
-    assert "novel" in decoded(second)[0]
+    assert "novel" in decode_parts(second)[0]
 
 
 @pytest.mark.parametrize("change", [{"tokenizer": "byte"}, {"val_fraction": 0.2}])
-def test_a_changed_setting_is_another_entry(story: DataConfig, change: dict[str, object]) -> None:
+def test_a_changed_setting_makes_another_entry(story: DataConfig, change: dict[str, object]) -> None:
     assert prepare(story).digest != prepare(story.model_copy(update=change)).digest
 
 
-def test_another_seed_is_another_grammar_corpus_but_the_same_text(story: DataConfig) -> None:
+def test_another_seed_changes_the_grammar_corpus_and_not_a_text_file(story: DataConfig) -> None:
     grammar = DataConfig(sentences=100, cache_dir=story.cache_dir)
     assert prepare(grammar).digest != prepare(grammar.model_copy(update={"seed": 1})).digest
     assert prepare(story).folder == prepare(story.model_copy(update={"seed": 1})).folder
@@ -175,7 +175,7 @@ def test_a_damaged_entry_is_rebuilt(tmp_path: Path, damage: Callable[[Path], obj
     assert [path.name for path in tmp_path.iterdir()] == [first.folder.name]
 
 
-def test_a_changed_number_in_the_index_is_noticed(story: DataConfig) -> None:
+def test_a_changed_number_in_the_index_is_detected(story: DataConfig) -> None:
     first = prepare(story)
     index = first.folder / "index"
     index.write_text(index.read_text(encoding="utf-8").replace('"train_tokens": ', '"train_tokens": 1'), "utf-8")
@@ -189,7 +189,7 @@ def test_a_file_in_the_place_of_an_entry_is_replaced(story: DataConfig) -> None:
         path.unlink()
     folder.rmdir()
     folder.write_text("not a folder", encoding="utf-8")
-    assert decoded(prepare(story))[0].startswith("Line 0")
+    assert decode_parts(prepare(story))[0].startswith("Line 0")
 
 
 def test_a_failed_build_leaves_nothing_behind(story: DataConfig) -> None:
@@ -204,13 +204,13 @@ def test_a_failed_build_leaves_nothing_behind(story: DataConfig) -> None:
 # --- where the cache is ---------------------------------------------------------------------------------------------
 
 
-def test_the_cache_follows_the_desktop_conventions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_folder_follows_the_xdg_specification(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere/cache")
     assert cache_root(None) == Path("/somewhere/cache/shoal")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert cache_root(None) == tmp_path / ".cache" / "shoal"
-    assert cache_root(Path("~/mine")) == tmp_path / "mine"
+    assert cache_root(Path("~/cache")) == tmp_path / "cache"
 
 
 def test_an_unwritable_cache_folder_is_a_usage_error(story: DataConfig, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_an_unwritable_cache_folder_is_a_usage_error(story: DataConfig, tmp_path
     assert "data.cache_dir" in caught.value.fix
 
 
-def test_a_cache_folder_of_somebody_else_is_a_usage_error(tmp_path: Path) -> None:
+def test_a_cache_folder_of_another_user_is_a_usage_error(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir(mode=0o555)
     with ordinary_user(), pytest.raises(UsageError, match="Permission denied") as caught:
@@ -230,7 +230,7 @@ def test_a_cache_folder_of_somebody_else_is_a_usage_error(tmp_path: Path) -> Non
 
 
 def test_a_disk_that_fills_up_is_a_usage_error_and_leaves_nothing(tmp_path: Path) -> None:
-    """A limit on the size of files refuses a write in the middle of a file, as a full disk does."""
+    """A file size limit fails a write in the middle of a file, like a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4_096, before[1]))
     try:
@@ -241,7 +241,7 @@ def test_a_disk_that_fills_up_is_a_usage_error_and_leaves_nothing(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_read_only_cache_with_the_entry_in_it_is_enough(story: DataConfig) -> None:
+def test_a_read_only_cache_with_the_entry_is_enough(story: DataConfig) -> None:
     first = prepare(story)
     first.folder.parent.chmod(0o555)
     assert prepare(story) == first
@@ -271,7 +271,7 @@ def test_windows_line_ends_and_byte_order_marks_are_removed(tmp_path: Path) -> N
     assert list(read_texts(tmp_path / "a.txt")) == ["one\ntwo\n"]
 
 
-def test_a_loop_of_links_and_a_pipe_do_not_hang(tmp_path: Path) -> None:
+def test_symlink_loops_and_pipes_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text", encoding="utf-8")
     (tmp_path / "loop").symlink_to(tmp_path, target_is_directory=True)
     (tmp_path / "self.txt").symlink_to(tmp_path / "self.txt")
@@ -306,7 +306,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_bad_text_says_what_is_wrong_and_what_to_do(tmp_path: Path, name: str) -> None:
+def test_a_bad_text_is_refused_with_reason_and_fix(tmp_path: Path, name: str) -> None:
     content, seen, fix = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
@@ -316,8 +316,8 @@ def test_a_bad_text_says_what_is_wrong_and_what_to_do(tmp_path: Path, name: str)
     assert fix in caught.value.fix
 
 
-@pytest.mark.parametrize("name", ["missing.txt", "missing/story.txt", "a\0b", "x" * 300, "~nobody-has-this-name/a.txt"])
-def test_a_path_to_nothing_is_a_data_error(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["missing.txt", "missing/story.txt", "a\0b", "x" * 300, "~no-such-user/a.txt"])
+def test_a_path_that_does_not_exist_is_a_data_error(tmp_path: Path, name: str) -> None:
     path = Path(name) if name.startswith("~") else tmp_path / name
     with pytest.raises(DataError):
         prepare(DataConfig(path=path, cache_dir=tmp_path / "cache"))
@@ -330,7 +330,7 @@ def test_a_folder_without_texts_is_a_data_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["the file", "a folder inside"])
-def test_a_text_we_may_not_read_is_a_data_error(tmp_path: Path, inside: bool) -> None:
+def test_an_unreadable_text_is_a_data_error(tmp_path: Path, inside: bool) -> None:
     locked = tmp_path / "locked"
     if inside:
         (locked / "below").mkdir(parents=True)
@@ -347,30 +347,30 @@ def test_a_text_we_may_not_read_is_a_data_error(tmp_path: Path, inside: bool) ->
 
 
 @pytest.fixture
-def counted(story: DataConfig) -> PreparedData:
+def small_data(story: DataConfig) -> PreparedData:
     return replace(prepare(story), train_tokens=641, val_tokens=65)
 
 
-def test_exactly_one_batch_is_enough(counted: PreparedData) -> None:
-    check_enough(counted, seq_len=64, global_batch=10)
+def test_exactly_one_batch_is_enough(small_data: PreparedData) -> None:
+    check_enough(small_data, seq_len=64, global_batch=10)
 
 
-def test_a_text_shorter_than_one_batch_says_what_would_fit(counted: PreparedData) -> None:
+def test_a_text_shorter_than_one_batch_names_a_batch_that_fits(small_data: PreparedData) -> None:
     with pytest.raises(DataError, match="training text has 10 sequences of 64 tokens, 11 are needed") as caught:
-        check_enough(counted, seq_len=64, global_batch=11)
+        check_enough(small_data, seq_len=64, global_batch=11)
     assert "--set train.global_batch=10," in caught.value.fix
 
 
-def test_a_text_shorter_than_one_sequence_asks_for_shorter_ones(counted: PreparedData) -> None:
+def test_a_text_shorter_than_one_sequence_names_a_length_that_fits(small_data: PreparedData) -> None:
     with pytest.raises(DataError, match="training text has 0 sequences") as caught:
-        check_enough(counted, seq_len=1024, global_batch=4)
+        check_enough(small_data, seq_len=1024, global_batch=4)
     assert "--set model.seq_len=64," in caught.value.fix
-    check_enough(counted, seq_len=64, global_batch=4)
+    check_enough(small_data, seq_len=64, global_batch=4)
 
 
-def test_validation_needs_one_sequence(counted: PreparedData) -> None:
+def test_validation_needs_one_sequence(small_data: PreparedData) -> None:
     with pytest.raises(DataError, match="validation text has 0 sequences of 65 tokens, 1 are needed") as caught:
-        check_enough(counted, seq_len=65, global_batch=1)
+        check_enough(small_data, seq_len=65, global_batch=1)
     assert "--set model.seq_len=64" in caught.value.fix
 
 
@@ -383,7 +383,7 @@ def test_validation_needs_one_sequence(counted: PreparedData) -> None:
     ranks=st.integers(1, 8),
     multiple=st.integers(1, 6),
 )
-def test_the_advice_for_a_short_text_works_at_once(
+def test_the_advice_for_a_short_text_works(
     train: int, val: int, seq_len: int, batch: int, unit: int, ranks: int, multiple: int
 ) -> None:
     def can_deal(size: int) -> bool:
@@ -400,7 +400,7 @@ def test_the_advice_for_a_short_text_works_at_once(
     if seq is None and smaller is None:
         assert not fix or "a longer text, of at least" in fix
         return
-    # A batch that the ranks cannot share is refused before the text is looked at.
+    # A batch that the ranks cannot share is refused before the text is read.
     assert smaller is None or can_deal(int(smaller[1])) or int(smaller[1]) == batch
     check_enough(text, int(seq[1]) if seq else seq_len, unit * (int(smaller[1]) if smaller else batch), unit, can_deal)
 
@@ -417,21 +417,21 @@ def test_the_advice_for_a_short_text_works_at_once(
         (["sync.accumulate=2", "train.micro_batch=2", "train.global_batch=16"], 2, 4),
     ],
 )
-def test_the_advised_batch_can_be_dealt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: PreparedData, sets: list[str], ranks: int, advised: int
+def test_the_advised_batch_can_be_divided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_data: PreparedData, sets: list[str], ranks: int, advised: int
 ) -> None:
     """The text has ten sequences."""
-    monkeypatch.setattr("shoal.data.prepare.prepare", lambda config: counted)
+    monkeypatch.setattr("shoal.data.prepare.prepare", lambda config: small_data)
     config = build_config("grammar", None, None, ["model.seq_len=64", *sets])
     with pytest.raises(DataError) as caught:
         create_run(config, tmp_path / "run", ranks)
     assert caught.value.fix.startswith(f"use --set train.global_batch={advised},")
-    again = build_config("grammar", None, None, ["model.seq_len=64", *sets, f"train.global_batch={advised}"])
-    create_run(again, tmp_path / "run", ranks)
+    corrected = build_config("grammar", None, None, ["model.seq_len=64", *sets, f"train.global_batch={advised}"])
+    create_run(corrected, tmp_path / "run", ranks)
 
 
-def test_advice_names_the_flag_that_was_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With `--set` beside it the setting would be given twice."""
+def test_the_advice_names_the_flag_that_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With `--set` as well, the setting would be given twice."""
     (tmp_path / "short.txt").write_text("ten words of a text that is too short\n" * 20, encoding="ascii")
     words = ["train", "--tokenizer", "byte", "--set", f"data.cache_dir={tmp_path}", "--seq-len", "32"]
     words += ["--data", str(tmp_path / "short.txt"), "--out", str(tmp_path / "run")]
@@ -442,7 +442,7 @@ def test_advice_names_the_flag_that_was_typed(tmp_path: Path, capsys: pytest.Cap
     assert "use --micro-batch 4, or leave it out" in capsys.readouterr().err
 
 
-def test_a_text_of_three_bytes_is_told_how_long_a_text_must_be(tmp_path: Path) -> None:
+def test_the_error_for_a_text_of_three_bytes_names_the_needed_length(tmp_path: Path) -> None:
     (tmp_path / "three.txt").write_text("abc", encoding="ascii")
     text = prepare(DataConfig(path=tmp_path / "three.txt", tokenizer="byte", cache_dir=tmp_path / "cache"))
     with pytest.raises(DataError) as caught:
@@ -454,10 +454,10 @@ def test_a_text_of_three_bytes_is_told_how_long_a_text_must_be(tmp_path: Path) -
 # --- the text that comes with shoal ---------------------------------------------------------------------------------
 
 
-def test_the_shakespeare_preset_has_a_text_of_its_own(tmp_path: Path) -> None:
+def test_the_shakespeare_preset_has_a_built_in_text(tmp_path: Path) -> None:
     config = build_config("shakespeare-char", None, {"data": {"cache_dir": tmp_path}})
     prepared = prepare(config.data)
-    train, val = decoded(prepared)
+    train, val = decode_parts(prepared)
     assert train.startswith("First Citizen:\nBefore we proceed any further")
     assert (train + val).endswith("Than this of Juliet and her Romeo.\n")
     assert prepared.source == "Coriolanus and Romeo and Juliet (288 kB, part of shoal)"
@@ -465,12 +465,12 @@ def test_the_shakespeare_preset_has_a_text_of_its_own(tmp_path: Path) -> None:
     check_enough(prepared, config.model.seq_len, config.train.global_batch)
 
 
-def test_a_text_of_the_users_comes_before_the_built_in_one(tmp_path: Path, story: DataConfig) -> None:
+def test_a_users_text_overrides_the_built_in_one(tmp_path: Path, story: DataConfig) -> None:
     config = build_config("shakespeare-char", None, {"data": {"path": story.path, "cache_dir": tmp_path}})
     assert prepare(config.data).source == f"{story.path} (4.09 kB)"
 
 
-def test_shards_by_rank_are_refused_where_the_number_of_ranks_may_change() -> None:
+def test_modulo_shards_are_refused_where_the_number_of_ranks_may_change() -> None:
     config = build_config("grammar", None, None, ["data.sharding=modulo", "train.global_batch=32"])
     with pytest.raises(ConfigError) as caught:
         check_shares(config, 1)

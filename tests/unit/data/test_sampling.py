@@ -1,4 +1,4 @@
-"""The order of data and its shards: nothing twice, nothing left out, for any world."""
+"""The order of samples and its shards: each sample exactly once, for any world size."""
 
 from __future__ import annotations
 
@@ -46,45 +46,45 @@ def test_the_order_is_the_same_on_every_machine() -> None:
 
 
 @given(counts, seeds, st.integers(0, 10_000), st.integers(1, 64))
-def test_any_position_can_be_asked_alone(count: int, seed: int, first: int, length: int) -> None:
+def test_any_position_can_be_computed_alone(count: int, seed: int, first: int, length: int) -> None:
     together = sample_indices(np.arange(first, first + length), count, seed)
     alone = [int(sample_indices(np.array([position]), count, seed)[0]) for position in range(first, first + length)]
     assert together.tolist() == alone
 
 
 @st.composite
-def deals(draw: st.DrawFn) -> BatchPlan:
+def batch_plans(draw: st.DrawFn) -> BatchPlan:
     world = draw(st.integers(1, 9))
     micro = draw(st.integers(1, 5))
     return divide_batch(micro * draw(st.integers(world, 40)), micro, equal(world))
 
 
-@given(deals(), counts, seeds, st.integers(0, 200))
-def test_a_step_is_dealt_without_overlap_or_gap(dealt: BatchPlan, count: int, seed: int, step: int) -> None:
-    world = len(dealt.micro_batches)
-    cursor = step * dealt.global_batch
-    parts = [CursorShard(rank, dealt, count, seed).indices(cursor) for rank in range(world)]
-    whole = sample_indices(np.arange(cursor, cursor + dealt.global_batch), count, seed)
+@given(batch_plans(), counts, seeds, st.integers(0, 200))
+def test_the_shards_of_a_step_have_no_overlap_or_gap(plan: BatchPlan, count: int, seed: int, step: int) -> None:
+    world = len(plan.micro_batches)
+    cursor = step * plan.global_batch
+    parts = [CursorShard(rank, plan, count, seed).indices(cursor) for rank in range(world)]
+    whole = sample_indices(np.arange(cursor, cursor + plan.global_batch), count, seed)
     assert np.concatenate(parts).tolist() == whole.tolist()
 
 
-@given(deals(), st.integers(9, 3000), seeds)
-def test_shard_sizes_add_up(dealt: BatchPlan, count: int, seed: int) -> None:
-    ranks = range(len(dealt.micro_batches))
-    assert sum(CursorShard(rank, dealt, count, seed).size for rank in ranks) == count
-    assert sum(ModuloShard(rank, dealt, count, seed).size for rank in ranks) == count
+@given(batch_plans(), st.integers(9, 3000), seeds)
+def test_shard_sizes_add_up(plan: BatchPlan, count: int, seed: int) -> None:
+    ranks = range(len(plan.micro_batches))
+    assert sum(CursorShard(rank, plan, count, seed).size for rank in ranks) == count
+    assert sum(ModuloShard(rank, plan, count, seed).size for rank in ranks) == count
 
 
-@given(deals(), st.integers(9, 500), seeds, st.integers(0, 100))
-def test_a_modulo_shard_keeps_to_its_own(dealt: BatchPlan, count: int, seed: int, step: int) -> None:
-    world = len(dealt.micro_batches)
+@given(batch_plans(), st.integers(9, 500), seeds, st.integers(0, 100))
+def test_a_modulo_shard_has_only_its_own_samples(plan: BatchPlan, count: int, seed: int, step: int) -> None:
+    world = len(plan.micro_batches)
     for rank in range(world):
-        indices = ModuloShard(rank, dealt, count, seed).indices(step * dealt.global_batch)
+        indices = ModuloShard(rank, plan, count, seed).indices(step * plan.global_batch)
         assert set(indices % world) == {rank}
         assert indices.max() < count
 
 
-def test_a_modulo_shard_is_used_up_before_it_repeats() -> None:
+def test_a_modulo_shard_is_exhausted_before_it_repeats() -> None:
     shard = ModuloShard(1, divide_batch(6, 1, equal(3)), count=30, seed=1)
     seen = np.concatenate([shard.indices(step * 6) for step in range(5)])
     assert sorted(seen.tolist()) == list(range(1, 30, 3))
@@ -98,7 +98,7 @@ def test_make_shard_covers_everything_once(items: list[int], world: int) -> None
     assert all(shards[index % world][index // world] == item for index, item in enumerate(items))
 
 
-def test_make_shard_without_items_takes_the_grammar_corpus() -> None:
+def test_make_shard_without_items_uses_the_grammar_corpus() -> None:
     shards = [make_shard(rank, 3) for rank in range(3)]
     assert sum(map(len, shards)) == len(make_shard(0, 1))
     assert shards[0][0].endswith((".", "?"))
@@ -120,7 +120,7 @@ def test_the_chosen_micro_batch_always_fits(batch: int, world: int) -> None:
 
 
 @pytest.mark.parametrize(("world", "expected"), [(1, 24), (2, 12), (3, 8), (4, 6), (5, 3)])
-def test_equal_work_is_preferred(world: int, expected: int) -> None:
+def test_a_micro_batch_with_equal_work_is_preferred(world: int, expected: int) -> None:
     assert micro_batch(TrainConfig(global_batch=24), equal(world)) == expected
 
 
@@ -135,8 +135,8 @@ def test_equal_work_is_preferred(world: int, expected: int) -> None:
         (12, False, BatchPlan(1, (1,) * 12)),
     ],
 )
-def test_a_batch_of_twelve_is_dealt_anew(world: int, is_compiled: bool, expected: BatchPlan) -> None:
-    """Evenly in micro-batches for which there was memory before; in the same shape where another must be compiled."""
+def test_a_batch_of_twelve_is_divided_again(world: int, is_compiled: bool, expected: BatchPlan) -> None:
+    """Divide evenly into micro-batches that fitted before; keep the shape where another must be compiled."""
     assert redivide_batch(12, 4, equal(world), is_compiled) == expected
 
 
@@ -165,17 +165,19 @@ def test_a_micro_batch_that_does_not_divide_is_refused_with_the_nearest() -> Non
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8), st.integers(0, 500))
 def test_shares_by_weight_are_whole_and_complete(weights: list[float], extra: int) -> None:
-    """Nobody could be done earlier by handing one micro-batch to somebody else."""
+    """Moving one micro-batch from the slowest rank to another never shortens the step."""
     count = len(weights) + extra
-    dealt = shares(count, weights)
-    assert sum(dealt) == count
-    assert min(dealt) >= 1
-    last = max(range(len(weights)), key=lambda rank: dealt[rank] / weights[rank])
-    others = [(dealt[rank] + 1) / weight for rank, weight in enumerate(weights) if rank != last]
-    assert dealt[last] == 1 or all(dealt[last] / weights[last] <= other * (1 + 1e-9) for other in others)
+    counts_by_rank = shares(count, weights)
+    assert sum(counts_by_rank) == count
+    assert min(counts_by_rank) >= 1
+    last = max(range(len(weights)), key=lambda rank: counts_by_rank[rank] / weights[rank])
+    others = [(counts_by_rank[rank] + 1) / weight for rank, weight in enumerate(weights) if rank != last]
+    assert counts_by_rank[last] == 1 or all(
+        counts_by_rank[last] / weights[last] <= other * (1 + 1e-9) for other in others
+    )
 
 
-def test_weights_are_one_number_a_rank() -> None:
+def test_weights_have_one_number_for_each_rank() -> None:
     assert rank_weights(RunConfig(weights="2/1"), 2) == (2.0, 1.0)
     assert divide_batch(24, 4, (2, 1)).micro_batches == (4, 2)
     for wrong in ("1", "1/1/1", "0/1"):

@@ -1,4 +1,4 @@
-"""Tokenizers give back what they were given, and token files notice every kind of damage."""
+"""Tokenizers round-trip text, and damage to token files is detected."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_decode_undoes_encode(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_tokenizer_does_the_same(kind: str, tmp_path: Path) -> None:
+def test_a_saved_tokenizer_encodes_the_same(kind: str, tmp_path: Path) -> None:
     tokenizer = build(kind)
     save_tokenizer(tokenizer, tmp_path / "tokenizer.json")
     loaded = load_tokenizer(tmp_path / "tokenizer.json")
@@ -67,12 +67,12 @@ def test_unassigned_ids_do_not_stop_decoding(kind: str) -> None:
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_bytes_round_trip_any_text(text: str) -> None:
+def test_byte_tokens_round_trip_any_text(text: str) -> None:
     assert ByteTokenizer().decode(ByteTokenizer().encode(text)) == text
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
-def test_characters_round_trip_any_text(text: str) -> None:
+def test_character_tokens_round_trip_any_text(text: str) -> None:
     tokenizer = CharTokenizer.from_text(text)
     assert tokenizer.vocab_size == len(set(text))
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -90,7 +90,7 @@ def test_character_ids_follow_the_code_points() -> None:
     assert CharTokenizer.from_text("banana").encode("abn").tolist() == [0, 1, 2]
 
 
-def test_more_characters_than_uint16_holds_widen_the_ids() -> None:
+def test_more_characters_than_uint16_holds_give_wider_ids() -> None:
     text = "".join(map(chr, range(0x10000, 0x10000 + 65_537)))
     ids = CharTokenizer.from_text(text).encode(text)
     assert ids.dtype == np.uint32
@@ -106,32 +106,32 @@ def test_an_unknown_character_is_named(char: str) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["byte", "bpe"])
-def test_half_a_character_is_refused(tokenizer: Tokenizer) -> None:
+def test_a_lone_surrogate_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(DataError, match="half a character"):
         tokenizer.encode("ab\udcff")
 
 
-def test_a_cut_character_decodes_to_a_replacement() -> None:
+def test_a_truncated_character_decodes_to_a_replacement() -> None:
     assert ByteTokenizer().decode([0x41, 0xC3]) == "A\ufffd"
 
 
-def test_long_texts_are_encoded_in_pieces_without_a_seam() -> None:
+def test_long_texts_encoded_in_pieces_decode_to_the_whole() -> None:
     text = "one two three " * 20_000 + "\n" + TEXT * 100
     for kind in KINDS:
         tokenizer = build(kind, text)
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_bpe_reaches_the_vocabulary_it_was_given_and_shortens_the_text() -> None:
+def test_bpe_reaches_the_requested_vocabulary_and_shortens_the_text() -> None:
     assert BPE.vocab_size == 280
     assert BPE.encode(TEXT).size < len(TEXT.encode()) / 2
 
 
-def test_bpe_of_a_tiny_text_stays_below_the_vocabulary() -> None:
+def test_bpe_of_a_tiny_text_stays_below_the_requested_vocabulary() -> None:
     assert 256 <= BpeTokenizer.train("ab", 5_000).vocab_size < 260
 
 
-def test_an_unknown_kind_is_refused() -> None:
+def test_an_unknown_tokenizer_kind_is_refused() -> None:
     with pytest.raises(ConfigError, match="wordpiece"):
         build("wordpiece")
 
@@ -170,7 +170,7 @@ def test_a_missing_tokenizer_file_is_a_data_error(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
-def written(folder: Path, count: int = 1_000) -> Path:
+def write_token_file(folder: Path, count: int = 1_000) -> Path:
     path = folder / "train.tokens"
     write_tokens(path, np.arange(count, dtype=np.uint16), vocab_size=count, tokenizer="abc")
     return path
@@ -178,7 +178,7 @@ def written(folder: Path, count: int = 1_000) -> Path:
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 @pytest.mark.parametrize("count", [0, 1, 1_000])
-def test_tokens_come_back_as_an_aligned_map(tmp_path: Path, dtype: type[np.generic], count: int) -> None:
+def test_tokens_are_read_as_an_aligned_memory_map(tmp_path: Path, dtype: type[np.generic], count: int) -> None:
     path = tmp_path / "train.tokens"
     header = write_tokens(path, np.arange(count).astype(dtype), vocab_size=5, tokenizer="abc")
     file = open_tokens(path, check=True)
@@ -190,9 +190,9 @@ def test_tokens_come_back_as_an_aligned_map(tmp_path: Path, dtype: type[np.gener
     assert [child.name for child in tmp_path.iterdir()] == ["train.tokens"]
 
 
-def test_the_map_cannot_be_written_to(tmp_path: Path) -> None:
+def test_the_memory_map_is_read_only(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="read-only"):
-        open_tokens(written(tmp_path)).tokens[0] = 1
+        open_tokens(write_token_file(tmp_path)).tokens[0] = 1
 
 
 def test_tokens_of_a_wrong_type_are_not_written(tmp_path: Path) -> None:
@@ -201,8 +201,8 @@ def test_tokens_of_a_wrong_type_are_not_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_flipped_bit_is_seen_when_checked(tmp_path: Path) -> None:
-    path = written(tmp_path)
+def test_a_flipped_bit_is_detected_with_check(tmp_path: Path) -> None:
+    path = write_token_file(tmp_path)
     content = bytearray(path.read_bytes())
     content[-7] ^= 1
     path.write_bytes(content)
@@ -213,15 +213,15 @@ def test_a_flipped_bit_is_seen_when_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 5, 16, 40, 191, 193, -1])
-def test_a_file_cut_anywhere_is_refused(tmp_path: Path, kept: int) -> None:
-    path = written(tmp_path)
+def test_a_truncated_file_is_refused(tmp_path: Path, kept: int) -> None:
+    path = write_token_file(tmp_path)
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(DataError, match="not a usable token file"):
         open_tokens(path)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         (b"SHOALTOK", b"PARQUET1", "begins with"),
         (b"\x01\x00\x00\x00", b"\x09\x00\x00\x00", "format is 9"),
@@ -233,17 +233,17 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, kept: int) -> None:
         (b'"dtype"', b'"other"', "header is not readable"),
     ],
 )
-def test_a_damaged_header_is_refused(tmp_path: Path, old: bytes, new: bytes, said: str) -> None:
-    path = written(tmp_path)
+def test_a_damaged_header_is_refused(tmp_path: Path, old: bytes, new: bytes, message: str) -> None:
+    path = write_token_file(tmp_path)
     content = path.read_bytes()
     assert old in content
     path.write_bytes(content.replace(old, new, 1))
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         open_tokens(path)
 
 
-def test_a_file_with_something_appended_is_refused(tmp_path: Path) -> None:
-    path = written(tmp_path)
+def test_a_file_with_appended_bytes_is_refused(tmp_path: Path) -> None:
+    path = write_token_file(tmp_path)
     path.write_bytes(path.read_bytes() + b"xx")
     with pytest.raises(DataError, match="longer than its header says"):
         open_tokens(path)

@@ -1,4 +1,4 @@
-"""Told without torch whether torch could find a GPU; compared with what torch itself finds here."""
+"""Detect without torch whether torch could find a GPU; compared with what torch finds on this machine."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from shoal.host.facts import is_cpu_only, this_machine_is_cpu_only
         ("", ["nvidia0"], False),
     ],
 )
-def test_the_build_and_the_devices_decide(torch_version: str, devices: list[str], expected: bool) -> None:
+def test_cpu_only_depends_on_the_build_and_the_devices(torch_version: str, devices: list[str], expected: bool) -> None:
     assert is_cpu_only(torch_version, devices) == expected
 
 
-def test_where_torch_finds_a_gpu_we_do_not_deny_it() -> None:
+def test_the_detection_agrees_with_torch() -> None:
     if torch.cuda.is_available():
         assert not this_machine_is_cpu_only()
     if "+cpu" in torch.__version__:

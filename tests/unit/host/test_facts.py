@@ -1,4 +1,4 @@
-"""Which cores a rank computes on: decided for made-up machines, and pinning on this one."""
+"""Which cores a rank computes on: assignment on invented machines, and pinning on this one."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from shoal.sync.world import World
 from shoal.train.build import pin
 
 FOUR = [Core((number,)) for number in range(4)]
-# As Intel numbers them: fast cores with two threads each, then slow ones with one.
+# Numbered as by Intel: fast cores with two threads each, then slow ones with one.
 HYBRID = [Core((0, 1), 1), Core((2, 3), 1), Core((4,), 0), Core((5,), 0), Core((6,), 0), Core((7,), 0)]
-# As many phones and boards do: slow ones first.
+# Numbered as on many phones and boards: slow ones first.
 BIG_LITTLE = [Core((0,), 400), Core((1,), 400), Core((2,), 1024), Core((3,), 1024)]
 
 
 @pytest.mark.parametrize(
-    ("cores", "slot", "ranks", "threads", "mine"),
+    ("cores", "slot", "ranks", "threads", "expected"),
     [
         (FOUR, 0, 2, 2, (0, 1)),
         (FOUR, 1, 2, 2, (2, 3)),
         (FOUR, 2, 4, 1, (2,)),
-        # One to spare, for communication.
+        # One spare core, for communication.
         (FOUR, 0, 1, 3, (0, 1, 2)),
-        # All cores are its own anyway.
+        # The only rank has all cores anyway.
         (FOUR, 0, 1, 4, None),
-        # Too many: the scheduler shares them better.
+        # More threads than cores: the scheduler shares them better.
         (FOUR, 0, 3, 2, None),
         (FOUR, 4, 5, 1, None),
         (HYBRID, 0, 2, 1, (0, 1)),
@@ -46,20 +46,20 @@ BIG_LITTLE = [Core((0,), 400), Core((1,), 400), Core((2,), 1024), Core((3,), 102
         ([Core((3,))], 0, 1, 1, None),
     ],
 )
-def test_ranks_get_cores_of_their_own_fast_ones_first(
-    cores: list[Core], slot: int, ranks: int, threads: int, mine: tuple[int, ...] | None
+def test_ranks_get_their_own_cores_and_fast_ones_first(
+    cores: list[Core], slot: int, ranks: int, threads: int, expected: tuple[int, ...] | None
 ) -> None:
-    assert cores_for_rank(cores, slot, ranks, threads) == mine
+    assert cores_for_rank(cores, slot, ranks, threads) == expected
 
 
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 6))
 def test_no_two_ranks_share_a_core(count: int, ranks: int, threads: int) -> None:
     cores = [Core((number, number + 100), number % 3) for number in range(count)]
-    dealt = [cores_for_rank(cores, slot, ranks, threads) for slot in range(ranks)]
-    if any(each is None for each in dealt):
-        assert dealt == [None] * ranks
+    assigned = [cores_for_rank(cores, slot, ranks, threads) for slot in range(ranks)]
+    if any(rank_cpus is None for rank_cpus in assigned):
+        assert assigned == [None] * ranks
         return
-    cpus = [cpu for each in dealt if each for cpu in each]
+    cpus = [cpu for rank_cpus in assigned if rank_cpus for cpu in rank_cpus]
     assert len(cpus) == len(set(cpus)) == 2 * ranks * threads
 
 
@@ -75,22 +75,22 @@ def test_no_two_ranks_share_a_core(count: int, ranks: int, threads: int) -> None
         ("3-x", set()),
     ],
 )
-def test_the_kernels_lists_are_read(text: str, cpus: set[int]) -> None:
+def test_cpu_lists_of_the_kernel_are_parsed(text: str, cpus: set[int]) -> None:
     assert parse_cpu_list(text) == cpus
 
 
-def test_this_machines_cores_are_those_we_may_use() -> None:
+def test_the_usable_cores_are_those_of_the_affinity_mask() -> None:
     cpus = [cpu for core in usable_cores() for cpu in core.cpus]
     assert sorted(cpus) == sorted(os.sched_getaffinity(0))
 
 
-def test_our_ranks_keep_their_memory_and_scripts_decide_for_themselves() -> None:
-    nodes, meeting = [local_node(2)], Rendezvous("127.0.0.1", 1)
+def test_ranks_keep_freed_memory_and_scripts_get_no_allocator_settings() -> None:
+    nodes, rendezvous = [local_node(2)], Rendezvous("127.0.0.1", 1)
     for launcher in ("shoal", "torchrun", "spawn"):
         run = RunConfig(launcher=launcher)
-        for command in plan_ranks(run, lambda node: "runs/x", nodes, meeting, resume=False):
+        for command in plan_ranks(run, lambda node: "runs/x", nodes, rendezvous, resume=False):
             assert command.env["MIMALLOC_PURGE_DELAY"] == "-1"
-    for command in plan_script(RunConfig(), ["script.py"], nodes, meeting):
+    for command in plan_script(RunConfig(), ["script.py"], nodes, rendezvous):
         assert not command.env.keys() & KEEP_MEMORY.keys()
 
 

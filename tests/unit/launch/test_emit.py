@@ -1,4 +1,4 @@
-"""`shoal emit`: what it prints, and that what it prints really trains."""
+"""`shoal emit`: the scripts it prints, and its errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shoal.launch.emit import (
 from tests.integration.cli.test_commands import Call
 from tests.support.paths import GOLDEN
 
-# One that shares two ranks, one that takes one, and one of which nobody knows interface and cores yet.
+# A node with two ranks, a node with one, and a node whose interface and cores are not known yet.
 NODES = (
     Node("big", "10.0.0.1", "eno1", 2, 8, 1000),
     Node("small", "10.0.0.2", "wlan0", 1, 2),
@@ -46,21 +46,21 @@ def job(*sets: str, preset: str = "grammar", nodes: tuple[Node, ...] = NODES, ou
 
 
 def assert_golden(name: str, text: str) -> None:
-    """After a change that was meant, SHOAL_WRITE_GOLDEN=1 writes the files anew; look at the difference."""
+    """Compare with the golden file. After an intended change SHOAL_WRITE_GOLDEN=1 rewrites it; check the diff."""
     if os.environ.get("SHOAL_WRITE_GOLDEN") == "1":
         (GOLDEN / name).write_text(text, encoding="utf-8")
     assert text == (GOLDEN / name).read_text(encoding="utf-8")
 
 
-def test_the_torchrun_commands_are_these() -> None:
+def test_the_torchrun_commands_match_the_golden_file() -> None:
     assert_golden("torchrun.txt", torchrun_text(job(*SHAKESPEARE, preset="shakespeare-char"), 29500))
 
 
-def test_the_slurm_script_is_this() -> None:
+def test_the_slurm_script_matches_the_golden_file() -> None:
     assert_golden("slurm.sbatch", slurm_text(job(*SHAKESPEARE, preset="shakespeare-char"), new_folder=True))
 
 
-def test_the_kubernetes_manifest_is_this() -> None:
+def test_the_kubernetes_manifest_matches_the_golden_file() -> None:
     manifest = k8s_text(job(*SHAKESPEARE, "train.device=cuda", preset="shakespeare-char"), Pods("example/shoal:1"))
     assert_golden("k8s.yaml", manifest)
 
@@ -86,7 +86,7 @@ values = st.fixed_dictionaries(
 
 
 @given(st.sampled_from(sorted(PRESETS)), values)
-def test_the_worker_builds_the_same_configuration_from_its_words(preset: str, chosen: dict[str, Any]) -> None:
+def test_the_worker_arguments_give_the_same_configuration(preset: str, chosen: dict[str, Any]) -> None:
     sections: dict[str, dict[str, Any]] = {}
     for key, value in chosen.items():
         section, name = key.split(".")
@@ -101,7 +101,7 @@ def without_placement(config: Config) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"threads": None})})
 
 
-def test_what_equals_the_preset_is_not_said_again() -> None:
+def test_settings_equal_to_the_preset_are_left_out() -> None:
     assert worker_words(job("train.lr=0.5", preset="gpt2-124m", nodes=NODES[:1])) == [
         "gpt2-124m",
         "--set",
@@ -109,20 +109,20 @@ def test_what_equals_the_preset_is_not_said_again() -> None:
     ]
 
 
-def test_several_nodes_share_the_encoded_text_and_one_has_it_to_itself() -> None:
+def test_several_nodes_share_one_cache_folder_and_a_single_node_needs_none() -> None:
     assert "data.cache_dir=runs/.cache" in worker_words(job())
     assert "data.cache_dir=/scratch" in worker_words(job("data.cache_dir=/scratch"))
     assert worker_words(job(nodes=NODES[:1])) == ["grammar"]
 
 
-def test_a_job_that_cannot_train_is_refused_before_it_waits_in_a_queue() -> None:
+def test_a_job_that_cannot_train_is_refused() -> None:
     with pytest.raises(ConfigError, match="4 ranks cannot share a global batch of 3") as shares:
         job("train.global_batch=3")
     assert "--set train.global_batch=" in shares.value.fix
 
 
 @pytest.mark.parametrize("form", ["torchrun", "slurm"])
-def test_no_file_name_leaves_its_comment(form: str) -> None:
+def test_a_file_name_with_a_newline_stays_inside_its_comment(form: str) -> None:
     strange = job('data.path="a\\ntouch stolen"')
     text = torchrun_text(strange, 1) if form == "torchrun" else slurm_text(strange, new_folder=True)
     assert not [line for line in text.splitlines() if line.startswith("touch")]
@@ -132,9 +132,9 @@ def test_no_file_name_leaves_its_comment(form: str) -> None:
 # torchrun
 
 
-def test_each_node_gets_its_own_numbers() -> None:
-    commands = [shlex.split(each.command) for each in torchrun_commands(job(), 4242)]
-    assert [each.node for each in torchrun_commands(job(), 4242)] == ["big", "small", "far"]
+def test_each_node_gets_its_own_rank_and_slots() -> None:
+    commands = [shlex.split(node_command.command) for node_command in torchrun_commands(job(), 4242)]
+    assert [node_command.node for node_command in torchrun_commands(job(), 4242)] == ["big", "small", "far"]
     for number, (slots, words) in enumerate(zip((2, 1, 1), commands, strict=True)):
         assert {"--nnodes=3", f"--node-rank={number}", f"--nproc-per-node={slots}"} <= set(words)
         assert {"--master-addr=10.0.0.1", "--master-port=4242"} <= set(words)
@@ -151,7 +151,7 @@ def test_each_node_gets_its_own_numbers() -> None:
 # Slurm
 
 
-def test_slurm_is_asked_for_what_the_largest_node_has() -> None:
+def test_slurm_requests_the_resources_of_the_largest_node() -> None:
     lines = slurm_text(job("train.device=cuda"), new_folder=True).splitlines()
     options = {line for line in lines if line.startswith("#SBATCH")}
     wanted = ("nodes=3", "ntasks-per-node=1", "cpus-per-task=8", "gpus-per-node=2")
@@ -181,21 +181,21 @@ def test_the_manifest_is_an_indexed_job_behind_a_headless_service() -> None:
     assert (work["spec"]["backoffLimit"], template["spec"]["restartPolicy"]) == (0, "Never")
 
 
-def test_a_pod_has_what_it_needs() -> None:
+def test_a_pod_has_image_resources_and_volumes() -> None:
     [pod] = manifest("train.device=cuda")[1]["spec"]["template"]["spec"]["containers"]
-    env = {each["name"]: each.get("value") for each in pod["env"]}
+    env = {variable["name"]: variable.get("value") for variable in pod["env"]}
     name = manifest()[1]["metadata"]["name"]
     assert (pod["image"], pod["command"]) == ("reg/shoal:1", ["/bin/sh", "-c"])
     assert env["MASTER_ADDR"] == f"{name}-0.{name}"
     assert pod["resources"]["requests"] == {"cpu": "8", "memory": "8Gi"}
     assert pod["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": 2}
-    mounts = {each["name"]: each["mountPath"] for each in pod["volumeMounts"]}
+    mounts = {mount["name"]: mount["mountPath"] for mount in pod["volumeMounts"]}
     assert mounts == {"work": pod["workingDir"], "shm": "/dev/shm"}
     assert manifest()[1]["spec"]["template"]["spec"]["volumes"][0]["persistentVolumeClaim"] == {"claimName": "nfs"}
 
 
 @pytest.mark.parametrize("out", ["/elsewhere/run", "../run"])
-def test_a_run_folder_that_goes_with_its_pod_is_refused(out: str) -> None:
+def test_a_run_folder_outside_the_volume_is_refused(out: str) -> None:
     with pytest.raises(UsageError, match="outside the volume"):
         k8s_text(job(out=out), Pods("shoal:1"))
 
@@ -211,7 +211,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 def test_json_is_one_document(call: Call) -> None:
     commands = json.loads(call("emit", "torchrun", "--on", "lab:3", "--out", "runs/x", "--json").out)
     assert commands["format"] == "torchrun"
-    assert [(each["node"], each["address"]) for each in commands["commands"]] == [
+    assert [(command["node"], command["address"]) for command in commands["commands"]] == [
         ("node1", "10.77.0.1"),
         ("node2", "10.77.0.2"),
         ("node3", "10.77.0.3"),
@@ -224,9 +224,9 @@ def test_json_is_one_document(call: Call) -> None:
 def test_settings_come_from_a_file_or_a_run(call: Call, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(to_toml(build_config("gpt2-124m", sets=["train.steps=7"])))
     for source in (tmp_path, tmp_path / "config.toml"):
-        said = call("emit", "torchrun", source, "--set", "train.lr=0.25", "--on", "local:1")
-        assert said.code == 0, said.err
-        words = shlex.split(said.out.splitlines()[-1])
+        result = call("emit", "torchrun", source, "--set", "train.lr=0.25", "--on", "local:1")
+        assert result.code == 0, result.err
+        words = shlex.split(result.out.splitlines()[-1])
         assert words[words.index("shoal.train.worker") + 1 :][:5] == [
             *("gpt2-124m", "--set", "train.steps=7"),
             *("--set", "train.lr=0.25"),
@@ -249,17 +249,19 @@ def test_settings_come_from_a_file_or_a_run(call: Call, tmp_path: Path) -> None:
         (["k8s", "--out", "/elsewhere"], "/elsewhere is outside the volume", "--out runs/NAME"),
     ],
 )
-def test_wrong_usage_is_said_in_words(
+def test_wrong_usage_is_refused_with_the_next_step(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], seen: str, next_step: str
 ) -> None:
     (tmp_path / "broken.toml").write_text("[train\n")
     monkeypatch.chdir(tmp_path)
-    said = call("emit", *words)
-    assert (said.code, said.out) == (2, "")
-    assert seen in said.err
-    assert next_step in said.err.rpartition("  next: ")[2]
+    result = call("emit", *words)
+    assert (result.code, result.out) == (2, "")
+    assert seen in result.err
+    assert next_step in result.err.rpartition("  next: ")[2]
 
 
-def test_lab_nodes_are_nodes() -> None:
+def test_commands_for_a_lab_use_its_interface() -> None:
     shape = make_job(build_config(), planned_nodes("lab:2,cpu=1"), Path("run"), "python3")
-    assert [each.command.split()[0] for each in torchrun_commands(shape, 29500)] == ["GLOO_SOCKET_IFNAME=eth0"] * 2
+    assert [node_command.command.split()[0] for node_command in torchrun_commands(shape, 29500)] == [
+        "GLOO_SOCKET_IFNAME=eth0"
+    ] * 2

@@ -1,4 +1,4 @@
-"""Logs of several ranks read as one: in the order of writing, line by line, nothing lost."""
+"""Logs of several ranks merged into one: in the order of writing, line by line, nothing lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.run_samples import make_run, rank_events, start, step
 
 
 class Rank:
-    """Writes into its log, and its agent notes the time as often as it is asked to."""
+    """A rank's log with the timestamps that its agent records."""
 
     def __init__(self, run: RunFolder, rank: int) -> None:
         self.log = run.log(f"node{rank + 1}", f"rank-{rank}")
@@ -30,11 +30,11 @@ class Rank:
         self.now = 0.0
         self.clock = LogClock(self.log, lambda: self.now)
 
-    def says(self, text: str) -> None:
+    def write(self, text: str) -> None:
         with self.log.open("a") as file:
             file.write(text)
 
-    def noted(self, now: float) -> None:
+    def record_time(self, now: float) -> None:
         self.now = now
         self.clock.note()
 
@@ -43,17 +43,17 @@ def texts(follower: LogFollower) -> list[str]:
     return [line.text for line in follower.poll()]
 
 
-def test_lines_come_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:
+def test_lines_are_merged_in_the_order_of_writing(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     first, second = Rank(run, 0), Rank(run, 1)
-    first.says("a\nb\n")
-    first.noted(1.0)
-    second.says("c\n")
-    second.noted(2.0)
-    first.says("d\n\n")
-    first.noted(3.0)
-    second.says("e\n")
-    second.noted(4.0)
+    first.write("a\nb\n")
+    first.record_time(1.0)
+    second.write("c\n")
+    second.record_time(2.0)
+    first.write("d\n\n")
+    first.record_time(3.0)
+    second.write("e\n")
+    second.record_time(4.0)
     lines = LogFollower(run).poll()
     assert [(line.text, line.rank, line.node, line.time) for line in lines] == [
         ("a", 0, "node1", 1.0),
@@ -66,45 +66,45 @@ def test_lines_come_in_the_order_in_which_they_were_written(tmp_path: Path) -> N
     assert [line.text for line in LogFollower(run, rank=1).poll()] == ["c", "e"]
 
 
-def test_a_line_whose_time_is_not_noted_yet_is_the_newest(tmp_path: Path) -> None:
-    """The first rank was silent for long: its last note is old, and what it says now is not."""
+def test_a_line_without_a_timestamp_is_the_newest(tmp_path: Path) -> None:
+    """The first rank was silent for long: its last timestamp is old, its new line is not."""
     run = RunFolder(tmp_path)
     first, second = Rank(run, 0), Rank(run, 1)
-    first.says("long ago\n")
-    first.noted(1.0)
-    second.says("just now\n")
-    second.noted(100.0)
-    first.says("this moment\n")
+    first.write("long ago\n")
+    first.record_time(1.0)
+    second.write("just now\n")
+    second.record_time(100.0)
+    first.write("this moment\n")
     assert texts(LogFollower(run)) == ["long ago", "just now", "this moment"]
 
 
-def test_whole_lines_only_until_nobody_writes_any_more(tmp_path: Path) -> None:
+def test_only_whole_lines_are_shown_until_the_end(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     follower = LogFollower(run)
     assert texts(follower) == []
     rank = Rank(run, 0)
-    rank.says("whole\nha")
+    rank.write("whole\nha")
     assert texts(follower) == ["whole"]
-    rank.says("lf\nlast words")
+    rank.write("lf\nunfinished")
     assert texts(follower) == ["half"]
     assert texts(follower) == []
-    assert [line.text for line in follower.last_words()] == ["last words"]
+    assert [line.text for line in follower.last_words()] == ["unfinished"]
 
 
-def test_times_that_a_full_disk_cut_short_do_no_harm(tmp_path: Path) -> None:
+def test_truncated_timestamps_are_skipped(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     rank = Rank(run, 0)
-    rank.says("a\n")
+    rank.write("a\n")
     with times_of(rank.log).open("a") as file:
         file.write("1.0")
-    rank.noted(2.0)
-    rank.says("b\n")
-    rank.noted(3.0)
+    rank.record_time(2.0)
+    rank.write("b\n")
+    rank.record_time(3.0)
     assert texts(LogFollower(run)) == ["a", "b"]
 
 
 def test_a_line_without_an_end_is_read_once(tmp_path: Path) -> None:
-    """Every poll used to read the unfinished line again from its start: 8 s of processor time for 150 MB."""
+    """Every poll once read the unfinished line again from its start: 8 s of processor time for 150 MB."""
     path, size, pieces = tmp_path / "rank-0.log", 1 << 20, 40
     tail = CountingTail(path)
     with path.open("ab") as file:
@@ -124,7 +124,7 @@ def test_a_line_without_an_end_is_read_once(tmp_path: Path) -> None:
 
 
 class CountingTail(LineTail):
-    """Counts what it reads from the file."""
+    """Count the bytes read from the file."""
 
     bytes_read = 0
 
@@ -137,44 +137,46 @@ class CountingTail(LineTail):
         return len(self._cutter._rest)
 
 
-def test_of_a_progress_bar_the_last_state_is_a_line(tmp_path: Path) -> None:
+def test_only_the_last_state_of_a_progress_bar_is_a_line(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     rank, follower = Rank(run, 0), LogFollower(run)
-    rank.says("begin\r\n")
+    rank.write("begin\r\n")
     for percent in range(0, 101, 10):
-        rank.says(f"\r{percent:3}%|bar| {percent} of 100")
+        rank.write(f"\r{percent:3}%|bar| {percent} of 100")
         shown = texts(follower)
         assert shown == (["begin"] if percent == 0 else [])
-    rank.says("\nafter\n")
+    rank.write("\nafter\n")
     assert texts(follower) == ["100%|bar| 100 of 100", "after"]
-    rank.says("50%\r")
+    rank.write("50%\r")
     assert texts(follower) == []
-    rank.says("60%\r")
+    rank.write("60%\r")
     assert [line.text for line in follower.last_words()] == ["60%"]
 
 
-def test_a_progress_bar_without_an_end_is_shown_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_progress_bar_is_shown_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunFolder(tmp_path)
     rank, follower = Rank(run, 0), LogFollower(run)
-    rank.says("plain, unfinished")
+    rank.write("plain, unfinished")
     monkeypatch.setattr("shoal.launch.logs._BAR_EVERY_S", 0.0)
     assert texts(follower) == []
-    rank.says("\r10%")
+    rank.write("\r10%")
     assert texts(follower) == ["10%"]
     assert texts(follower) == [], "the same state is not shown twice"
-    rank.says("\r20%")
+    rank.write("\r20%")
     assert texts(follower) == ["20%"]
 
 
-def test_the_current_line_of_each_rank_is_there_for_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_line_of_each_rank_is_available_to_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunFolder(tmp_path)
     first, second, follower = Rank(run, 0), Rank(run, 1), LogFollower(run, shows_current=True)
     monkeypatch.setattr("shoal.launch.logs._BAR_EVERY_S", 0.0)
-    second.says("loading")
-    first.says("whole\n\r10%\r20%")
-    assert texts(follower) == ["whole"], "a state of the bar is no line where it is shown in place"
+    second.write("loading")
+    first.write("whole\n\r10%\r20%")
+    assert texts(follower) == ["whole"], "the state of the bar is not a line where it is shown in place"
     assert [(line.rank, line.text) for line in follower.current()] == [(0, "20%"), (1, "loading")]
-    first.says("\r100%\n")
+    first.write("\r100%\n")
     assert texts(follower) == ["100%"]
     assert [line.text for line in follower.current()] == ["loading"]
 
@@ -184,20 +186,22 @@ def test_the_current_line_of_each_rank_is_there_for_a_terminal(tmp_path: Path, m
     st.lists(st.integers(1, 7), min_size=1, max_size=9),
     st.booleans(),
 )
-def test_lines_do_not_depend_on_how_the_stream_was_cut(parts: list[bytes], sizes: list[int], overwrites: bool) -> None:
-    """Nor do the places where they end, which the time notes are found by."""
+def test_lines_do_not_depend_on_how_the_stream_was_split(
+    parts: list[bytes], sizes: list[int], overwrites: bool
+) -> None:
+    """The ends of lines do not either; timestamps refer to them."""
     stream = b"".join(parts)
     at_once, in_pieces = LineCutter(8, overwrites), LineCutter(8, overwrites)
     expected = at_once.feed(stream)
-    found, start = [], 0
+    lines, start = [], 0
     for size in itertools.cycle(sizes):
         if start >= len(stream):
             break
-        found += in_pieces.feed(stream[start : start + size])
+        lines += in_pieces.feed(stream[start : start + size])
         start += size
-    assert found == expected
+    assert lines == expected
     assert in_pieces.rest() == at_once.rest()
-    assert sum(took for _, took in expected) + at_once.pending_bytes == len(stream)
+    assert sum(consumed for _, consumed in expected) + at_once.pending_bytes == len(stream)
     visible = [raw.rstrip(b"\r").rpartition(b"\r")[2] if overwrites else raw for raw in stream.split(b"\n")[:-1]]
     for (line, _), whole in zip(expected, visible, strict=True):
         assert line == whole if len(whole) <= 8 else line.startswith(whole[:8])
@@ -215,21 +219,19 @@ def note(kind: str, **more: object) -> Event:
     return {"event": kind, "rank": 0, "time": 1_790_000_000.0, **more}
 
 
-def test_a_training_that_is_followed_shows_its_progress_as_train_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_following_a_training_shows_its_progress_like_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", [], "train.steps=9")
     write_events(run.events(0), start(0), step(4))
     write_events(run.events(1), start(1), step(4, rank=1))
     write_events(run.supervisor, note("note", text="an old note"))
-    happenings = RunEventPrinter(run, LineDisplay(make_console()), with_progress=True)
-    happenings.show()
+    printer = RunEventPrinter(run, LineDisplay(make_console()), with_progress=True)
+    printer.show()
     assert "1.35M parameters (1,350,000) on 2 ranks" in capsys.readouterr().err
     fix = "go on from the last checkpoint: shoal train --resume RUN"
     write_events(run.events(0), step(5), step(6), note("eval", step=6, val_loss=1.25))
     write_events(run.events(1), step(5, rank=1), {**note("warning", seen="it is hot", why="", fix=fix), "rank": 1})
     write_events(run.supervisor, note("note", text="node2 has left"), note("ended", code=0))
-    happenings.show_end()
+    printer.show_end()
     shown = [line.strip() for line in capsys.readouterr().err.splitlines()]
     assert shown[0] == "note: node2 has left"
     assert shown[1].startswith(f"step 5/9  loss {step(5)['loss']:.3f}  ")
@@ -243,14 +245,14 @@ def test_the_logs_of_one_rank_are_followed_without_the_progress(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run", [start(0), start(1)])
-    happenings = RunEventPrinter(run, LineDisplay(make_console()), with_progress=False)
+    printer = RunEventPrinter(run, LineDisplay(make_console()), with_progress=False)
     write_events(run.events(0), step(5))
     write_events(run.supervisor, note("note", text="node2 has left"))
-    happenings.show()
+    printer.show()
     assert capsys.readouterr().err == "note: node2 has left\n"
 
 
-def test_a_machine_that_joined_shows_its_rank_by_its_own_number(
+def test_a_joined_machine_shows_its_rank_by_its_global_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = [event for event in rank_events(3, 4, 2) if event["event"] != "end"]

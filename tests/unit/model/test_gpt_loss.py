@@ -1,4 +1,4 @@
-"""Head and loss in chunks give what torch's cross-entropy on all logits gives, and so do whole trainings."""
+"""Chunked head and loss equal torch's cross-entropy on all logits, in single calls and in whole trainings."""
 
 from __future__ import annotations
 
@@ -45,27 +45,27 @@ def make(tokens: int, vocabulary: int, spread: float = 1.0) -> tuple[Tensor, Ten
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 40), st.integers(2, 90), st.integers(1, 50), st.sampled_from([1.0, 1 / 512, 0.0, -3.0]))
-def test_values_and_gradients_are_those_of_all_logits_at_once(
+def test_chunked_loss_and_gradients_equal_those_of_all_logits(
     tokens: int, vocabulary: int, chunk: int, scale: float
 ) -> None:
     tensors = make(tokens, vocabulary)
-    ours = with_gradients(lambda *args: head_loss(*args, chunk=chunk), tensors, scale)
-    for our, their in zip(ours, with_gradients(full, tensors, scale), strict=True):
-        torch.testing.assert_close(our, their, rtol=2e-5, atol=2e-5)
+    chunked = with_gradients(lambda *args: head_loss(*args, chunk=chunk), tensors, scale)
+    for actual, expected in zip(chunked, with_gradients(full, tensors, scale), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("chunk", [3, 7, 100])
-def test_odds_too_small_for_a_float_still_have_a_loss(chunk: int) -> None:
-    """Logits hundreds apart: the target's odds are zero in fp32, its loss is not infinite."""
+def test_probabilities_that_underflow_have_a_finite_loss(chunk: int) -> None:
+    """Logits are hundreds apart: the target's probability is zero in fp32, its loss is finite."""
     tensors = make(20, 30, spread=60.0)
-    ours = with_gradients(lambda *args: head_loss(*args, chunk=chunk), tensors, 1.0)
-    theirs = with_gradients(full, tensors, 1.0)
-    assert theirs[0] > 1000
-    for our, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(our, their, rtol=1e-5, atol=1e-3)
+    chunked = with_gradients(lambda *args: head_loss(*args, chunk=chunk), tensors, 1.0)
+    reference = with_gradients(full, tensors, 1.0)
+    assert reference[0] > 1000
+    for actual, expected in zip(chunked, reference, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-3)
 
 
-def test_nothing_is_kept_where_no_gradient_is_wanted() -> None:
+def test_without_grad_nothing_is_saved_for_backward() -> None:
     tensors = make(9, 20)
     with torch.no_grad():
         loss = head_loss(*tensors, chunk=4)
@@ -81,25 +81,27 @@ def test_a_second_backward_through_one_graph_is_refused() -> None:
         loss.backward()
 
 
-def test_products_in_bf16_are_near() -> None:
+def test_matmuls_in_bf16_are_close() -> None:
     tensors = make(30, 50)
-    ours = with_gradients(lambda *args: head_loss(*args, matmul_dtype=torch.bfloat16, chunk=8), tensors, 1.0)
-    for our, their in zip(ours, with_gradients(full, tensors, 1.0), strict=True):
-        assert our.dtype == torch.float32
-        assert float((our - their).norm() / their.norm()) < 0.02
+    chunked = with_gradients(lambda *args: head_loss(*args, matmul_dtype=torch.bfloat16, chunk=8), tensors, 1.0)
+    for actual, expected in zip(chunked, with_gradients(full, tensors, 1.0), strict=True):
+        assert actual.dtype == torch.float32
+        assert float((actual - expected).norm() / expected.norm()) < 0.02
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_whole_model_compiles_with_it() -> None:
-    """By torch's own tracer without its code generator: that needs no compiler and takes a second."""
+def test_the_chunked_loss_compiles() -> None:
+    """Use torch's tracer without its code generator: that needs no compiler and takes a second."""
     tensors = make(10, 20)
     compiled = torch.compile(lambda *args: head_loss(*args, chunk=4), backend="eager")
-    for our, their in zip(with_gradients(compiled, tensors, 0.5), with_gradients(full, tensors, 0.5), strict=True):
-        torch.testing.assert_close(our, their, rtol=2e-5, atol=2e-5)
+    for actual, expected in zip(
+        with_gradients(compiled, tensors, 0.5), with_gradients(full, tensors, 0.5), strict=True
+    ):
+        torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 class PlainGPT(GPT):
-    """Dense gradients of the embedding and all logits at once."""
+    """GPT with dense embedding gradients and all logits at once."""
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         assert targets is not None
@@ -114,32 +116,34 @@ def losses(kind: type[GPT], dropout: float, micro_batches: int) -> tuple[list[fl
     model = kind(SHAPE.model_copy(update={"dropout": dropout}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     chance = torch.Generator().manual_seed(5)
-    found = []
+    loss_values = []
     for step in range(12):
         torch.manual_seed(step)
         rows = torch.randint(SHAPE.vocab_size // 5, (2 * micro_batches, SHAPE.seq_len + 1), generator=chance)
         for part in rows.chunk(micro_batches):
             loss = model(part[:, :-1], part[:, 1:]) / rows[:, 1:].numel()
             loss.backward()
-            found.append(loss.item())
+            loss_values.append(loss.item())
         assert all(p.grad is not None and not p.grad.is_sparse for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-    return found, [parameter.detach() for parameter in model.parameters()]
+    return loss_values, [parameter.detach() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_training_is_what_it_was_with_a_tied_weight(dropout: float, micro_batches: int) -> None:
-    """Two gradients meet in the tied weight: a dense one of the head, and rows of the tokens, some of them repeated."""
-    (ours, our_weights), (theirs, their_weights) = (losses(kind, dropout, micro_batches) for kind in (GPT, PlainGPT))
-    assert ours == pytest.approx(theirs, rel=1e-5)
-    assert ours[-1] < ours[0]
-    for our, their in zip(our_weights, their_weights, strict=True):
-        torch.testing.assert_close(our, their, rtol=1e-4, atol=1e-5)
+def test_training_with_a_tied_weight_equals_the_plain_model(dropout: float, micro_batches: int) -> None:
+    """Two gradients add up in the tied weight: a dense one of the head, and rows of tokens, some repeated."""
+    (chunked, chunked_weights), (plain, plain_weights) = (
+        losses(kind, dropout, micro_batches) for kind in (GPT, PlainGPT)
+    )
+    assert chunked == pytest.approx(plain, rel=1e-5)
+    assert chunked[-1] < chunked[0]
+    for actual, expected in zip(chunked_weights, plain_weights, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_logits_come_without_targets() -> None:
+def test_without_targets_the_model_returns_logits() -> None:
     torch.manual_seed(0)
     model = GPT(SHAPE)
     tokens = torch.randint(SHAPE.vocab_size, (2, SHAPE.seq_len))
@@ -149,7 +153,7 @@ def test_logits_come_without_targets() -> None:
 
 
 @pytest.mark.long
-def test_steps_do_not_make_memory_grow() -> None:
+def test_memory_does_not_grow_with_steps() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(64, 32, requires_grad=True), torch.randn(20_000, 32, requires_grad=True)
     targets = torch.randint(20_000, (64,))
@@ -175,7 +179,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("loss", "largest"), [(full, 64 * 500), (lambda *args: head_loss(*args, chunk=8), 500 * 16)])
-def test_no_tensor_holds_all_logits(loss: Loss, largest: int) -> None:
+def test_no_tensor_of_the_chunked_loss_holds_all_logits(loss: Loss, largest: int) -> None:
     """Only the weight and its gradient are larger than a chunk's logits."""
     with LargestTensor() as seen:  # type: ignore[no-untyped-call]
         with_gradients(loss, make(64, 500), 1.0)
@@ -183,23 +187,23 @@ def test_no_tensor_holds_all_logits(loss: Loss, largest: int) -> None:
 
 
 @pytest.mark.parametrize("factor", [1e-3, 0.999999, 1.0, 50.0, float("nan")])
-def test_clipping_gives_the_bits_of_torch(factor: float) -> None:
+def test_clipping_is_bit_identical_to_torch(factor: float) -> None:
     def parameters() -> list[nn.Parameter]:
         chance = torch.Generator().manual_seed(2)
-        made = [nn.Parameter(torch.zeros(size)) for size in (3, 50, 7)]
-        for each in made[:2]:
-            each.grad = torch.randn(each.shape, generator=chance)
-        norm = torch.cat([each.grad for each in made[:2] if each.grad is not None]).norm()
-        for each in made[:2]:
-            each.grad = each.grad * (factor / norm) if each.grad is not None else None
-        return made
+        created = [nn.Parameter(torch.zeros(size)) for size in (3, 50, 7)]
+        for parameter in created[:2]:
+            parameter.grad = torch.randn(parameter.shape, generator=chance)
+        norm = torch.cat([parameter.grad for parameter in created[:2] if parameter.grad is not None]).norm()
+        for parameter in created[:2]:
+            parameter.grad = parameter.grad * (factor / norm) if parameter.grad is not None else None
+        return created
 
-    ours, theirs = parameters(), parameters()
-    norm = clip_gradients(ours, 1.0)
+    clipped, reference = parameters(), parameters()
+    norm = clip_gradients(clipped, 1.0)
     torch.testing.assert_close(
-        torch.tensor(norm), nn.utils.clip_grad_norm_(theirs, 1.0), equal_nan=True, rtol=0, atol=0
+        torch.tensor(norm), nn.utils.clip_grad_norm_(reference, 1.0), equal_nan=True, rtol=0, atol=0
     )
-    for our, their in zip(ours, theirs, strict=True):
-        assert (our.grad is None) == (their.grad is None)
-        if our.grad is not None and their.grad is not None:
-            assert our.grad.numpy().tobytes() == their.grad.numpy().tobytes()
+    for actual, expected in zip(clipped, reference, strict=True):
+        assert (actual.grad is None) == (expected.grad is None)
+        if actual.grad is not None and expected.grad is not None:
+            assert actual.grad.numpy().tobytes() == expected.grad.numpy().tobytes()

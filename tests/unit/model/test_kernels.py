@@ -1,4 +1,4 @@
-"""Our own attention and GELU give what torch's give, values and gradients, whatever processor this is."""
+"""shoal's attention and GELU kernels equal torch's in values and gradients, on any processor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.model.kernels import attention, gelu
 
 
 @pytest.fixture(autouse=True)
-def slow_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "torch_is_slow_here", lambda: True)
     monkeypatch.setattr(kernels, "_SHORTEST", 1)
 
@@ -26,8 +26,8 @@ def torch_attention(qkv: Tensor, heads: int) -> Tensor:
     return mixed.transpose(1, 2).reshape(batch, length, width // 3)
 
 
-def both(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """The value, and the gradient for slopes that differ everywhere."""
+def value_and_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the value, and the gradient for random output gradients."""
     leaf = x.clone().requires_grad_()
     out = function(leaf)
     slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
@@ -35,14 +35,14 @@ def both(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tenso
     return out.detach(), gradient
 
 
-def assert_same(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """Theirs in double precision: both round, and neither is the measure of the other."""
-    for our, their in zip(both(ours, x), both(theirs, x.double()), strict=True):
-        torch.testing.assert_close(our.double(), their, rtol=1e-5, atol=2e-6)
+def assert_same(own: Callable[[Tensor], Tensor], reference: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Compare with torch in double precision: in single precision both round."""
+    for actual, expected in zip(value_and_gradient(own, x), value_and_gradient(reference, x.double()), strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(("batch", "length", "heads", "width"), [(1, 1, 1, 4), (3, 16, 2, 8), (2, 100, 3, 24)])
-def test_attention_is_torchs(batch: int, length: int, heads: int, width: int) -> None:
+def test_attention_equals_torchs(batch: int, length: int, heads: int, width: int) -> None:
     torch.manual_seed(length)
     assert_same(
         lambda x: attention(x, heads, 0.0), lambda x: torch_attention(x, heads), torch.randn(batch, length, 3 * width)
@@ -50,14 +50,14 @@ def test_attention_is_torchs(batch: int, length: int, heads: int, width: int) ->
 
 
 @pytest.mark.parametrize("queries", [1, 7, 10, 64])
-def test_attention_does_not_depend_on_its_blocks(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_does_not_depend_on_the_block_size(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(queries)
     monkeypatch.setattr(kernels, "_QUERIES", queries)
     assert_same(lambda x: attention(x, 2, 0.0), lambda x: torch_attention(x, 2), torch.randn(2, 30, 48))
 
 
-def test_long_and_short_sequences_dropout_and_evaluation_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels._Attention, "apply", lambda *_: pytest.fail("ours was used"))
+def test_long_and_short_sequences_dropout_and_evaluation_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels._Attention, "apply", lambda *_: pytest.fail("shoal's kernel was used"))
     monkeypatch.setattr(kernels, "_SHORTEST", 5)
     attention(torch.randn(1, 4, 24, requires_grad=True), 2, 0.0)
     attention(torch.randn(1, kernels._LONGEST + 1, 24, requires_grad=True), 2, 0.0)
@@ -66,7 +66,7 @@ def test_long_and_short_sequences_dropout_and_evaluation_are_left_to_torch(monke
         attention(torch.randn(1, 8, 24), 2, 0.0)
 
 
-def test_gelu_is_torchs() -> None:
+def test_gelu_equals_torchs() -> None:
     x = torch.cat([torch.linspace(-30, 30, 5001), torch.tensor([0.0, -0.0, 1e-20, 88.0, -88.0, 1e4, -1e4])])
     assert_same(gelu, lambda x: F.gelu(x, approximate="tanh"), x)
     with torch.no_grad():
@@ -74,6 +74,6 @@ def test_gelu_is_torchs() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
-def test_other_precisions_are_torchs_own(kind: torch.dtype) -> None:
+def test_other_precisions_use_torchs_gelu(kind: torch.dtype) -> None:
     x = torch.linspace(-3, 3, 50, dtype=kind)
     assert torch.equal(gelu(x), F.gelu(x, approximate="tanh"))

@@ -1,4 +1,4 @@
-"""What somebody sees who watches a run whose ranks come and go."""
+"""The display of a run whose ranks leave and join."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def console() -> Console:
     return Console(file=io.StringIO(), force_terminal=False, width=120, highlight=False)
 
 
-def said(shown: Console) -> str:
+def output_of(shown: Console) -> str:
     assert isinstance(shown.file, io.StringIO)
     return shown.file.getvalue()
 
@@ -38,44 +38,44 @@ def shard(rank: int) -> Event:
     return {"event": "shard", "rank": rank, "size": 10, "total": 20, "first": "Do they go?"}
 
 
-def test_the_line_goes_on_with_another_rank_when_the_first_has_left() -> None:
+def test_the_progress_line_follows_another_rank_when_the_first_has_left() -> None:
     shown = console()
     display = PlainDisplay(shown, 5, "tiny")
     for rank in (0, 1):
         display([start(rank, 2), shard(rank), entered(rank, "1-0", (0, 1), 0, how="first"), *steps(rank, 1, 3)])
     display([note(LEFT), entered(1, "2-1", (1,), 3), *steps(1, 4, 5)])
-    lines = said(shown).splitlines()
+    lines = output_of(shown).splitlines()
     assert lines[-2] == f"note: {LEFT}"
     assert lines[-1].startswith("step 5/5  loss ")
-    assert said(shown).count("tiny: ") == 1
+    assert output_of(shown).count("tiny: ") == 1
 
 
-def test_a_rank_that_comes_back_does_not_introduce_itself_again() -> None:
+def test_a_rank_that_rejoins_is_not_introduced_again() -> None:
     shown = console()
     display = PlainDisplay(shown, 9, "tiny")
     display([start(0, 2), shard(0), start(1, 2), shard(1), *steps(0, 1, 3)])
     display([start(0, 2), shard(0), entered(0, "4-1", (1, 0), 3, how="joined"), shard(5)])
-    assert said(shown).count("tiny: ") == 1
-    assert [said(shown).count(f"rank {rank}: 10 of 20") for rank in (0, 1, 5)] == [1, 1, 1]
+    assert output_of(shown).count("tiny: ") == 1
+    assert [output_of(shown).count(f"rank {rank}: 10 of 20") for rank in (0, 1, 5)] == [1, 1, 1]
 
 
-def test_an_older_generation_does_not_take_the_lead_back() -> None:
+def test_an_older_generation_does_not_change_the_displayed_rank() -> None:
     """Files are read rank after rank, so what rank 1 wrote first may be read last."""
     shown = console()
     display = PlainDisplay(shown, 9, "tiny")
     display([entered(0, "5-0", (0, 1), 4), entered(1, "2-1", (1,), 2), step(9, 0)])
-    assert "step 9/9" in said(shown)
+    assert "step 9/9" in output_of(shown)
 
 
-def test_the_bar_says_that_it_waits() -> None:
+def test_the_bar_shows_that_members_are_being_agreed_on() -> None:
     shown = Console(file=io.StringIO(), force_terminal=True, width=120, highlight=False)
     display = BarDisplay(shown, 9, "tiny")
     display([start(0, 2), step(1), {"event": "lost", "rank": 0, "generation": "1-0", "step": 2, "why": "closed"}])
     display.close()
-    assert "agreeing on the members" in said(shown)
+    assert "agreeing on the members" in output_of(shown)
 
 
-def test_ranks_that_come_later_are_followed_from_their_first_word(tmp_path: Path) -> None:
+def test_ranks_that_join_later_are_followed_from_their_first_event(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [start(0, 1), step(1)])
     news = RunEvents(run)
     assert news.poll() == []
@@ -86,7 +86,7 @@ def test_ranks_that_come_later_are_followed_from_their_first_word(tmp_path: Path
 
 
 def compact_run(folder: Path, events: list[Event]) -> RunFolder:
-    """Lines as ranks write them: readers that pick lines by their beginning rely on it."""
+    """Write compact lines as ranks do: readers select lines by their beginning."""
     run = make_run(folder, [])
     for event in events:
         with run.events(event["rank"]).open("a") as file:
@@ -94,7 +94,7 @@ def compact_run(folder: Path, events: list[Event]) -> RunFolder:
     return run
 
 
-def test_who_attaches_hears_of_those_who_take_part(tmp_path: Path) -> None:
+def test_attaching_shows_the_ranks_that_take_part(tmp_path: Path) -> None:
     events = read_opening(compact_run(tmp_path / "run", killed_and_back()))
     assert [(event["event"], event["rank"], event.get("generation")) for event in events if event["rank"] == 2] == [
         ("start", 2, 0),
@@ -104,7 +104,7 @@ def test_who_attaches_hears_of_those_who_take_part(tmp_path: Path) -> None:
     assert {event["rank"] for event in read_opening(left)} == {0}
 
 
-def test_who_attaches_to_a_plain_launch_hears_nothing_of_older_generations(tmp_path: Path) -> None:
+def test_attaching_to_a_plain_launch_shows_no_older_generations(tmp_path: Path) -> None:
     older = [start(0, 1), entered(0, "1-0", (0, 1), 0, how="first"), step(1)]
     run = compact_run(tmp_path / "run", [*older, start(0, 1, time=time_of(90)), step(2)])
     assert [event["event"] for event in read_opening(run)] == ["start"]
@@ -113,13 +113,13 @@ def test_who_attaches_to_a_plain_launch_hears_nothing_of_older_generations(tmp_p
     assert [event["event"] for event in read_opening(again)] == ["membership", "start"]
 
 
-def test_notes_of_an_earlier_launch_are_not_told_again(tmp_path: Path) -> None:
+def test_notes_of_an_earlier_launch_are_not_repeated(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     lines = [{"event": "supervising"}, note("old"), {"event": "supervising"}, {"event": "running"}, note(LEFT)]
     run.supervisor.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    keeping = SupervisorLog(run)
-    assert [each["text"] for each in keeping.poll()] == [LEFT]
-    assert keeping.poll() == []
+    log = SupervisorLog(run)
+    assert [event["text"] for event in log.poll()] == [LEFT]
+    assert log.poll() == []
 
 
 def test_a_training_whose_folder_is_being_removed_is_described(tmp_path: Path) -> None:

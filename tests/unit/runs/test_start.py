@@ -1,4 +1,4 @@
-"""Going on with a run: what is refused before anything is started, and what is said about it."""
+"""Resuming a run: what is refused before anything is started, and the notes about it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 # Refusals
 
 
-def test_the_owner_of_a_read_only_folder_is_told_to_change_its_permissions(
+def test_the_error_for_a_read_only_folder_names_chmod_or_the_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "run")
@@ -62,15 +62,15 @@ def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     assert "findmnt -T" in caught.value.fix
 
 
-def test_a_finished_run_is_refused_before_its_cluster_is_looked_at(finished: RunFolder) -> None:
+def test_a_finished_run_is_refused_before_its_cluster_is_read(finished: RunFolder) -> None:
     with pytest.raises(UsageError, match="is finished: it has done its 100 steps"):
         resume_training(finished.path, never)
 
 
-def test_another_lineage_of_a_finished_run_may_go_on(
+def test_another_lineage_of_a_finished_run_may_be_resumed(
     tmp_path: Path, finished: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of it stands in the way until the run is prepared to go on."""
+    """No check refuses it until the run is reopened."""
     run = make_run(tmp_path / "here", None, "train.steps=100", "run.on=local:2")
     monkeypatch.setattr(start, "reopen_run", never)
     with pytest.raises(UsageError, match="is finished"):
@@ -84,17 +84,17 @@ def test_a_long_check_is_announced(
 ) -> None:
     finished.checkpoints.mkdir(exist_ok=True)
     (finished.checkpoints / "weights").write_bytes(b"x" * 2000)
-    for limit, is_said in ((3000, False), (1000, True)):
+    for limit, is_announced in ((3000, False), (1000, True)):
         monkeypatch.setattr(start, "_LONG_CHECK_BYTES", limit)
         with pytest.raises(UsageError, match="is finished"):
             refuse_finished(finished, 100)
-        assert ("checking that its 2 kB are undamaged" in capsys.readouterr().err) == is_said
+        assert ("checking that its 2 kB are undamaged" in capsys.readouterr().err) == is_announced
 
 
-# What is said
+# Notes
 
 
-def test_the_learning_rate_of_a_step_that_will_not_be_done_is_not_named() -> None:
+def test_no_learning_rate_is_named_for_a_step_beyond_the_last() -> None:
     forty, one, eighty = (build_config(sets=[f"train.steps={steps}"]) for steps in (40, 1, 80))
     assert rate_note(eighty, forty, 2, 40) == []
     [note] = rate_note(eighty, forty, 2, 30)
@@ -105,19 +105,19 @@ def test_the_learning_rate_of_a_step_that_will_not_be_done_is_not_named() -> Non
 
 
 @pytest.mark.parametrize(
-    ("every", "promise"), [(1000, "after step 400 (its last)"), (100, "after step 100 (train.checkpoint_every)")]
+    ("every", "announced"), [(1000, "after step 400 (its last)"), (100, "after step 100 (train.checkpoint_every)")]
 )
-def test_the_first_checkpoint_is_promised_within_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, promise: str
+def test_the_announced_first_checkpoint_is_within_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, announced: str
 ) -> None:
     run = make_run(tmp_path / "run", all_events(), "train.steps=400", f"train.checkpoint_every={every}")
     monkeypatch.setattr("shoal.cli.report.find_processes", lambda path: ["a running process"])
     with pytest.raises(DataError) as caught:
         refuse_without_checkpoint(run)
-    assert caught.value.why.endswith(promise)
+    assert caught.value.why.endswith(announced)
 
 
-def test_progress_shows_waiting_only_where_it_is_measured() -> None:
+def test_progress_shows_waiting_only_where_it_was_measured() -> None:
     bare: Event = {"event": "step", "step": 1, "step_s": 0.1, "loss": 2.0, "tokens": 1000}
     assert StepLine(11).update(bare) == "loss 2.000  10,000 tokens/s  1 s left"
     line = StepLine(11)

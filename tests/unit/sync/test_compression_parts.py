@@ -1,4 +1,4 @@
-"""The parts of the wire formats by themselves: who owns what, how blocks are packed, in which order things happen."""
+"""The parts of the wire formats: ownership of elements, packing of blocks, order of the exchanges."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ sizes = st.lists(st.integers(1, 3000), min_size=1, max_size=8)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    """Building takes longer than hypothesis gives an example."""
+def build_kernels() -> None:
+    """Build before the tests: it takes longer than hypothesis allows for an example."""
     load_kernels()
 
 
 # Names
 
 
-@pytest.mark.parametrize("text", WIRE_FORMATS)
-def test_a_plain_name(text: str) -> None:
+@pytest.mark.parametrize("text", ["fp32", "fp16", "bf16", "int8"])
+def test_a_plain_wire_name_is_parsed(text: str) -> None:
     assert parse_wire(text).name == text
 
 
-def test_a_name_with_a_rank() -> None:
+def test_a_wire_name_with_a_rank_is_parsed() -> None:
     assert parse_wire("powersgd") == WireChoice("powersgd", 4)
     assert parse_wire("powersgd:16") == WireChoice("powersgd", 16)
 
 
 @pytest.mark.parametrize("text", ["", "int7", "fp16:2", "powersgd:", "powersgd:0", "powersgd:-1", "powersgd:²", "FP16"])
-def test_what_is_no_name(text: str) -> None:
+def test_an_invalid_wire_name_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="powersgd:RANK"):
         parse_wire(text)
 
 
-def test_a_setting_with_a_wrong_name_is_refused() -> None:
+def test_a_setting_with_an_invalid_wire_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="powersgd:RANK"):
         build_config(sets=["sync.wire=int7"])
 
@@ -66,7 +66,7 @@ def test_a_setting_with_a_wrong_name_is_refused() -> None:
 @pytest.mark.parametrize(
     ("setting", "wire"), [("int8", "int8"), ("powersgd", "powersgd:4"), ("powersgd:8", "powersgd:8")]
 )
-def test_a_setting_becomes_a_lever_and_back(setting: str, wire: str) -> None:
+def test_a_wire_setting_survives_conversion_to_a_strategy(setting: str, wire: str) -> None:
     assert strategy_of_config(build_config(sets=[f"sync.wire={setting}"]).sync).wire_setting == wire
 
 
@@ -74,7 +74,7 @@ def test_a_setting_becomes_a_lever_and_back(setting: str, wire: str) -> None:
 
 
 def places(layout: ScatterLayout) -> list[tuple[int, int, int, int, int, int]]:
-    """Each element: its parameter, its place there and in the bucket; its piece, its owner, its byte."""
+    """List for each element: parameter, index in it and in the bucket, chunk, owner and byte."""
     return [
         (run.parameter, run.start + i, run.offset + i, piece, owner, run.record * BLOCK + i)
         for piece, owners in enumerate(layout.chunks)
@@ -89,24 +89,26 @@ def places(layout: ScatterLayout) -> list[tuple[int, int, int, int, int, int]]:
 def test_every_element_has_one_place_on_the_wire(counts: list[int], world_size: int, record_bytes: int) -> None:
     bucket = [(number, size) for number, size in enumerate(counts)]
     layout = lay_out(bucket, world_size, record_bytes)
-    found = places(layout)
-    assert sorted(place[:2] for place in found) == [(number, i) for number, size in bucket for i in range(size)]
-    assert sorted(place[2] for place in found) == list(range(sum(counts)))
-    assert len({place[3:] for place in found}) == sum(counts)
-    assert all(place[5] < layout.records * BLOCK for place in found)
+    element_places = places(layout)
+    assert sorted(place[:2] for place in element_places) == [
+        (number, i) for number, size in bucket for i in range(size)
+    ]
+    assert sorted(place[2] for place in element_places) == list(range(sum(counts)))
+    assert len({place[3:] for place in element_places}) == sum(counts)
+    assert all(place[5] < layout.records * BLOCK for place in element_places)
 
 
 @settings(deadline=None)
 @given(sizes, sizes, st.integers(1, 5))
 def test_an_owner_does_not_depend_on_the_bucket(counts: list[int], others: list[int], world_size: int) -> None:
-    """Nor does the block that an element is scaled with."""
+    """The block that an element is scaled with does not either."""
 
     def owners(bucket: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, int]]:
         return {place[:2]: (place[4], place[5] % BLOCK) for place in places(lay_out(bucket, world_size, 260))}
 
-    mine = [(number, size) for number, size in enumerate(counts)]
-    theirs = [(len(mine) + number, size) for number, size in enumerate(others)]
-    alone, together = owners(mine), owners([*theirs, *reversed(mine)])
+    bucket = [(number, size) for number, size in enumerate(counts)]
+    other_bucket = [(len(bucket) + number, size) for number, size in enumerate(others)]
+    alone, together = owners(bucket), owners([*other_bucket, *reversed(bucket)])
     assert all(together[key] == place for key, place in alone.items())
 
 
@@ -124,7 +126,7 @@ def bf16_codecs() -> list[Codec]:
 
 
 def passed_through(codec: Codec, values: Tensor, residual: Tensor) -> list[list[int]]:
-    """Sent by one, added up by another with the same gradient, and unpacked; as bits, with one kind of NaN."""
+    """Encode, reduce with the same gradient, and decode; return the bits, with one kind of NaN."""
     records, reduced = torch.zeros(2, blocks_of(values.numel()), codec.record_bytes, dtype=torch.int8)
     rest, gradient = residual.clone(), values.clone()
     codec.encode(gradient, rest, records)
@@ -134,21 +136,21 @@ def passed_through(codec: Codec, values: Tensor, residual: Tensor) -> list[list[
     return [tensor.view(torch.int8).flatten().tolist() for tensor in (records, reduced, rest, gradient)]
 
 
-@pytest.mark.parametrize("made", [codecs, bf16_codecs])
+@pytest.mark.parametrize("make_codecs", [codecs, bf16_codecs])
 @settings(deadline=None)
 @given(numbers=st.lists(floats, min_size=1, max_size=600), shift=st.integers(0, 10))
-def test_the_kernel_gives_the_bits_of_plain_torch(
-    made: Callable[[], list[Codec]], numbers: list[float], shift: int
+def test_the_kernel_is_bit_identical_to_plain_torch(
+    make_codecs: Callable[[], list[Codec]], numbers: list[float], shift: int
 ) -> None:
     values = torch.tensor(numbers, dtype=torch.float32)
     residual = values.roll(shift).nan_to_num(0.5, 0.25, -0.25) / 100
-    plain, *native = (passed_through(codec, values, residual) for codec in made())
-    assert all(found == plain for found in native)
+    plain, *native = (passed_through(codec, values, residual) for codec in make_codecs())
+    assert all(bits == plain for bits in native)
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=600))
-def test_a_block_is_off_by_half_a_step_at_most(numbers: list[float]) -> None:
+def test_the_error_of_a_block_is_at_most_half_a_step(numbers: list[float]) -> None:
     values = torch.tensor(numbers, dtype=torch.float32)
     for codec in codecs():
         rest, records = torch.zeros_like(values), torch.zeros(blocks_of(len(values)), 260, dtype=torch.int8)
@@ -180,19 +182,19 @@ def test_a_kernel_that_rounds_differently_is_not_used(monkeypatch: pytest.Monkey
     assert isinstance(int8_codec(None), Int8)
 
 
-def test_bf16_keeps_eight_bits() -> None:
+def test_bf16_keeps_eight_significant_bits() -> None:
     values = torch.randn(700)
     records = torch.zeros(3, RECORD_BYTES["bf16"], dtype=torch.int8)
     Bf16().encode(values, torch.empty(0), records)
-    found = torch.empty(700)
-    Bf16().decode(records, found)
-    assert ((found - values).abs() <= values.abs() * 2**-8).all()
-    assert (found != values).any()
+    decoded = torch.empty(700)
+    Bf16().decode(records, decoded)
+    assert ((decoded - values).abs() <= values.abs() * 2**-8).all()
+    assert (decoded != values).any()
 
 
 @settings(deadline=None)
 @given(st.lists(floats, min_size=1, max_size=40), st.sampled_from(["torch", "numpy", "kernel"]))
-def test_halves_are_torchs(numbers: list[float], by: str) -> None:
+def test_fp16_conversion_equals_torchs(numbers: list[float], by: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "TORCH_FP16_IS_SLOW", by != "torch")
         if by == "numpy":
@@ -220,7 +222,7 @@ def uncached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "shoal" / "kernels"
 
 
-def test_without_a_compiler_there_are_none(uncached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_there_are_no_kernels(uncached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(uncached))
     assert load_kernels.__wrapped__() is None
 
@@ -230,25 +232,25 @@ def test_without_a_compiler_there_are_none(uncached: Path, monkeypatch: pytest.M
 
 @settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 4))
-def test_columns_become_orthogonal(rows: int, columns: int) -> None:
-    found = orthogonal(torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))).double()
-    # Of more columns than rows, those that are left over are what rounding makes of nothing.
+def test_columns_are_made_orthogonal(rows: int, columns: int) -> None:
+    basis = orthogonal(torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))).double()
+    # With more columns than rows, the remaining columns are only rounding noise.
     wanted = torch.eye(columns)[: min(rows, columns), : min(rows, columns)].double()
-    torch.testing.assert_close((found.T @ found)[: len(wanted), : len(wanted)], wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close((basis.T @ basis)[: len(wanted), : len(wanted)], wanted, rtol=0, atol=1e-5)
 
 
-def test_a_column_of_zeros_remains_one() -> None:
+def test_columns_of_zeros_stay_zero() -> None:
     assert not orthogonal(torch.zeros(5, 2)).any()
 
 
 @settings(deadline=None)
 @given(st.integers(1, 300))
-def test_the_ordered_sum_is_the_sum(rows: int) -> None:
+def test_the_ordered_sum_equals_the_sum(rows: int) -> None:
     values = torch.arange(2 * rows, dtype=torch.float64).view(rows, 2)
     assert ordered_sum(values).tolist() == values.sum(dim=0).tolist()
 
 
-def test_the_product_is_the_product() -> None:
+def test_multiply_equals_the_matrix_product() -> None:
     p, lines = torch.randn(300, 3), torch.randn(3, 1000)
     plain, native = torch.empty(2, 300, 1000)
     multiply(p, lines, plain, None)
@@ -257,7 +259,7 @@ def test_the_product_is_the_product() -> None:
     assert torch.equal(plain, native)
 
 
-def test_small_matrices_are_not_worth_it() -> None:
+def test_small_matrices_are_not_low_rank() -> None:
     assert is_low_rank((768, 3072), 4)
     assert not is_low_rank((768,), 1)
     assert not is_low_rank((4, 4), 2)
@@ -266,22 +268,22 @@ def test_small_matrices_are_not_worth_it() -> None:
 # Lanes
 
 
-def test_turns_are_taken_in_the_same_order_whenever_buckets_come() -> None:
-    said: list[str] = []
+def test_rounds_run_in_the_same_order_whenever_buckets_arrive() -> None:
+    order: list[str] = []
 
     def rounds(index: int) -> Rounds:
         for number in range(3):
-            said.append(f"{index}.{number}")
+            order.append(f"{index}.{number}")
             if number < 2:
                 yield
 
     queue, flat = OrderedQueue(), torch.zeros(1)
     futures = [queue.put(rounds(index), Bucket(index, flat, [], index == 2)) for index in range(3)]
     assert all(future.wait() is flat for future in futures)
-    assert said == ["0.0", "1.0", "0.1", "2.0", "1.1", "0.2", "2.1", "1.2", "2.2"]
+    assert order == ["0.0", "1.0", "0.1", "2.0", "1.1", "0.2", "2.1", "1.2", "2.2"]
 
 
-def test_an_error_reaches_all_who_wait_and_the_next_ones_go_on() -> None:
+def test_an_error_reaches_all_waiting_buckets_and_later_ones_work() -> None:
     def fails() -> Rounds:
         yield
         raise RuntimeError("Connection closed by peer")
@@ -305,7 +307,7 @@ BYTES_SHAPES = {"a": (600, 1000), "b": (1000,), "c": (1500, 400), "d": (333,)}
 
 
 def bytes_sent() -> int:
-    """What this process's own connections have had acknowledged, by the kernel's count."""
+    """Sum the acknowledged bytes of this process's connections, as counted by the kernel."""
     total = 0
     for link in Path("/proc/self/fd").iterdir():
         try:
@@ -344,6 +346,6 @@ def count_bytes(world: World, form: str, count: int) -> int:
     ("form", "wanted"),
     [("fp32", 4 * 768 * 769), ("fp16", 2 * 768 * 769), ("bf16", 2 * 768 * 769), ("int8", 260 * 3 * 769)],
 )
-def test_bytes_of_a_layer(form: str, wanted: int) -> None:
+def test_gradient_bytes_of_a_layer_match_the_format(form: str, wanted: int) -> None:
     assert grad_bytes([(768, 768), (768,)], form) == wanted
     assert grad_bytes([(768, 768), (768,)], "powersgd:8") == 4 * (8 * 2 * 768 + 768)

@@ -1,4 +1,4 @@
-"""Cheap digests: any bit, any name, any shape."""
+"""Digests of tensors: every bit, name and shape counts."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def flip(tensor: Tensor, bit: int) -> None:
 
 
 @given(state=states(), data=st.data())
-def test_one_flipped_bit_anywhere_is_seen_and_found(state: dict[str, Tensor], data: st.DataObject) -> None:
+def test_any_flipped_bit_is_detected_and_located(state: dict[str, Tensor], data: st.DataObject) -> None:
     before = tensor_digests(state)
     name = data.draw(st.sampled_from(sorted(state)))
     flip(state[name], data.draw(st.integers(0, 8 * state[name].nbytes - 1)))
     after = tensor_digests(state)
-    assert [each for each in state if before[each] != after[each]] == [name]
+    assert [key for key in state if before[key] != after[key]] == [name]
     assert combine_digests(before) != combine_digests(after)
 
 
@@ -50,7 +50,7 @@ def test_equal_states_have_equal_digests_in_any_order(state: dict[str, Tensor]) 
     assert -(2**63) <= combine_digests(tensor_digests(state)) < 2**63
 
 
-def test_a_name_or_a_shape_counts_too() -> None:
+def test_names_shapes_and_types_change_the_digest() -> None:
     tensor = torch.arange(6.0)
     others: list[dict[str, Tensor]] = [
         {"a": tensor},
@@ -63,17 +63,17 @@ def test_a_name_or_a_shape_counts_too() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_threads_change_nothing(threads: int) -> None:
+def test_digests_do_not_depend_on_the_number_of_threads(threads: int) -> None:
     state = {f"tensor {index}": torch.arange(index * 500_000) for index in range(8)}
-    ours = torch.get_num_threads()
+    previous = torch.get_num_threads()
     expected = tensor_digests(state)
     torch.set_num_threads(threads)
     try:
         assert tensor_digests(state) == expected
     finally:
-        torch.set_num_threads(ours)
+        torch.set_num_threads(previous)
 
 
-def test_a_tensor_that_does_not_lie_in_one_piece_counts_as_its_values() -> None:
+def test_a_non_contiguous_tensor_has_the_digest_of_its_values() -> None:
     whole = torch.arange(12.0).view(3, 4)
     assert tensor_digests({"a": whole.t()}) == tensor_digests({"a": whole.t().contiguous()})

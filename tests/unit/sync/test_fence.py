@@ -1,4 +1,4 @@
-"""What a rank may still do in its generation, and where it says that it stands."""
+"""The generation fence: which updates a rank may apply, and which position it reports."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def entered(step: int, committed: int) -> GenerationFence:
     return fence
 
 
-def test_what_is_done_again_has_to_be_committed_again() -> None:
-    """After going back to a checkpoint, a rank claims no step that the others have still to do."""
+def test_redone_steps_are_not_committed_until_committed_again() -> None:
+    """After loading a checkpoint, a rank reports no step as committed that the others have yet to do."""
     fence = entered(step=10, committed=9)
     fence.set_step(4)
     for step in range(5, 9):
@@ -29,7 +29,7 @@ def test_what_is_done_again_has_to_be_committed_again() -> None:
     assert fence.position() == State(step=8, committed=4)
 
 
-def test_nothing_is_applied_in_a_generation_that_is_over() -> None:
+def test_no_update_is_applied_in_an_ended_generation() -> None:
     fence = entered(step=3, committed=2)
     assert fence.end(FIRST) == State(step=3, committed=2)
     with pytest.raises(GenerationEnded), fence.apply_step(4):
@@ -37,14 +37,14 @@ def test_nothing_is_applied_in_a_generation_that_is_over() -> None:
     assert fence.position() == State(step=3, committed=2)
 
 
-def test_an_update_that_fails_in_the_middle_leaves_no_state() -> None:
+def test_an_update_that_fails_midway_leaves_no_state() -> None:
     fence = entered(step=3, committed=2)
     with pytest.raises(ZeroDivisionError), fence.apply_step(4):
         raise ZeroDivisionError
     assert fence.position() is None
 
 
-def test_a_lease_counts_for_its_own_generation() -> None:
+def test_a_lease_is_valid_only_for_its_own_generation() -> None:
     fence = entered(step=3, committed=2)
     fence.end(FIRST)
     fence.enter(SECOND, has_state=True, min_step=2)
@@ -57,7 +57,7 @@ def test_a_lease_counts_for_its_own_generation() -> None:
     fence.await_lease()
 
 
-def test_whoever_is_told_to_end_somebody_elses_generation_goes_on() -> None:
+def test_ending_another_generation_does_not_stop_the_rank() -> None:
     fence = entered(step=3, committed=2)
     fence.end(SECOND)
     with fence.apply_step(4):

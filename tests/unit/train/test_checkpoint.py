@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, and no flipped bit gets in."""
+"""Checkpoints are saved whole or not at all, and every flipped bit is detected."""
 
 from __future__ import annotations
 
@@ -68,26 +68,26 @@ def folder(tmp_path: Path) -> CheckpointFolder:
     return CheckpointFolder(tmp_path, keep=3)
 
 
-def test_what_was_saved_comes_back(folder: CheckpointFolder) -> None:
+def test_a_saved_checkpoint_is_loaded_unchanged(folder: CheckpointFolder) -> None:
     save(folder, 5)
     model, optimizer = trained()
-    found = folder.load_latest()
-    assert found.progress == Progress(5, 50)
+    loaded = folder.load_latest()
+    assert loaded.progress == Progress(5, 50)
     fresh = GPT(SHAPE)
     fresh_optimizer = AdamW(fresh.decay_groups(0.1), fused=True)
-    load_weights(fresh, found.model)
-    load_moments(fresh, fresh_optimizer, found.optimizer, step=3)
+    load_weights(fresh, loaded.model)
+    load_moments(fresh, fresh_optimizer, loaded.optimizer, step=3)
     for name, tensor in {**weights(model), **moments(model, optimizer)}.items():
         assert torch.equal(tensor, {**weights(fresh), **moments(fresh, fresh_optimizer)}[name]), name
 
 
-def test_three_are_kept(folder: CheckpointFolder, tmp_path: Path) -> None:
+def test_three_checkpoints_are_kept(folder: CheckpointFolder, tmp_path: Path) -> None:
     for step in (1, 2, 3, 4, 5):
         save(folder, step)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in (3, 4, 5)]
 
 
-def test_a_leftover_of_a_killed_save_is_swept_and_never_loaded(folder: CheckpointFolder, tmp_path: Path) -> None:
+def test_the_leftover_of_a_killed_save_is_removed_and_never_loaded(folder: CheckpointFolder, tmp_path: Path) -> None:
     save(folder, 1)
     shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000002.tmp")
     assert folder.load_latest().progress.step == 1
@@ -101,7 +101,7 @@ def test_saving_the_same_step_again_replaces_it(folder: CheckpointFolder) -> Non
 
 
 @pytest.mark.parametrize("damage", ["truncate", "zero", "remove", "manifest gone", "empty manifest"])
-def test_a_damaged_one_is_set_aside_and_the_previous_used(
+def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_loaded(
     folder: CheckpointFolder, tmp_path: Path, damage: str
 ) -> None:
     save(folder, 1)
@@ -123,10 +123,10 @@ def test_a_damaged_one_is_set_aside_and_the_previous_used(
     assert not newest.exists()
 
 
-def test_any_flipped_bit_is_found(folder: CheckpointFolder) -> None:
-    """Two hundred random bits in all four files."""
-    where = save(folder, 1)
-    files = sorted(where.iterdir())
+def test_any_flipped_bit_is_detected(folder: CheckpointFolder) -> None:
+    """Flip two hundred random bits in all four files."""
+    path = save(folder, 1)
+    files = sorted(path.iterdir())
     rng = random.Random(7)
     for _ in range(200):
         victim = rng.choices(files, weights=[file.stat().st_size for file in files])[0]
@@ -135,15 +135,15 @@ def test_any_flipped_bit_is_found(folder: CheckpointFolder) -> None:
         bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
         victim.write_bytes(bad)
         with pytest.raises(CheckpointError):
-            read_checkpoint(where)
+            read_checkpoint(path)
         victim.write_bytes(good)
-    assert read_checkpoint(where).progress.step == 1
+    assert read_checkpoint(path).progress.step == 1
 
 
 @pytest.mark.long
-def test_every_bit_of_the_manifest_counts(folder: CheckpointFolder) -> None:
-    where = save(folder, 1)
-    manifest = where / "manifest.json"
+def test_every_flipped_bit_of_the_manifest_is_detected(folder: CheckpointFolder) -> None:
+    path = save(folder, 1)
+    manifest = path / "manifest.json"
     good = manifest.read_bytes()
     for position in range(len(good)):
         for bit in range(8):
@@ -151,30 +151,30 @@ def test_every_bit_of_the_manifest_counts(folder: CheckpointFolder) -> None:
             bad[position] ^= 1 << bit
             manifest.write_bytes(bad)
             with pytest.raises(CheckpointError):
-                read_checkpoint(where)
+                read_checkpoint(path)
 
 
-def test_all_broken_is_an_error_that_says_so(folder: CheckpointFolder) -> None:
+def test_a_folder_with_only_damaged_checkpoints_is_an_error(folder: CheckpointFolder) -> None:
     (save(folder, 1) / "state.json").write_text("not json")
     with pytest.raises(CheckpointError, match="no checkpoint to resume from") as caught:
         folder.load_latest()
     assert "state.json is damaged" in caught.value.why
 
 
-def test_none_at_all_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint"):
         CheckpointFolder(tmp_path / "nothing", keep=3).load_latest()
 
 
-def test_another_model_is_refused_by_name(folder: CheckpointFolder) -> None:
+def test_a_checkpoint_of_another_model_is_refused_with_the_tensor_name(folder: CheckpointFolder) -> None:
     save(folder, 1)
     other = GPT(SHAPE.model_copy(update={"width": 16}))
     with pytest.raises(CheckpointError, match=r"model\.token\.weight"):
         load_weights(other, folder.load_latest().model)
 
 
-def test_another_format_is_no_damage(folder: CheckpointFolder) -> None:
-    """Written by a later version of shoal, most likely: passed over, and left where it is."""
+def test_a_checkpoint_of_another_format_is_skipped_and_kept(folder: CheckpointFolder) -> None:
+    """A later version of shoal may have written it."""
     save(folder, 1)
     newest = save(folder, 2)
     manifest = newest / "manifest.json"
@@ -183,53 +183,53 @@ def test_another_format_is_no_damage(folder: CheckpointFolder) -> None:
     assert newest.exists()
 
 
-# Parts of ranks
+# Shards of ranks
 
-PARTS = RankShards(ranks=2, mark=7, step=4, cursor=40, in_flight=1)
+SHARDS = RankShards(ranks=2, mark=7, step=4, cursor=40, in_flight=1)
 
 
-def save_with_parts(folder: CheckpointFolder, step: int, mark: int = 7) -> Path:
+def save_with_shards(folder: CheckpointFolder, step: int, mark: int = 7) -> Path:
     folder.begin(step)
     for rank in range(2):
         write_shard(folder.unfinished(step), rank, {"model.w": torch.full((3,), float(rank))}, mark)
     tensors = {"model.w": torch.ones(3)}
-    return folder.complete(Checkpoint(Progress(step, 10 * step), tensors, {}, PARTS))
+    return folder.complete(Checkpoint(Progress(step, 10 * step), tensors, {}, SHARDS))
 
 
-def test_parts_come_back(folder: CheckpointFolder) -> None:
-    where = save_with_parts(folder, 5)
-    assert folder.load_latest().shards == PARTS
-    assert [read_shard(where, rank, 7)["model.w"].tolist() for rank in range(2)] == [[0.0] * 3, [1.0] * 3]
+def test_saved_shards_are_loaded_unchanged(folder: CheckpointFolder) -> None:
+    path = save_with_shards(folder, 5)
+    assert folder.load_latest().shards == SHARDS
+    assert [read_shard(path, rank, 7)["model.w"].tolist() for rank in range(2)] == [[0.0] * 3, [1.0] * 3]
 
 
-def test_any_flipped_bit_of_a_part_is_found(folder: CheckpointFolder) -> None:
-    where = save_with_parts(folder, 5)
-    victim = where / "rank-1.safetensors"
+def test_any_flipped_bit_of_a_shard_is_detected(folder: CheckpointFolder) -> None:
+    path = save_with_shards(folder, 5)
+    victim = path / "rank-1.safetensors"
     good = victim.read_bytes()
     for position in range(len(good)):
         victim.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
         with pytest.raises(CheckpointError, match="damaged"):
-            read_shard(where, 1, 7)
-    assert read_checkpoint(where).progress.step == 5, "what is common is whole"
+            read_shard(path, 1, 7)
+    assert read_checkpoint(path).progress.step == 5, "the files that all ranks share are undamaged"
 
 
-def test_a_part_of_another_save_or_none_is_refused(folder: CheckpointFolder) -> None:
-    where = save_with_parts(folder, 5, mark=8)
+def test_a_shard_of_another_save_or_a_missing_one_is_refused(folder: CheckpointFolder) -> None:
+    path = save_with_shards(folder, 5, mark=8)
     with pytest.raises(CheckpointError, match="another save"):
-        read_shard(where, 0, 7)
+        read_shard(path, 0, 7)
     with pytest.raises(CheckpointError, match=r"rank-2\.safetensors is missing"):
-        read_shard(where, 2, 7)
-    (where / "manifest.json").unlink()
+        read_shard(path, 2, 7)
+    (path / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
-        read_shard(where, 0, 8)
+        read_shard(path, 0, 8)
 
 
-def test_a_part_that_cannot_be_written_is_an_error(folder: CheckpointFolder, tmp_path: Path) -> None:
+def test_a_shard_that_cannot_be_written_is_an_error(folder: CheckpointFolder, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="part of rank 3"):
         write_shard(tmp_path / "nowhere", 3, {}, 7)
 
 
-def test_what_a_run_left_behind_is_set_aside(folder: CheckpointFolder, tmp_path: Path) -> None:
+def test_newer_checkpoints_are_set_aside(folder: CheckpointFolder, tmp_path: Path) -> None:
     for step in (3, 5, 7):
         save(folder, step)
     folder.set_aside_newer(3)
@@ -240,7 +240,7 @@ def test_what_a_run_left_behind_is_set_aside(folder: CheckpointFolder, tmp_path:
     }
 
 
-def test_what_two_lineages_had_in_common_stays_when_one_is_given_up(folder: CheckpointFolder, tmp_path: Path) -> None:
+def test_the_shared_checkpoints_of_an_abandoned_lineage_are_kept(folder: CheckpointFolder, tmp_path: Path) -> None:
     model, optimizer = trained()
     for step in (1, 2, 3):
         progress = Progress(step, 10 * step, "1-0", "1-0")
@@ -251,8 +251,8 @@ def test_what_two_lineages_had_in_common_stays_when_one_is_given_up(folder: Chec
     ]  # fmt: skip
 
 
-def test_as_many_are_set_aside_as_are_kept(folder: CheckpointFolder, tmp_path: Path) -> None:
-    """A run whose machines part and meet for weeks must not fill the disk."""
+def test_only_as_many_abandoned_checkpoints_are_kept_as_configured(folder: CheckpointFolder, tmp_path: Path) -> None:
+    """A run whose machines fork and rejoin for weeks must not fill the disk."""
     model, optimizer = trained()
     for step in range(1, 8):
         progress = Progress(step, 10 * step, "1-0", f"{step}-0")
@@ -263,11 +263,11 @@ def test_as_many_are_set_aside_as_are_kept(folder: CheckpointFolder, tmp_path: P
 
 @contextmanager
 def parent_of_savers() -> Iterator[Connection]:
-    """A process that has imported all it needs once, and forks one that saves for each order."""
-    orders, theirs = FORKSERVER.Pipe()
-    parent = FORKSERVER.Process(target=fork_savers, args=(theirs,))
+    """Start a process that has its imports done and forks a saving process for each order."""
+    orders, child_end = FORKSERVER.Pipe()
+    parent = FORKSERVER.Process(target=fork_savers, args=(child_end,))
     parent.start()
-    theirs.close()
+    child_end.close()
     try:
         yield orders
         orders.send(None)
@@ -280,16 +280,16 @@ def parent_of_savers() -> Iterator[Connection]:
 
 
 def fork_savers(orders: Connection) -> None:
-    """Answers each order with the number of the process, and with how it ended."""
+    """Answer each order with the pid of the saving process, then with its exit code."""
     while order := orders.recv():
         pid = os.fork()
         if pid == 0:
-            save_for_ever(*order)
+            save_forever(*order)
         orders.send(pid)
         orders.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
-def save_for_ever(path: Path, step: int) -> None:
+def save_forever(path: Path, step: int) -> None:
     folder = CheckpointFolder(path, keep=3)
     model, optimizer = trained()
     while True:
@@ -298,80 +298,82 @@ def save_for_ever(path: Path, step: int) -> None:
 
 
 def newest(path: Path) -> int:
-    return max((int(found.name[5:13]) for found in path.glob("step-????????")), default=0)
+    return max((int(entry.name[5:13]) for entry in path.glob("step-????????")), default=0)
 
 
-# Nothing is left to chance when the power fails or the process is killed.
+# Power failures and kills
 
 
-def test_all_is_on_disk_before_the_name_is(folder: CheckpointFolder, tmp_path: Path, monkeypatch: Any) -> None:
-    done: list[str] = []
+def test_every_file_is_synced_before_the_rename(folder: CheckpointFolder, tmp_path: Path, monkeypatch: Any) -> None:
+    operations: list[str] = []
     sync, rename = os.fsync, Path.rename
 
     def fsync(fd: int) -> None:
-        done.append(f"sync {Path(f'/proc/self/fd/{fd}').readlink().relative_to(tmp_path)}")
+        operations.append(f"sync {Path(f'/proc/self/fd/{fd}').readlink().relative_to(tmp_path)}")
         sync(fd)
 
-    def renamed(path: Path, target: Path) -> Path:
-        done.append(f"rename {path.name} {target.name}")
+    def recorded_rename(path: Path, target: Path) -> Path:
+        operations.append(f"rename {path.name} {target.name}")
         return rename(path, target)
 
     (tmp_path / "checkpoints").mkdir()
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(Path, "rename", recorded_rename)
     model, optimizer = trained()
     folder = CheckpointFolder(tmp_path / "checkpoints", keep=1)
     folder.begin(3)
     folder.complete(Checkpoint(Progress(3, 30), weights(model), moments(model, optimizer)), ledger=FileMark(7, "ab"))
     hidden = "checkpoints/.step-00000003.tmp"
     files = ("model.safetensors", "optimizer.safetensors", "state.json", "ledger.json", "manifest.json")
-    place = done.index("rename .step-00000003.tmp step-00000003")
-    assert {f"sync {hidden}/{name}" for name in files} | {f"sync {hidden}"} <= set(done[:place])
-    assert done[place + 1 :] == ["sync checkpoints"]
+    rename_index = operations.index("rename .step-00000003.tmp step-00000003")
+    assert {f"sync {hidden}/{name}" for name in files} | {f"sync {hidden}"} <= set(operations[:rename_index])
+    assert operations[rename_index + 1 :] == ["sync checkpoints"]
     mark = json.loads((tmp_path / "checkpoints" / "step-00000003" / "ledger.json").read_text())
     assert mark == {"size": 7, "sha256": "ab"}
 
 
 @pytest.mark.parametrize("broken_at", [".step-00000003.tmp", "step-00000003"])
-def test_with_one_checkpoint_kept_a_kill_between_two_renames_leaves_it(
+def test_a_kill_between_two_renames_leaves_the_only_checkpoint(
     tmp_path: Path, monkeypatch: Any, broken_at: str
 ) -> None:
     folder = CheckpointFolder(tmp_path, keep=1)
     save(folder, 3)
     rename = Path.rename
 
-    def killed(path: Path, target: Path) -> Path:
+    def interrupted_rename(path: Path, target: Path) -> Path:
         if path.name == broken_at:
             raise KeyboardInterrupt
         return rename(path, target)
 
-    monkeypatch.setattr(Path, "rename", killed)
+    monkeypatch.setattr(Path, "rename", interrupted_rename)
     with pytest.raises(KeyboardInterrupt):
         save(folder, 3)
     monkeypatch.undo()
-    again = CheckpointFolder(tmp_path, keep=1)
+    reopened = CheckpointFolder(tmp_path, keep=1)
     before = sorted(path.name for path in tmp_path.iterdir())
-    assert again.load_latest().progress.step == 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == before, "a reader renames nothing: a training may write"
-    save(again, 3)
+    assert reopened.load_latest().progress.step == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == before, (
+        "a reader renames nothing: a training may be writing"
+    )
+    save(reopened, 3)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
-def test_by_its_sums_the_newest_whole_one_is_named(folder: CheckpointFolder, tmp_path: Path) -> None:
+def test_newest_whole_skips_a_checkpoint_with_a_wrong_checksum(folder: CheckpointFolder, tmp_path: Path) -> None:
     for step in (1, 2):
         save(folder, step)
     newest = tmp_path / "step-00000002" / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1] + b"!")
-    told: list[str] = []
-    found = folder.newest_whole(lambda error: told.append(error.seen))
-    assert found == Progress(1, 10)
-    assert told == [f"{newest} is damaged: its SHA-256 is not the one written"]
+    errors: list[str] = []
+    whole = folder.newest_whole(lambda error: errors.append(error.seen))
+    assert whole == Progress(1, 10)
+    assert errors == [f"{newest} is damaged: its SHA-256 is not the one written"]
     assert (tmp_path / "step-00000002.corrupt").is_dir()
 
 
 def choose(world: World, folders: Path) -> tuple[int, int]:
-    """Two machines: the first one's checkpoint of step 3 is damaged, and it has one of step 1; the second has one of
-    step 2."""
+    """Choose a checkpoint of two machines: the first has a damaged one of step 3 and one of step 1, the second has one
+    of step 2."""
     own = CheckpointFolder(folders / str(world.rank), keep=3)
     for step in (1, 3) if world.rank == 0 else (2,):
         save(own, step)
@@ -386,16 +388,16 @@ def choose(world: World, folders: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("prompt", "begins"), [("", ""), ("sea", "sea")])
-def test_a_model_of_a_text_without_line_ends_writes_sentences(tmp_path: Path, prompt: str, begins: str) -> None:
+def test_a_model_of_a_text_without_line_ends_generates_samples(tmp_path: Path, prompt: str, begins: str) -> None:
     run = RunFolder.create(tmp_path / "run")
     tokenizer = build_tokenizer("char", "she sells sea shells", bpe_vocab=300)
     shape = ("layers=1", "heads=1", "width=8", "seq_len=4", f"vocab_size={tokenizer.vocab_size}")
-    config = build_config(sets=[f"model.{each}" for each in shape])
+    config = build_config(sets=[f"model.{setting}" for setting in shape])
     run.config.write_text(to_toml(config), encoding="utf-8")
     save_tokenizer(tokenizer, run.tokenizer)
     state = Checkpoint(Progress(1, 1), weights(GPT(config.model)), {})
     CheckpointFolder(run.checkpoints, keep=1).save(state)
     options = Namespace(prompt=prompt, count=3, length=6, temperature=1.0, seed=1)
     sentences = write_sentences(run, options)
-    assert [len(each) for each in sentences] == [len(prompt) + 6] * 3
-    assert all(each.startswith(begins) and set(each) <= set("she sells sea shells") for each in sentences)
+    assert [len(sentence) for sentence in sentences] == [len(prompt) + 6] * 3
+    assert all(sentence.startswith(begins) and set(sentence) <= set("she sells sea shells") for sentence in sentences)

@@ -1,4 +1,4 @@
-"""The ledger of a run whose machines came, went and lost each other."""
+"""The ledger of a run whose machines joined, left and were partitioned."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def test_generations_of_one_lineage_follow_each_other() -> None:
     assert (report.steps, report.generations, report.lineages, report.redone) == (30, 3, 1, 0)
 
 
-def test_what_two_supervisors_of_a_folder_wrote_counts_once() -> None:
-    one, two = commits(1, 10), commits(11, 20, "2-0")
-    report = check_ledger([*interleave(one, one), *interleave(two, two[:4]), *one[3:]])
+def test_lines_written_by_two_supervisors_count_once() -> None:
+    first, second = commits(1, 10), commits(11, 20, "2-0")
+    report = check_ledger([*interleave(first, first), *interleave(second, second[:4]), *first[3:]])
     assert report.ok
     assert (report.steps, report.samples, report.redone) == (20, 20 * BATCH, 0)
 
 
 @given(st.data())
-def test_copies_change_nothing_wherever_they_stand(data: st.DataObject) -> None:
+def test_copied_lines_change_nothing_at_any_position(data: st.DataObject) -> None:
     lines = [*commits(1, 8), *commits(9, 12, "3-1"), *commits(11, 20, "5-0", "5-0")]
     expected = check_ledger(lines)
     for copied in data.draw(st.lists(st.sampled_from(lines[:12]), max_size=10)):
@@ -79,45 +79,45 @@ def test_copies_change_nothing_wherever_they_stand(data: st.DataObject) -> None:
     assert (expected.ok, expected.steps, expected.redone) == (True, 20, 2)
 
 
-def test_a_late_line_of_an_earlier_generation_is_in_its_place() -> None:
+def test_a_late_line_of_an_earlier_generation_is_accepted() -> None:
     report = check_ledger([*commits(1, 9), *commits(11, 12, "2-1"), *commits(10, 10), *commits(13, 15, "2-1")])
     assert report.ok
     assert (report.steps, report.redone) == (15, 0)
 
 
-def test_a_step_of_a_later_generation_is_a_redo_from_the_same_position_only() -> None:
-    again = check_ledger([*commits(1, 10), *commits(9, 12, "2-0")])
-    assert (again.ok, again.redone, again.steps) == (True, 2, 12)
+def test_a_step_of_a_later_generation_is_a_redo_only_from_the_same_position() -> None:
+    redo = check_ledger([*commits(1, 10), *commits(9, 12, "2-0")])
+    assert (redo.ok, redo.redone, redo.steps) == (True, 2, 12)
     moved = commits(9, 12, "2-0")
     moved[0]["samples"] = [9 * BATCH, 10 * BATCH]
     assert check_ledger([*commits(1, 10), *moved]).doubles == [9]
 
 
-def test_a_lineage_that_was_given_up_does_not_count() -> None:
+def test_an_abandoned_lineage_does_not_count() -> None:
     sides = interleave(commits(11, 15, "3-1", "3-1"), commits(11, 30, "3-0", "3-0"))
     report = check_ledger([*commits(1, 10), *sides, abandoned("3-1", "3-0", 10), *commits(31, 40, "5-0", "3-0")])
     assert report.ok
     assert (report.steps, report.abandoned, report.redone, report.lineages) == (40, 5, 0, 3)
 
 
-def test_the_first_lineage_may_be_the_one_given_up() -> None:
-    """The other one was built on step 11, which was in the air when they parted: that one stays."""
+def test_the_first_lineage_may_be_the_abandoned_one() -> None:
+    """The other lineage was built on step 11, which was in flight at the fork: that step stays."""
     sides = interleave(commits(12, 15), commits(12, 30, "3-2", "3-2"))
     report = check_ledger([*commits(1, 11), *sides, abandoned("1-0", "3-2", 10)])
     assert report.ok
     assert (report.steps, report.abandoned) == (30, 4)
 
 
-def test_a_step_in_the_air_that_only_one_side_kept() -> None:
-    """Step 11 was committed by those who had it, and done again by those who had not and gave up later."""
+def test_a_step_in_flight_may_be_kept_by_one_side_only() -> None:
+    """Step 11 was committed by the side that had it, and redone by the side that lacked it and was abandoned later."""
     sides = interleave(commits(11, 14, "5-0", "5-0"), commits(12, 20, "6-1", "6-1"))
     report = check_ledger([*commits(1, 11), *sides, abandoned("5-0", "6-1", 10)])
     assert report.ok
     assert (report.steps, report.abandoned, report.redone) == (20, 4, 0)
 
 
-def test_the_own_folder_of_a_machine_that_came_back() -> None:
-    """Its own lineage first, then what it copied of the other one's ledger."""
+def test_the_ledger_of_a_machine_that_rejoined_is_accepted() -> None:
+    """It has its own lineage first, then the lines copied from the other ledger."""
     lines = [*commits(1, 10), *commits(11, 15, "3-1", "3-1"), abandoned("3-1", "3-0", 10)]
     report = check_ledger([*lines, *commits(11, 30, "3-0", "3-0")])
     assert report.ok
@@ -130,16 +130,18 @@ def test_two_lineages_that_both_stand_are_a_fork() -> None:
     assert not report.ok
     (fork,) = report.forked
     assert (set(fork.lineages), fork.first, fork.last) == ({"3-0", "3-1"}, 11, 15)
-    assert (report.steps, report.gaps, report.overlaps, report.redone) == (30, [], [], 0), "the longer one is judged"
+    assert (report.steps, report.gaps, report.overlaps, report.redone) == (30, [], [], 0), (
+        "the longer lineage is checked"
+    )
 
 
-def test_a_lineage_that_left_the_one_that_goes_on_is_a_fork_too() -> None:
+def test_a_lineage_that_branches_off_the_continued_one_is_a_fork() -> None:
     report = check_ledger([*commits(1, 11), *commits(12, 13, "3-2", "3-2"), *commits(12, 40)])
     assert [(fork.first, fork.last) for fork in report.forked] == [(12, 13)]
     assert report.steps == 40
 
 
-def test_giving_up_one_of_three_leaves_a_fork() -> None:
+def test_abandoning_one_of_three_lineages_leaves_a_fork() -> None:
     sides = interleave(*(commits(11, 20, name, name) for name in ("3-0", "3-1", "3-2")))
     report = check_ledger([*commits(1, 10), *sides, abandoned("3-2", "3-0", 10)])
     assert [set(fork.lineages) for fork in report.forked] == [{"3-0", "3-1"}]
@@ -147,13 +149,13 @@ def test_giving_up_one_of_three_leaves_a_fork() -> None:
 
 
 @pytest.mark.parametrize(("back_to", "redone"), [(21, 0), (15, 6), (1, 20)])
-def test_a_resumed_launch_is_no_fork(back_to: int, redone: int) -> None:
+def test_a_resumed_launch_is_not_a_fork(back_to: int, redone: int) -> None:
     report = check_ledger([*commits(1, 12), *commits(13, 20, "3-1"), *commits(back_to, 30, "4-0", "4-0")])
     assert report.ok
     assert (report.steps, report.redone, report.lineages) == (30, redone, 2)
 
 
-def test_launches_with_and_without_membership_may_take_turns() -> None:
+def test_launches_with_and_without_membership_may_alternate() -> None:
     plain = [{**record, "generation": 0} for record in commits(1, 10)]
     for record in plain:
         del record["lineage"]
@@ -163,10 +165,12 @@ def test_launches_with_and_without_membership_may_take_turns() -> None:
     assert (report.steps, report.redone) == (40, 2 + 3 + 5)
 
 
-def test_gaps_are_judged_over_what_stands() -> None:
+def test_gaps_are_checked_in_the_standing_lineages() -> None:
     sides = interleave(commits(11, 15, "3-1", "3-1"), commits(12, 30, "3-0", "3-0"))
     report = check_ledger([*commits(1, 10), *sides, abandoned("3-1", "3-0", 10)])
-    assert report.gaps == [(10 * BATCH, 11 * BATCH)], "two that began under one number were not built on each other"
+    assert report.gaps == [(10 * BATCH, 11 * BATCH)], (
+        "two lineages that began under one number are not built on each other"
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,14 +182,14 @@ def test_gaps_are_judged_over_what_stands() -> None:
         {**commits(4, 4)[0], "lineage": [1, 0]},
     ],
 )
-def test_what_cannot_be_read_is_counted(line: Record) -> None:
+def test_unreadable_lines_are_counted(line: Record) -> None:
     assert check_ledger([*commits(1, 3), line]).unreadable == 1
 
 
 HUGE = 2**62
 
 
-def test_a_huge_number_in_a_damaged_line_costs_no_memory() -> None:
+def test_a_huge_number_in_a_damaged_line_needs_no_memory() -> None:
     """One flipped digit must not make `shoal verify` list 2^62 steps or ranks."""
     damaged = {**commits(4, 4)[0], "step": HUGE}
     report = check_ledger([*commits(1, 3), damaged, *commits(5, 6)])
@@ -200,19 +204,19 @@ spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
 
 
 @given(spans, spans)
-def test_spans_are_sets_of_numbers(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+def test_spans_behave_like_sets_of_numbers(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
     numbers = {number for first, last in some for number in range(first, last + 1)}
     taken = {number for first, last in others for number in range(first, last + 1)}
     assert subtract_spans(some, others) == to_spans(numbers - taken)
     assert {number for first, last in to_spans(numbers) for number in range(first, last + 1)} == numbers
 
 
-def test_spans_are_written_as_people_do() -> None:
+def test_spans_are_formatted_for_reading() -> None:
     assert format_spans(to_spans([9, 3, 7, 8])) == "3, 7 to 9"
     assert format_spans(to_spans(range(0, 20, 2))) == "0, 2, 4, 6, …"
 
 
-# `shoal verify` on run folders written by hand; tests/integration/tools/test_verify.py damages real ones.
+# `shoal verify` on handwritten run folders; tests/integration/tools/test_verify.py damages real ones.
 
 
 def run_of(folder: Path, events: list[Record], lines: list[Record], on: str = "local:2") -> RunFolder:
@@ -233,12 +237,12 @@ def two_ranks(last: int, **more: Any) -> list[Record]:
 
 
 def resumed(rank: int, after: int, generation: str) -> list[Record]:
-    again = start(rank, resumed_from=after, time=1_790_000_500.0)
-    return [again, entered(rank, generation, (0, 1), after, generation, how="first")]
+    restart = start(rank, resumed_from=after, time=1_790_000_500.0)
+    return [restart, entered(rank, generation, (0, 1), after, generation, how="first")]
 
 
 def test_a_resumed_run_that_has_not_committed_yet_passes(tmp_path: Path) -> None:
-    """The lines of the steps after the checkpoint stand until these are done again."""
+    """The lines of the steps after the checkpoint remain valid until those steps are redone."""
     events = [*two_ranks(200, loss=1.0), *(event for rank in (0, 1) for event in resumed(rank, 150, "3-0"))]
     run = run_of(tmp_path / "run", events, commit_records(1, 200, "1-0"))
     assert wrong_in(run) == []
@@ -246,19 +250,19 @@ def test_a_resumed_run_that_has_not_committed_yet_passes(tmp_path: Path) -> None
     assert any("no more than step 200" in text for text in wrong_in(run))
 
 
-def test_lines_that_a_joined_machine_wrote_twice_pass(tmp_path: Path) -> None:
-    """The same step of the same generation is the same step; another order is not."""
+def test_lines_written_twice_by_a_joined_machine_pass(tmp_path: Path) -> None:
+    """A repeated step of one generation is accepted; another order is not."""
     events = [start(2, 3), entered(2, "2-0", (0, 1, 2), 20, how="joined"), *steps(2, 21, 30)]
     whole = [*commit_records(1, 20, "1-0"), *commit_records(21, 29, "2-0", members=(0, 1, 2))]
-    again = [{**record, "time": 1.0} for record in whole[10:20]]
-    run = run_of(tmp_path / "run", events, [*whole[:20], *again, *whole[20:]], on="join:3")
+    repeated = [{**record, "time": 1.0} for record in whole[10:20]]
+    run = run_of(tmp_path / "run", events, [*whole[:20], *repeated, *whole[20:]], on="join:3")
     assert wrong_in(run) == []
     whole[4], whole[5] = whole[5], whole[4]
     assert any("not in order" in text for text in wrong_in(run_of(tmp_path / "swapped", events, whole, on="join:3")))
 
 
-def test_the_loss_is_compared_only_with_the_events_of_all(tmp_path: Path) -> None:
-    """Rank 1 did step 20 when the others were lost, and never learned the world's loss of it."""
+def test_the_loss_is_compared_only_with_the_events_of_all_ranks(tmp_path: Path) -> None:
+    """Rank 1 did step 20 when the others were lost, and never received the world's loss for it."""
     events = two_ranks(20, loss=1.0)
     alone = [event for event in events if event["rank"] == 1]
     alone[-1] = alone[-1] | {"loss": 7.0}
@@ -274,23 +278,25 @@ def test_the_loss_is_compared_only_with_the_events_of_all(tmp_path: Path) -> Non
     assert wrong_in(run) == ["commits.jsonl: step 20: the loss is not the one that the ranks recorded"]
 
 
-def test_a_rank_records_the_loss_that_it_is_told_after_a_break(tmp_path: Path) -> None:
+def test_a_rank_records_the_losses_it_receives_after_an_interruption(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
     recorder = Recorder(run, unjoined_world(Placement(0, 1, 0, 1), torch.device("cpu")))
-    told = [recorder.describe(step, step - 1, step, loss=2.0) for step in (1, 2, 3, 4)]
+    records = [recorder.describe(step, step - 1, step, loss=2.0) for step in (1, 2, 3, 4)]
     recorder.propose(1, 0, 1, 2.0)
     for step in (1, 2, 3):
         recorder.step(step, {}, own_loss=9.0)
-    told[2]["generation"] = "7-0"
+    records[2]["generation"] = "7-0"
     for _ in range(2):
-        recorder.hold([*told[:3], told[3] | {"partial": True}])
+        recorder.hold([*records[:3], records[3] | {"partial": True}])
     recorder.close()
     losses = [(event["step"], event["loss"]) for event in read_jsonl(run.events(0)) if event["event"] == "loss"]
-    assert losses == [(2, 2.0)], "step 1 was known, step 3 is of another generation, step 4 not done here"
+    assert losses == [(2, 2.0)], (
+        "step 1 was recorded before, step 3 is of another generation, step 4 was not done by this rank"
+    )
 
 
 def finished_run(folder: Path) -> RunFolder:
-    """As `shoal train --steps 100` leaves it, without the states."""
+    """Make a run as `shoal train --steps 100` leaves it, without the states."""
     run = create_run(build_config("grammar", None, sets=[*TINY, "train.steps=100", "run.on=local:2"]), folder, 2)
     read = {"config_sha256": hashlib.sha256(run.config.read_bytes()).hexdigest(), "steps": 100}
     for event in all_events():
@@ -311,7 +317,7 @@ def about_settings(run: RunFolder) -> list[str]:
     return [text for text in wrong_in(run) if text.startswith(("config.toml", "manifest.json"))]
 
 
-def test_a_resume_that_never_started_a_rank_is_no_damage(tmp_path: Path) -> None:
+def test_a_resume_that_never_started_a_rank_is_not_damage(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run")
     assert about_settings(run) == []
     for planned in (500, 600):
@@ -325,7 +331,7 @@ def test_a_resume_that_never_started_a_rank_is_no_damage(tmp_path: Path) -> None
     assert [text for text in about_settings(run) if "it was changed" in text]
 
 
-def test_settings_that_stay_the_same_are_not_written_anew(tmp_path: Path) -> None:
+def test_unchanged_settings_are_not_rewritten(tmp_path: Path) -> None:
     """A newer version may write the same settings in another way."""
     run = finished_run(tmp_path / "run")
     before = run.config.read_bytes() + b"# of an older version\n"
@@ -335,12 +341,12 @@ def test_settings_that_stay_the_same_are_not_written_anew(tmp_path: Path) -> Non
     assert [event["event"] for event in read_jsonl(run.supervisor)] == ["supervising", "ended"]
 
 
-def test_what_was_trained_before_a_recovery_stands() -> None:
-    """All ranks are lost after step 30 and go on from the checkpoint of step 20."""
+def test_steps_before_a_recovery_stand() -> None:
+    """All ranks are lost after step 30 and continue from the checkpoint of step 20."""
     events = two_ranks(30, loss=3.0)
     for rank in (0, 1):
         events += [start(rank, time=1_790_000_500.0), entered(rank, "3-0", (0, 1), 20, "3-0", how="recovered")]
         events += steps(rank, 21, 40, loss=1.0)
     summary = summarize(events)
     assert summary.loss.tolist() == [3.0] * 20 + [1.0] * 20
-    assert [each.stands for each in summary.history] == [True, True]
+    assert [entry.stands for entry in summary.history] == [True, True]

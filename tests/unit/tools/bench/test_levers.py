@@ -1,4 +1,4 @@
-"""`shoal bench levers`: what is compared with what, from names to the table."""
+"""`shoal bench levers`: lever names, experiments, clusters, and the table of comparisons."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def point(name: str, tokens_per_s: float, **more: object) -> LeverPoint:
 
 
 def curve(*losses: float, seconds: float = 1.0, tokens: float = 100.0) -> tuple[Evaluation, ...]:
-    """One evaluation after every `tokens`, which take `seconds`."""
+    """Make one evaluation after every `tokens`, which take `seconds`."""
     places = enumerate(losses, start=1)
     return tuple(Evaluation(tokens=tokens * at, seconds=seconds * at, loss=loss) for at, loss in places)
 
@@ -64,12 +64,12 @@ def curve(*losses: float, seconds: float = 1.0, tokens: float = 100.0) -> tuple[
         ("accumulate", {"mode": "ddp", "accumulate": 4}),
     ],
 )
-def test_a_name_is_a_setting(text: str, chosen: dict[str, object]) -> None:
+def test_a_lever_name_is_parsed_to_settings(text: str, chosen: dict[str, object]) -> None:
     assert parse_lever(text) == chosen
 
 
 @pytest.mark.parametrize("text", ["", "diloko", "diloco:x", "ddp:4", "diloco:-1", "int8+", "diloco 50"])
-def test_what_is_no_lever_is_refused(text: str) -> None:
+def test_an_unknown_lever_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a lever"):
         parse_lever(text)
 
@@ -80,32 +80,32 @@ def test_any_text_is_a_lever_or_refused(text: str) -> None:
         assert parse_lever(text)
 
 
-def test_everybody_trains_as_many_tokens() -> None:
+def test_every_lever_trains_the_same_number_of_tokens() -> None:
     config = build_config("grammar", sets=["train.steps=40", "train.eval_every=10"])
     larger = with_sync(config, {"accumulate": 4})
     assert (larger.train.steps, larger.train.eval_every) == (10, 2)
     assert larger.train.steps * larger.sync.accumulate == config.train.steps
 
 
-def test_replicas_that_part_are_evaluated_where_they_meet() -> None:
+def test_outer_methods_are_evaluated_at_the_end_of_a_round() -> None:
     config = build_config("grammar", sets=["train.steps=100", "train.eval_every=10"])
     assert with_sync(config, {"mode": "diloco", "every": 25}).train.eval_every == 25
     assert with_sync(config, {"mode": "local", "every": 4}).train.eval_every == 12
 
 
-def test_an_experiment_has_one_node_and_a_ceiling_beside_it(tmp_path: Path) -> None:
+def test_an_experiment_includes_one_node_and_the_ceiling(tmp_path: Path) -> None:
     config = build_config("grammar", sets=["run.on=lab:2,cpu=1/0.5,link=100mbit"])
-    found = plan_experiments(config, "ddp, int8,ddp", tmp_path)
-    assert list(found) == [ONE_NODE, CEILING, "ddp", "int8"]
-    assert found[ONE_NODE].run.on == "lab:1,cpu=1"
-    assert found[CEILING].sync.round_steps > config.train.steps
-    assert found["int8"].sync.wire == "int8"
+    experiments = plan_experiments(config, "ddp, int8,ddp", tmp_path)
+    assert list(experiments) == [ONE_NODE, CEILING, "ddp", "int8"]
+    assert experiments[ONE_NODE].run.on == "lab:1,cpu=1"
+    assert experiments[CEILING].sync.round_steps > config.train.steps
+    assert experiments["int8"].sync.wire == "int8"
 
 
 # Clusters
 
 
-def test_the_first_node_of_a_cluster(tmp_path: Path) -> None:
+def test_the_first_node_of_a_cluster_is_extracted(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.toml"
     hosts.write_text('[[host]]\nhost = "me@one"\naddress = "10.0.0.1"\nslots = 2\n[[host]]\nhost = "two"\n')
     assert first_node(parse_on("local:4"), tmp_path) == "local:1"
@@ -113,8 +113,8 @@ def test_the_first_node_of_a_cluster(tmp_path: Path) -> None:
     assert first_node(parse_on("join:2"), tmp_path) is None
     alone = first_node(parse_on(str(hosts)), tmp_path / "new")
     assert alone is not None
-    found, given_ = parse_on(alone), parse_on(str(hosts))
-    assert found.hosts == given_.hosts[:1]  # type: ignore[union-attr]
+    single, whole = parse_on(alone), parse_on(str(hosts))
+    assert single.hosts == whole.hosts[:1]  # type: ignore[union-attr]
 
 
 # The table
@@ -130,8 +130,8 @@ def test_ratios_are_against_one_node_stock_and_ceiling() -> None:
     assert int8.of_ceiling == pytest.approx(150 / 180)
 
 
-def test_a_lever_above_the_ceiling_is_no_success() -> None:
-    """Without any exchange the nodes were slower than with one: the machine was not theirs alone."""
+def test_a_lever_above_the_ceiling_is_not_plausible() -> None:
+    """Without any exchange the nodes were slower than with one: other programs used the machine."""
     fast = point("fp16", 229, evaluations=curve(4.0), other_load=0.1)
     near = point("int8", 175, evaluations=curve(4.0), other_load=0.0)
     larger = point("accumulate:4", 200, evaluations=curve(4.0), tokens_per_step=400.0)
@@ -158,12 +158,12 @@ def test_a_lever_above_the_ceiling_is_no_success() -> None:
     ]
 
 
-def test_the_table_marks_what_is_not_plausible(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_marks_implausible_rows(capsys: pytest.CaptureFixture[str]) -> None:
     print_levers(compare([point(CEILING, 180), point("fp16", 229), point("int8", 170)]))
     assert re.search(r"fp16 .* 1\.27×! ", capsys.readouterr().out)
 
 
-def test_a_run_brings_its_load_to_the_table() -> None:
+def test_the_load_of_a_run_is_in_its_point() -> None:
     spent = {"wall_s": 10.0, "cpu_s": 5.0, "machine_busy_s": 22.0}
     events = [*(event for event in all_events() if event["event"] != "end"), *(end(rank) | spent for rank in (0, 1))]
     assert lever_point("ddp", summarize(events)).other_load == pytest.approx(1.2)
@@ -179,7 +179,7 @@ def test_losses_are_compared_after_equal_tokens_and_after_equal_time() -> None:
     assert "Most learned in the same time: diloco." in explain_levers(table)
 
 
-def test_what_was_not_evaluated_in_time_is_not_said_to_have_learned_less() -> None:
+def test_a_lever_not_evaluated_in_time_is_not_compared_by_time() -> None:
     late = point(ONE_NODE, 50, evaluations=(Evaluation(tokens=300, seconds=9.0, loss=1.0),))
     table = compare([late, point("fp16", 100, evaluations=curve(5.2, 4.2, 3.2))])
     assert table.rows[0].loss_at_time is None
@@ -189,19 +189,19 @@ def test_what_was_not_evaluated_in_time_is_not_said_to_have_learned_less() -> No
     )
 
 
-def test_a_curve_says_nothing_outside_of_itself() -> None:
-    found = point("ddp", 50, evaluations=curve(5.0, 4.0))
-    assert found.loss_at(tokens=99) is None
-    assert found.loss_at(tokens=201) == 4.0
-    assert found.loss_at(tokens=300) is None
+def test_a_curve_has_no_loss_outside_its_range() -> None:
+    evaluated = point("ddp", 50, evaluations=curve(5.0, 4.0))
+    assert evaluated.loss_at(tokens=99) is None
+    assert evaluated.loss_at(tokens=201) == 4.0
+    assert evaluated.loss_at(tokens=300) is None
     assert point("ddp", 50).loss_at(seconds=1.0) is None
 
 
-def test_the_median_round_counts() -> None:
+def test_the_median_round_is_used() -> None:
     assert median_point([point("ddp", speed) for speed in (9, 1, 5)]).tokens_per_s == 5
 
 
-def test_the_picture(tmp_path: Path) -> None:
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
     points = [point(ONE_NODE, 100), point(CEILING, 180), point(STOCK, 60, exposed_s=1.0, evaluations=curve(5.0, 4.0))]
     plot_levers(compare(points), tmp_path / "levers.png")
     assert imread(tmp_path / "levers.png").shape[1] == 1320
@@ -211,9 +211,9 @@ def test_the_picture(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_levers_are_measured_on_real_ranks(tmp_path: Path) -> None:
     words = ("bench", "levers", "--levers", "stock,diloco:3", "--steps", "6", "--json", "--out", tmp_path)
-    done = shoal(*words, *set_flags(*TINY))
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
+    result = shoal(*words, *set_flags(*TINY))
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
     rows = {row["lever"]: row for row in document["rows"]}
     assert list(rows) == [ONE_NODE, CEILING, "stock", "diloco:3"]
     assert [row["nodes"] for row in rows.values()] == [1, 2, 2, 2]

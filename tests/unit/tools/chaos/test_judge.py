@@ -1,4 +1,4 @@
-"""What is read from a run's events, and what is made of it: on lists of events as runs write them."""
+"""Measurements from a run's events, and the assertions about them, on lists of events as runs write them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def commit(number: int, at: float, generation: str = "1-0", **more: Any) -> Even
 
 
 def member(rank: int, at: float, generation: str, size: int, how: str = "regrouped") -> Event:
-    said = {"generation": generation, "size": size, "how": how}
-    return {"event": "membership", "rank": rank, "time": at, **said}
+    fields = {"generation": generation, "size": size, "how": how}
+    return {"event": "membership", "rank": rank, "time": at, **fields}
 
 
-def survived() -> ScenarioRecord:
-    """Rank 2 is killed in step 6; 0 and 1 regroup, do it again and go on; rank 2 comes back."""
+def surviving_run() -> ScenarioRecord:
+    """Record a run: rank 2 is killed in step 6; 0 and 1 regroup, redo the step and continue; rank 2 rejoins."""
     record = ScenarioRecord()
     record.injected = [{"event": "injected", "time": FAULT_AT, "fault": "kill-rank rank 2"}]
     for rank in range(3):
@@ -61,8 +61,8 @@ def survived() -> ScenarioRecord:
     return record
 
 
-def test_times_count_from_the_fault() -> None:
-    measured = measure(survived())
+def test_times_are_measured_from_the_fault() -> None:
+    measured = measure(surviving_run())
     assert measured.detect_s == pytest.approx(0.04)
     assert measured.regroup_s == pytest.approx(0.4)
     assert measured.next_step_s == pytest.approx(0.6)
@@ -72,15 +72,15 @@ def test_times_count_from_the_fault() -> None:
     assert measured.members == 3
 
 
-def test_nothing_was_lost_and_the_user_was_told() -> None:
-    measured = measure(survived())
+def test_nothing_is_lost_and_the_user_gets_a_sentence() -> None:
+    measured = measure(surviving_run())
     assert (measured.lost_steps, measured.lost_samples, measured.stale_commits, measured.redone_steps) == (0, 0, 0, 0)
     assert measured.ledger_ok
     assert measured.sentences == ("rank 2 on node3 was killed; 2 of 3 go on",)
 
 
-def test_warnings_and_last_words_are_told_too() -> None:
-    record = survived()
+def test_warnings_resumes_and_the_final_error_are_sentences_too() -> None:
+    record = surviving_run()
     record.ranks += [
         {"event": "warning", "rank": 0, "time": 101.0, "seen": "the checkpoint could not be written", "fix": "df -h"},
         {"event": "start", "rank": 0, "time": 102.0, "resumed_from": 100},
@@ -94,20 +94,20 @@ def test_warnings_and_last_words_are_told_too() -> None:
     )
 
 
-def test_a_hole_in_the_ledger_is_seen() -> None:
-    record = survived()
+def test_a_hole_in_the_ledger_is_detected() -> None:
+    record = surviving_run()
     del record.commits[3]
     measured = measure(record)
     assert (measured.lost_steps, measured.lost_samples, measured.ledger_ok) == (1, 12, False)
 
 
-def test_a_step_that_a_rank_did_again_is_counted() -> None:
-    record = survived()
+def test_a_redone_step_is_counted() -> None:
+    record = surviving_run()
     record.ranks += [step(0, 8, 104.0), step(1, 8, 104.0)]
     assert measure(record).redone_steps == 1
 
 
-def test_without_a_new_generation_the_longest_pause_is_the_answer() -> None:
+def test_without_a_new_generation_the_longest_pause_is_measured() -> None:
     record = ScenarioRecord(injected=[{"time": FAULT_AT}])
     record.ranks = [step(0, number, at) for number, at in enumerate((99.0, 99.9, 101.5, 101.6), start=1)]
     measured = measure(record)
@@ -115,32 +115,32 @@ def test_without_a_new_generation_the_longest_pause_is_the_answer() -> None:
     assert (measured.regroup_s, measured.reconfigurations, measured.detect_s) == (None, 0, None)
 
 
-def test_a_run_that_hangs_until_it_is_asked_to_stop_has_paused() -> None:
-    """A step that was on its way when the fault came is no sign that anybody went on."""
+def test_a_run_that_hangs_until_the_stop_request_has_paused() -> None:
+    """A step that was in flight at the fault does not show that a rank continued."""
     record = ScenarioRecord(injected=[{"time": FAULT_AT}])
     record.ranks = [step(0, number, at) for number, at in enumerate((99.0, 99.9, 100.05), start=1)]
     record.asked_at = 108.0
     assert measure(record).next_step_s == pytest.approx(7.95)
-    # What it did while it stopped is its farewell.
+    # A step after the stop request does not count.
     record.ranks.append(step(0, 4, 108.5))
     assert measure(record).next_step_s == pytest.approx(7.95)
 
 
-def test_a_ledger_that_ends_too_early_is_seen() -> None:
-    record = survived()
+def test_a_ledger_that_ends_too_early_is_detected() -> None:
+    record = surviving_run()
     record.commits = record.commits[:-1]
     assert failed(judge(scenario(), measure(record), WELL)) == ["the ledger has 7 steps"]
     record.commits = []
     assert failed(judge(scenario(), measure(record), WELL)) == ["the ledger has 7 steps"]
 
 
-def test_a_pause_before_the_fault_is_not_its_doing() -> None:
+def test_a_pause_before_the_fault_does_not_count() -> None:
     assert longest_pause([1.0, 9.0, 9.5, 9.7], after=9.1) == pytest.approx(0.5)
     assert longest_pause([1.0], after=0.0) is None
 
 
-def test_a_run_that_never_went_on_has_no_times() -> None:
-    record = survived()
+def test_a_run_that_never_continued_has_no_times() -> None:
+    record = surviving_run()
     record.ranks = [event for event in record.ranks if event["time"] < FAULT_AT]
     record.commits = record.commits[:4]
     measured = measure(record)
@@ -152,15 +152,15 @@ def test_commits_of_an_old_generation_are_stale() -> None:
     assert count_stale(commits) == 1
 
 
-def test_two_lineages_that_go_on_are_not_stale_to_each_other() -> None:
-    ours, theirs = {"lineage": "2-0"}, {"lineage": "2-1"}
-    commits = [commit(3, 1.0, "2-1") | theirs, commit(3, 2.0, "2-0") | ours, commit(4, 3.0, "3-1") | theirs]
+def test_commits_of_two_parallel_lineages_are_not_stale() -> None:
+    first, second = {"lineage": "2-0"}, {"lineage": "2-1"}
+    commits = [commit(3, 1.0, "2-1") | second, commit(3, 2.0, "2-0") | first, commit(4, 3.0, "3-1") | second]
     assert count_stale(commits) == 0
-    assert count_stale([*commits, commit(5, 4.0, "2-1") | theirs]) == 1
+    assert count_stale([*commits, commit(5, 4.0, "2-1") | second]) == 1
 
 
-def test_slowness_is_measured_against_the_time_before() -> None:
-    record = survived()
+def test_slowness_is_relative_to_the_time_before_the_fault() -> None:
+    record = surviving_run()
     record.ranks += [{**step(0, 9, 105.0), "step_s": 0.3}] * 20
     assert measure(record).slower == pytest.approx(3.0)
 
@@ -189,11 +189,11 @@ def failed(assertions: list[Assertion]) -> list[str]:
     return [assertion.name for assertion in assertions if not assertion.ok]
 
 
-def test_all_that_must_hold_does() -> None:
-    asked = {"next_step_within_s": 1.0, "members": 3, "reconfigurations": 2, "sentence": "rank 2.*killed"}
-    found = judge(scenario(**asked), measure(survived()), WELL)
-    assert failed(found) == []
-    assert len(found) == 14
+def test_every_expectation_holds_for_a_surviving_run() -> None:
+    expectations = {"next_step_within_s": 1.0, "members": 3, "reconfigurations": 2, "sentence": "rank 2.*killed"}
+    assertions = judge(scenario(**expectations), measure(surviving_run()), WELL)
+    assert failed(assertions) == []
+    assert len(assertions) == 14
 
 
 @pytest.mark.parametrize(
@@ -211,9 +211,9 @@ def test_all_that_must_hold_does() -> None:
         ({"resumed_behind_at_most": 4}, "steps behind when resumed: at most 4", "unknown"),
     ],
 )
-def test_what_does_not_hold_is_named_with_what_was_seen(expect: dict[str, Any], name: str, seen: str) -> None:
-    broken = [each for each in judge(scenario(**expect), measure(survived()), WELL) if not each.ok]
-    assert [(each.name, each.seen) for each in broken] == [(name, seen)]
+def test_a_failed_expectation_is_named_with_the_measured_value(expect: dict[str, Any], name: str, seen: str) -> None:
+    broken = [assertion for assertion in judge(scenario(**expect), measure(surviving_run()), WELL) if not assertion.ok]
+    assert [(assertion.name, assertion.seen) for assertion in broken] == [(name, seen)]
 
 
 @pytest.mark.parametrize(
@@ -230,43 +230,43 @@ def test_what_does_not_hold_is_named_with_what_was_seen(expect: dict[str, Any], 
         (ended(0, True, 3, trouble="the run ended before"), "the scenario could be played"),
     ],
 )
-def test_how_a_run_ends_is_always_judged(ending: RunEnding, name: str) -> None:
-    assert failed(judge(scenario(), measure(survived()), ending)) == [name]
+def test_the_ending_of_a_run_is_always_checked(ending: RunEnding, name: str) -> None:
+    assert failed(judge(scenario(), measure(surviving_run()), ending)) == [name]
 
 
 @pytest.mark.parametrize(("resumed_from", "behind"), [(7, 0), (4, 3)])
-def test_a_resumed_run_goes_on_where_its_ledger_ends(resumed_from: int, behind: int) -> None:
-    record = survived()
+def test_the_distance_of_a_resume_from_the_end_of_the_ledger_is_measured(resumed_from: int, behind: int) -> None:
+    record = surviving_run()
     record.ranks += [{"event": "start", "rank": rank, "time": 110.0, "resumed_from": resumed_from} for rank in range(3)]
     record.commits.append(commit(8, 111.0, "4-0"))
     assert measure(record).resumed_behind == behind
 
 
-def test_a_run_without_a_number_of_steps_is_stopped() -> None:
+def test_a_run_without_a_number_of_steps_may_be_stopped() -> None:
     endless = parse_scenario({**SCENARIO, "training": {}}, "x")
-    some = ScenarioTimes(committed=1)
-    assert failed(judge(endless, some, ended(130, True, 3))) == []
-    assert failed(judge(endless, some, ended(130, None, 0))) == ["replicas equal to the bit"]
+    one_commit = ScenarioTimes(committed=1)
+    assert failed(judge(endless, one_commit, ended(130, True, 3))) == []
+    assert failed(judge(endless, one_commit, ended(130, None, 0))) == ["replicas equal to the bit"]
     assert failed(judge(endless, ScenarioTimes(), ended(130, True, 3))) == ["the ledger has 1 steps or more"]
 
 
-def test_a_command_is_judged_by_its_answer() -> None:
-    asked = {"command_code": 1, "command_prints": "blocked", "command_within_s": 2}
-    words = {
+def test_a_command_is_checked_by_code_output_and_time() -> None:
+    expectations = {"command_code": 1, "command_prints": "blocked", "command_within_s": 2}
+    description = {
         **SCENARIO,
         "trains": False,
         "training": {},
         "steps": [{"do": "shoal", "words": ["doctor"]}],
-        "expect": asked,
+        "expect": expectations,
     }
-    check = parse_scenario(words, "x")
+    check = parse_scenario(description, "x")
     good = RunEnding(None, None, 0, answers=(CommandResult(1, "one\nnode1 is blocked\n", 1.0),))
     assert failed(judge(check, ScenarioTimes(), good)) == []
     bad = RunEnding(None, None, 0, answers=(CommandResult(0, "all well", 3.0),))
     assert len(failed(judge(check, ScenarioTimes(), bad))) == 3
 
 
-def test_replicas_of_a_stopped_run_have_compared_themselves() -> None:
+def test_replicas_of_a_stopped_run_are_compared_by_their_digests() -> None:
     record = ScenarioRecord(ranks=[{**member(0, 1.0, "1-0", 3, "first"), "step": 0}, step(0, 19, 2.0)])
     assert compare_digests(ScenarioRecord(), every=20) == (None, 0)
     assert compare_digests(record, every=20) == (None, 0)
@@ -280,14 +280,14 @@ def test_replicas_of_a_stopped_run_have_compared_themselves() -> None:
     assert compare_digests(record, every=20) == (False, 0)
 
 
-def test_only_ranks_that_came_to_an_end_are_compared() -> None:
-    record = survived()
+def test_only_ranks_that_ended_are_compared() -> None:
+    record = surviving_run()
     record.ranks += [{"event": "end", "rank": 0, "time": 110.0}, {"event": "end", "rank": 1, "time": 110.0}]
     assert sorted(event["rank"] for event in ranks_that_ended(record)) == [0, 1]
 
 
-def test_percentiles_are_times_that_were_measured() -> None:
-    found = percentiles([float(number) for number in range(1, 21)])
-    assert found is not None
-    assert (found.p50, found.p95, found.worst, found.count) == (10.0, 19.0, 20.0, 20)
+def test_percentiles_are_measured_values() -> None:
+    times = percentiles([float(number) for number in range(1, 21)])
+    assert times is not None
+    assert (times.p50, times.p95, times.worst, times.count) == (10.0, 19.0, 20.0, 20)
     assert percentiles([]) is None

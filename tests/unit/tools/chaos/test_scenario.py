@@ -1,4 +1,4 @@
-"""Scenarios: every one of ours is whole, and a wrong one of a user's is refused in words."""
+"""Chaos scenarios: every shipped one is complete, and a wrong one is refused with reason and fix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.tools.chaos.scenario import (
 from shoal.tools.chaos.testbed import why_not
 from tests.support.paths import ROOT
 
-MINE: dict[str, Any] = {
+CUSTOM: dict[str, Any] = {
     "name": "mine",
     "row": 3,
     "text": "a node goes",
@@ -30,30 +30,35 @@ MINE: dict[str, Any] = {
 }
 
 
-def test_every_file_is_a_scenario_that_bears_its_name() -> None:
+def test_every_file_has_a_scenario_of_the_same_name() -> None:
     scenarios = all_scenarios()
     assert {scenario.name for scenario in scenarios} == {file.stem for file in SCENARIOS.glob("*.toml")}
     assert [scenario.row for scenario in scenarios] == sorted(scenario.row for scenario in scenarios)
     assert all(not why_not(scenario, "lab:3") or scenario.disk_mb for scenario in scenarios)
 
 
-def test_every_row_of_the_table_is_played_or_tested_somewhere() -> None:
+def test_every_row_of_the_fault_table_has_a_scenario_or_tests() -> None:
     assert [row.number for row in FAULT_ROWS] == list(range(1, 29))
-    alone = rows_without_scenario(all_scenarios())
-    assert {row.number for row in alone} == {17, 20, 21, 25, 28}
-    assert all(row.why for row in alone)
+    tests_only = rows_without_scenario(all_scenarios())
+    assert {row.number for row in tests_only} == {17, 20, 21, 25, 28}
+    assert all(row.why for row in tests_only)
     assert all((ROOT / "tests" / f"{test}.py").is_file() for row in FAULT_ROWS for test in row.tests)
 
 
-def test_the_list_says_what_is_done_and_what_must_hold() -> None:
+def test_the_list_has_faults_and_expectations() -> None:
     document = list_document(all_scenarios())
-    lid = next(each for each in document["scenarios"] if each["name"] == "freeze-long")
-    assert (lid["row"], lid["does"], lid["on"], lid["target_s"]) == (6, "freeze node1 for 30 s", ["lab:3"], 4.0)
-    assert lid["expect"]["stale_commits"] == 0
+    scenario = next(entry for entry in document["scenarios"] if entry["name"] == "freeze-long")
+    assert (scenario["row"], scenario["does"], scenario["on"], scenario["target_s"]) == (
+        6,
+        "freeze node1 for 30 s",
+        ["lab:3"],
+        4.0,
+    )
+    assert scenario["expect"]["stale_commits"] == 0
     assert 25 in document["by_tests_alone"]
 
 
-def test_an_own_scenario_becomes_a_configuration(tmp_path: Path) -> None:
+def test_a_custom_scenario_becomes_a_configuration(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(
         'name = "mine"\nrow = 9\ntext = "twice"\ntraining.train.steps = 70\ntraining.members.min_nodes = 2\n'
@@ -88,16 +93,16 @@ def test_an_own_scenario_becomes_a_configuration(tmp_path: Path) -> None:
         ({"training": {"train": {"stepz": 3}}}, "unknown setting train.stepz in scenario mine", "train.steps"),
     ],
 )
-def test_a_wrong_scenario_is_refused_in_words(change: dict[str, Any], seen: str, helps: str) -> None:
+def test_a_wrong_scenario_is_refused_with_reason_and_fix(change: dict[str, Any], seen: str, helps: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        parse_scenario({**MINE, **change}, "mine.toml")
+        parse_scenario({**CUSTOM, **change}, "mine.toml")
     assert seen in refused.value.seen
     assert helps in refused.value.why
     assert refused.value.fix
 
 
 @pytest.mark.parametrize("content", [b"name = ", b"\xff\xfe"])
-def test_a_file_that_is_no_toml(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_toml_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.toml").write_bytes(content)
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_scenario(tmp_path / "x.toml")
@@ -105,7 +110,7 @@ def test_a_file_that_is_no_toml(tmp_path: Path, content: bytes) -> None:
         load_scenario(tmp_path / "y.toml")
 
 
-def test_what_cannot_be_played_is_refused_before_anything_is_started() -> None:
+def test_a_scenario_the_cluster_cannot_play_is_refused() -> None:
     for words, on, why in (
         (["kill-node"], "local:3", "emulated nodes"),
         (["kill-node"], "lab:2", "it needs 3 nodes"),
@@ -126,7 +131,7 @@ def _refusal(name: str) -> str:
     return refused.value.why
 
 
-def test_all_is_whatever_the_cluster_can_bear() -> None:
+def test_all_selects_the_scenarios_that_the_cluster_can_play() -> None:
     names = {scenario.name for scenario in choose_scenarios(["all"], "local:2")}
     assert {"interrupt", "checkpoint-flip", "terminal-closed"} <= names
     assert not names & {"kill-node", "kill-rank", "freeze-long"}
@@ -142,9 +147,9 @@ def test_all_is_whatever_the_cluster_can_bear() -> None:
         (Flap(node="node1", for_s=0.5, at_step=3), "flap node1 for 0.5 s"),
     ],
 )
-def test_an_action_in_a_few_words(action: Freeze, words: str) -> None:
+def test_an_action_is_described_briefly(action: Freeze, words: str) -> None:
     assert describe(action) == words
 
 
-def test_every_kind_is_known_by_its_word() -> None:
+def test_every_kind_of_action_has_a_name() -> None:
     assert {"kill-rank", "freeze", "cut", "heal", "power-on", "unknown-connections", "shoal"} <= set(action_names())

@@ -1,4 +1,4 @@
-"""When a fault happens, which ones a soak draws, and what is made of a soak."""
+"""The times of faults, the faults that a soak draws, and the assertions about a soak."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def expand(steps: Iterable[Action]) -> list[Action]:
     return [part for step in steps for part in step.parts()]
 
 
-def test_what_lasts_becomes_two_injections() -> None:
+def test_a_fault_with_a_duration_becomes_two_injections() -> None:
     steps = expand([Freeze(node="node2", for_s=1.5, at_step=9), Flap(node="node1", for_s=0.5, after_s=3)])
     assert steps == [
         Freeze(node="node2", for_s=1.5, at_step=9),
@@ -73,7 +73,7 @@ def test_random_moments_are_the_same_for_the_same_seed_and_run() -> None:
         (Injection(Heal()), 0, None, 0.0, True),
     ],
 )
-def test_when_an_injection_is_due(
+def test_an_injection_is_due_after_its_step_and_delay(
     injection: Injection, step: int, since_step: float | None, since_last: float, due: bool
 ) -> None:
     assert is_due(injection, step, since_step, since_last) is due
@@ -87,7 +87,7 @@ def test_a_soak_draws_the_same_faults_from_the_same_seed() -> None:
     assert [fault.at_s for fault in faults[:3]] == [15, 30, 45]
 
 
-def test_every_fault_of_a_soak_is_over_before_the_next_one() -> None:
+def test_every_fault_of_a_soak_ends_before_the_next_one() -> None:
     for fault in plan_soak(240, every_s=15, seed=1, nodes=3):
         lasts = sum(action.after_s or 0.0 for action in expand(fault.steps))
         assert lasts <= 8.0
@@ -103,12 +103,12 @@ def test_every_fault_of_a_soak_is_over_before_the_next_one() -> None:
         )
 
 
-def test_two_losses_at_once_leave_a_rank_with_the_state() -> None:
+def test_a_double_kill_hits_two_different_nodes() -> None:
     for fault in plan_soak(60, every_s=15, seed=1, nodes=3, kinds=("kill-two",)):
         assert len({action.node for action in fault.steps}) == 2  # type: ignore[union-attr]
 
 
-def test_faults_are_divided_among_the_modes_as_blocks() -> None:
+def test_faults_are_divided_into_one_block_per_mode() -> None:
     blocks = plan_blocks(50, 15.0, seed=1, nodes=3, modes=SYNC_MODES, kinds=tuple(SOAK_KINDS))
     assert [(block.sync, len(block.faults)) for block in blocks] == [
         ("ddp", 34),
@@ -120,14 +120,14 @@ def test_faults_are_divided_among_the_modes_as_blocks() -> None:
     ]
     for block in blocks:
         assert [fault.at_s for fault in block.faults[:2]] == [15, 30]
-        assert {fault.kind for fault in block.faults} == set(SOAK_KINDS), "a mode does not meet every kind of fault"
+        assert {fault.kind for fault in block.faults} == set(SOAK_KINDS), "a mode does not get every kind of fault"
     assert len({str(block.faults) for block in blocks}) == len(blocks)
 
 
-def test_a_mode_alone_meets_the_faults_that_it_meets_among_others() -> None:
-    among = plan_blocks(2, 15.0, seed=1, nodes=3, modes=("ddp", "diloco"), kinds=("cut", "flap"))
+def test_a_single_mode_gets_the_same_faults_as_among_others() -> None:
+    several = plan_blocks(2, 15.0, seed=1, nodes=3, modes=("ddp", "diloco"), kinds=("cut", "flap"))
     [alone] = plan_blocks(1, 15.0, seed=1, nodes=3, modes=("diloco",), kinds=("cut", "flap"))
-    assert alone == among[1]
+    assert alone == several[1]
     assert {fault.kind for fault in alone.faults} <= {"cut", "flap"}
 
 
@@ -135,7 +135,7 @@ def test_every_mode_gets_a_fault_even_in_a_short_soak() -> None:
     assert [len(block.faults) for block in plan_blocks(0.1, 15.0, 1, 3, SYNC_MODES, ("cut",))] == [1] * 6
 
 
-def test_the_modes_of_a_soak() -> None:
+def test_the_modes_of_a_soak_are_parsed() -> None:
     assert read_modes(["all"]) == SYNC_MODES
     assert read_modes(["diloco", "ddp+int8"]) == ("diloco", "ddp+int8")
     order = SoakOrder("lab:3", 3, 1.0, 15.0, 1, ("diloco", "ddp+int8"))
@@ -156,12 +156,12 @@ def test_every_mode_that_can_be_trained_is_soaked() -> None:
         (["stock+int8"], "cannot be trained"),
     ],
 )
-def test_wrong_modes_are_refused_before_anything_starts(words: list[str], seen: str) -> None:
+def test_wrong_modes_are_refused(words: list[str], seen: str) -> None:
     with pytest.raises(UsageError, match=seen):
         read_modes(words)
 
 
-def test_the_kinds_of_a_soak() -> None:
+def test_the_kinds_of_faults_are_parsed() -> None:
     assert read_kinds(["cut", "cut", "flap"]) == ("cut", "flap")
     assert {"kill-rank", "kill-two", "cut"} <= set(read_kinds([]))
     with pytest.raises(UsageError, match="there is no fault 'kill-rnak'") as caught:
@@ -170,37 +170,37 @@ def test_the_kinds_of_a_soak() -> None:
 
 
 @pytest.mark.parametrize(("faults", "every_s", "seconds"), [(34, 15.0, 60.0), (4, 15.0, 27.5), (9, 20.0, 60.0)])
-def test_the_run_without_faults_is_short_and_reaches_beyond_the_first_fault(
+def test_the_reference_run_is_short_and_longer_than_the_first_interval(
     faults: int, every_s: float, seconds: float
 ) -> None:
     assert SoakOrder("lab:3", 3, 1.0, every_s, 1).reference_s(faults) == seconds
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("15s", 15.0), ("4", 4.0), ("7.5 s", 7.5)])
-def test_the_time_between_faults(text: str, seconds: float) -> None:
+def test_the_time_between_faults_is_parsed(text: str, seconds: float) -> None:
     assert parse_every(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["1s", "often", "15m"])
-def test_a_wrong_time_between_faults(text: str) -> None:
+def test_a_wrong_time_between_faults_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="no time between faults"):
         parse_every(text)
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate", "zero"])
-def test_harm_always_changes_the_file(how: Any) -> None:
+def test_corruption_always_changes_the_file(how: Any) -> None:
     content = bytes(range(1, 200))
     for seed in range(50):
         assert corrupt(content, how, random.Random(seed)) != content
 
 
-def test_one_bit_is_one_bit() -> None:
+def test_a_flip_changes_exactly_one_bit() -> None:
     content = bytes(100)
     changed = corrupt(content, "flip", random.Random(1))
     assert sum(byte.bit_count() for byte in changed) == 1
 
 
-def test_the_newest_whole_checkpoint_is_harmed(tmp_path: Path) -> None:
+def test_the_newest_complete_checkpoint_is_corrupted(tmp_path: Path) -> None:
     with pytest.raises(LabError, match="no checkpoint"):
         corrupt_newest(tmp_path, "flip", random.Random(1))
     for step, whole in ((50, True), (100, True), (150, False)):
@@ -212,40 +212,40 @@ def test_the_newest_whole_checkpoint_is_harmed(tmp_path: Path) -> None:
     assert corrupt_newest(tmp_path, "zero", random.Random(1)).parent.name == "step-00000100"
 
 
-def life(pid: int, grows: float, seconds: int = 300, part: str = "agent") -> list[ResourceSample]:
+def process_samples(pid: int, grows: float, seconds: int = 300, part: str = "agent") -> list[ResourceSample]:
     at = range(0, seconds, 5)
     return [ResourceSample(float(t), 3, pid, part, "node1", int(5e7 + grows * 1e6 * t / 60), 20, 8, 3) for t in at]
 
 
-def test_growth_is_a_slope_of_the_second_half() -> None:
+def test_growth_is_the_slope_of_the_second_half() -> None:
     filling = [
         ResourceSample(float(t), 3, 1, "rank-0", "node1", min(t, 60) * 1_000_000, 9, 4, 2) for t in range(0, 480, 5)
     ]
-    steady, growing = growth([*filling, *life(2, grows=6.0)])
+    steady, growing = growth([*filling, *process_samples(2, grows=6.0)])
     assert steady.rss_mb_a_minute == pytest.approx(0.0)
     assert growing.rss_mb_a_minute == pytest.approx(6.0, rel=1e-3)
     assert (growing.files_a_minute, growing.threads_a_minute) == (0.0, 0.0)
 
 
-def test_a_short_life_says_nothing() -> None:
-    assert growth(life(1, grows=50.0, seconds=200)) == []
+def test_a_short_lived_process_gives_no_growth() -> None:
+    assert growth(process_samples(1, grows=50.0, seconds=200)) == []
     assert slope([1.0], [2.0]) == 0.0
 
 
-def test_of_a_long_soak_only_long_lives_are_judged() -> None:
-    [found] = growth([*life(1, grows=0.0, seconds=900), *life(2, grows=9.0, seconds=280)])
-    assert found.pid == 1
+def test_only_long_lived_processes_of_a_long_soak_are_judged() -> None:
+    [judged] = growth([*process_samples(1, grows=0.0, seconds=900), *process_samples(2, grows=9.0, seconds=280)])
+    assert judged.pid == 1
 
 
-def test_worlds_of_other_sizes_are_not_compared() -> None:
-    """Two of three have fewer connections: that more come back is no growth."""
+def test_samples_of_other_world_sizes_are_not_compared() -> None:
+    """Two ranks have fewer connections than three: more connections after a rejoin are not growth."""
     small = [ResourceSample(float(t), 2, 1, "rank-0", "node1", 10**8, 12, 4, 2) for t in range(0, 100, 5)]
     whole = [ResourceSample(float(t), 3, 1, "rank-0", "node1", 10**8, 18, 8, 4) for t in range(100, 400, 5)]
-    [found] = growth([*small, *whole])
-    assert (found.files_a_minute, found.sockets_a_minute, found.threads_a_minute) == (0.0, 0.0, 0.0)
+    [judged] = growth([*small, *whole])
+    assert (judged.files_a_minute, judged.sockets_a_minute, judged.threads_a_minute) == (0.0, 0.0, 0.0)
 
 
-def test_nobody_is_sampled_where_no_run_is(tmp_path: Path) -> None:
+def test_no_process_is_sampled_without_a_run(tmp_path: Path) -> None:
     assert sample_resources(tmp_path, 0.0, 3) == []
 
 
@@ -274,7 +274,7 @@ def soaked(**changes: Any) -> ModeResult:
         "nodes": 3,
         "reference": commits(2.01),
         "replicas_equal": True,
-        "growth": growth([*life(1, grows=0.5), *life(2, grows=0.5, part="rank-0")]),
+        "growth": growth([*process_samples(1, grows=0.5), *process_samples(2, grows=0.5, part="rank-0")]),
         "left": (),
         "exit_code": 130,
         "seconds": 60.0,
@@ -288,7 +288,7 @@ def broken(result: ModeResult | SoakResult) -> list[str]:
     return [assertion.name for assertion in result.assertions if not assertion.ok]
 
 
-def test_a_soak_that_held() -> None:
+def test_a_good_soak_passes() -> None:
     result = soaked()
     assert broken(result) == []
     assert result.ok
@@ -312,48 +312,48 @@ LOSS = "loss within 0.05 of the run without faults"
         ({"reference": commits(2.01, steps=40)}, LOSS),
         ({"reference": commits(2.2)}, LOSS),
         ({"reference": []}, LOSS),
-        # The run without faults ended before the first fault: equal losses say nothing.
+        # The reference run ended before the first fault: equal losses prove nothing.
         ({"reference": commits(2.0, steps=60), "began": 61.0}, LOSS),
         ({"replicas_equal": False}, "replicas equal to the bit"),
         ({"replicas_equal": None}, "replicas equal to the bit"),
         ({"left": ("agent on node2 (7)",)}, "nothing left"),
         ({"exit_code": 3}, "exit code 130"),
         ({"reference": [*commits(2.2, steps=50), *commits(2.01)[50:]]}, LOSS),
-        ({"growth": growth(life(1, grows=9.0))}, "rss mb a minute: at most 5"),
+        ({"growth": growth(process_samples(1, grows=9.0))}, "rss mb a minute: at most 5"),
     ],
 )
-def test_what_a_soak_did_not_hold(changes: dict[str, Any], name: str) -> None:
+def test_a_failed_assertion_of_a_soak_is_named(changes: dict[str, Any], name: str) -> None:
     result = soaked(**changes)
     assert broken(result) == [name]
     assert "every sync mode held" in broken(judge_soak([soaked(), result], planned=2))
 
 
-def test_a_short_run_without_faults_is_compared_as_far_as_it_came() -> None:
+def test_a_short_reference_run_is_compared_up_to_its_end() -> None:
     result = soaked(reference=commits(2.01, steps=70))
     assert result.ok
-    [said] = [assertion.seen for assertion in result.assertions if assertion.name == LOSS]
-    assert said == "2.0 and 2.01 over the 50 steps where they differ most, of steps 1 to 70, with 1 faults"
+    [comparison] = [assertion.seen for assertion in result.assertions if assertion.name == LOSS]
+    assert comparison == "2.0 and 2.01 over the 50 steps where they differ most, of steps 1 to 70, with 1 faults"
 
 
-def test_where_replicas_part_only_a_worse_loss_counts() -> None:
-    """A world of one has the whole batch in every step of its own, and learns faster than three that are averaged."""
-    ours = [*commits(1.5)[:50], *commits(2.1)[50:]]
-    result = soaked(commits=ours, reference=commits(2.0), is_outer=True)
+def test_with_outer_methods_only_a_worse_loss_counts() -> None:
+    """A world of one rank uses the whole batch in every local step, and learns faster than three averaged ranks."""
+    losses = [*commits(1.5)[:50], *commits(2.1)[50:]]
+    result = soaked(commits=losses, reference=commits(2.0), is_outer=True)
     assert result.ok
     assert (result.loss, result.reference_loss) == (2.1, 2.0)
-    worse = soaked(commits=ours, reference=commits(1.9), is_outer=True)
+    worse = soaked(commits=losses, reference=commits(1.9), is_outer=True)
     assert broken(worse) == ["loss at most 0.15 above the run without faults"]
-    assert broken(soaked(commits=ours, reference=commits(2.0))) == [LOSS]
+    assert broken(soaked(commits=losses, reference=commits(2.0))) == [LOSS]
 
 
-def test_a_soak_with_a_hole_in_its_ledger() -> None:
+def test_a_soak_with_a_hole_in_its_ledger_fails() -> None:
     names = broken(soaked(commits=[*commits(2.0)[:50], *commits(2.0)[51:]]))
     assert "every sample used once" in names
 
 
-def test_a_soak_too_short_to_find_a_leak_does_not_claim_there_is_none() -> None:
-    """One mode may be too short for it, all of them together may not."""
-    short, agents = soaked(growth=[]), soaked(growth=growth(life(1, grows=0.5)))
+def test_a_soak_too_short_to_find_a_leak_fails() -> None:
+    """One mode may be too short for it, but not all modes together."""
+    short, agents = soaked(growth=[]), soaked(growth=growth(process_samples(1, grows=0.5)))
     assert short.ok
     judged = "growth of an agent and of a rank was judged"
     assert broken(judge_soak([short, short], planned=2)) == [judged]
@@ -368,10 +368,10 @@ def test_a_mode_that_could_not_be_soaked_fails_the_soak() -> None:
     assert names == ["went on after each of 4 faults", "every sync mode held"]
 
 
-def test_the_figures_say_how_far_an_interrupted_soak_came() -> None:
+def test_the_document_of_an_interrupted_soak_shows_its_progress() -> None:
     order = SoakOrder("lab:3", 3, 1.0, 15.0, 1, ("ddp", "diloco"))
-    done, begun = soaked(), ModeResult(sync="diloco", planned=2, faults=soaked().faults)
-    document = soak_document(order, judge_soak([done], planned=2), finished=False, under_way=begun)
+    finished, started = soaked(), ModeResult(sync="diloco", planned=2, faults=soaked().faults)
+    document = soak_document(order, judge_soak([finished], planned=2), finished=False, under_way=started)
     assert (document["finished"], document["ok"], document["planned"], document["injected"]) == (False, False, 4, 2)
     assert [(mode["sync"], mode["ok"], len(mode["faults"])) for mode in document["modes"]] == [
         ("ddp", True, 1),
@@ -380,24 +380,24 @@ def test_the_figures_say_how_far_an_interrupted_soak_came() -> None:
     json.dumps(document)
 
 
-def test_a_run_that_never_trained_is_judged_too() -> None:
+def test_a_run_that_never_trained_fails() -> None:
     names = broken(soaked(commits=[]))
     assert {"every node trains at the end", "went on after each of 1 faults"} <= set(names)
 
 
 def test_losses_are_compared_where_both_runs_have_them() -> None:
-    ours = [*commits(3.0, 60), *commits(1.0, 80)]
-    assert compare_losses(ours, commits(2.0, 70)) == (1.0, 2.0)
-    assert compare_losses(ours, []) == (None, None)
+    soak = [*commits(3.0, 60), *commits(1.0, 80)]
+    assert compare_losses(soak, commits(2.0, 70)) == (1.0, 2.0)
+    assert compare_losses(soak, []) == (None, None)
 
 
 def test_losses_are_compared_where_they_differ_most() -> None:
-    ours = [*commits(1.0, 120)[:60], *commits(5.0, 120)[60:]]
-    assert compare_losses(ours, commits(1.0, 120)) == (5.0, 1.0)
+    soak = [*commits(1.0, 120)[:60], *commits(5.0, 120)[60:]]
+    assert compare_losses(soak, commits(1.0, 120)) == (5.0, 1.0)
 
 
 def test_open_ports_are_read_from_the_kernels_table() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as ours, socket.create_server(("127.0.0.1", 0)) as other:
-        places = {f"127.0.0.1:{server.getsockname()[1]}" for server in (ours, other)}
-        assert places <= set(open_ports(os.getpid()))
-    assert not places & set(open_ports(os.getpid()))
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as other:
+        addresses = {f"127.0.0.1:{server.getsockname()[1]}" for server in (first, other)}
+        assert addresses <= set(open_ports(os.getpid()))
+    assert not addresses & set(open_ports(os.getpid()))

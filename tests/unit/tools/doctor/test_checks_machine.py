@@ -1,4 +1,4 @@
-"""What doctor makes of what it saw of machines, names and processes. Nothing is started."""
+"""Doctor's findings about machines, names and processes, from collected facts. Nothing is started."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from shoal.tools.doctor.facts import ClusterFacts, Facts, Finding, Severity
 from tests.support.doctor_facts import complaints, disk, machine, names, nodes, only, process, processes, remarks, scene
 
 
-def test_healthy_machines_get_no_complaint() -> None:
+def test_healthy_machines_have_no_complaints() -> None:
     assert complaints(scene()) == []
     assert complaints(scene(count=1, on="local:2")) == []
 
 
-def test_what_was_not_seen_is_not_judged() -> None:
+def test_missing_facts_give_no_complaints() -> None:
     nothing: Facts = {"machine": {}, "names": {}, "processes": {}}
     blind = scene(nothing, {**nothing, "failed": {"machine": "OSError: closed"}})
     assert complaints(blind) == []
@@ -37,7 +37,7 @@ def test_what_was_not_seen_is_not_judged() -> None:
         ("sameness.shoal", {"shoal": "0.0.9"}, "shoal 0.0.9 on node2, 0.1.0 on node1, node3"),
     ],
 )
-def test_the_odd_one_out_is_named(id_: str, other: dict[str, object], words: str) -> None:
+def test_the_node_that_differs_is_named(id_: str, other: dict[str, object], words: str) -> None:
     finding = only(complaints(scene({}, {"machine": machine(**other)})))
     assert (finding.id, finding.severity, finding.node, finding.evidence) == (id_, Severity.ERROR, "node2", words)
     assert finding.meaning
@@ -50,16 +50,16 @@ def test_builds_and_patch_levels_may_differ() -> None:
     assert complaints(scene({"machine": machine(torch="2.13.0+cu130", python="3.11.9", avx2=None)})) == []
 
 
-def test_of_two_the_first_is_the_measure() -> None:
+def test_of_two_nodes_the_first_is_the_reference() -> None:
     assert only(complaints(scene({"machine": machine(torch="2.9.0")}, count=2))).node == "node2"
 
 
-def test_another_processor_is_only_remarked() -> None:
+def test_another_processor_is_only_a_remark() -> None:
     finding = only(remarks(scene({}, {}, {"machine": machine(cpu="Old CPU")}), "sameness.cpu"))
     assert (finding.node, finding.evidence) == ("node3", "processor Old CPU on node3, Some CPU on node1, node2")
 
 
-def test_no_torch_at_all() -> None:
+def test_a_node_without_torch_is_named() -> None:
     without = {"machine": machine(torch=None)}
     finding = only(complaints(scene({}, without)))
     assert (finding.id, finding.node) == ("sameness.torch", "node2")
@@ -80,20 +80,20 @@ def clock(offset_s: float, uncertainty_s: float = 0.001) -> dict[str, dict[str, 
         ((-3600.0, 0.1), {"node1": "1 h 00 min behind the others"}),
         ((-0.8, 0.8), {"node1": "800 ms behind the others"}),
         ((0.9, 0.0, -0.05), {}),
-        # The machine that asked is the one that is wrong, and takes no part.
+        # The clock of the asking machine is wrong; it is not a node.
         ((40.0, 40.1, 40.2), {}),
     ],
 )
-def test_clocks(offsets: tuple[float, ...], wrong: dict[str, str]) -> None:
-    found = complaints(scene(*(clock(offset) for offset in offsets), count=len(offsets)))
-    assert {finding.node for finding in found} == wrong.keys()
-    for finding in found:
+def test_a_wrong_clock_is_named_with_its_offset(offsets: tuple[float, ...], wrong: dict[str, str]) -> None:
+    findings = complaints(scene(*(clock(offset) for offset in offsets), count=len(offsets)))
+    assert {finding.node for finding in findings} == wrong.keys()
+    for finding in findings:
         assert (finding.id, finding.severity) == ("clock.offset", Severity.WARNING)
         assert f"its clock is {wrong[finding.node]}" in finding.evidence
         assert finding.fix == "sudo timedatectl set-ntp true"
 
 
-def test_a_clock_that_could_not_be_read_well_is_not_blamed() -> None:
+def test_a_clock_read_with_large_uncertainty_is_not_blamed() -> None:
     assert complaints(scene(clock(0.0), clock(3.0, uncertainty_s=2.5), count=2)) == []
 
 
@@ -110,16 +110,16 @@ def test_a_clock_that_could_not_be_read_well_is_not_blamed() -> None:
         ({"means": [], "published": None, "took_s": None}, "still waiting"),
     ],
 )
-def test_a_name_that_means_loopback(meaning: dict[str, object], words: str) -> None:
+def test_a_host_name_that_means_loopback_is_named(meaning: dict[str, object], words: str) -> None:
     spoilt = {"names": names(2, **meaning)}
     finding = only(complaints(scene({}, spoilt)))
     assert (finding.id, finding.node, finding.severity) == ("names.loopback", "node2", Severity.WARNING)
     assert words in finding.evidence
     assert "10.77.0.2 node2" in finding.fix
-    assert complaints(scene(spoilt, count=1)) == [], "alone it is the right address"
+    assert complaints(scene(spoilt, count=1)) == [], "on a single node it is the right address"
 
 
-def test_slow_answers_of_the_name_server() -> None:
+def test_slow_reverse_lookups_are_named() -> None:
     reverse = {"10.77.0.1": {"took_s": 0.2}, "10.77.0.2": {"took_s": 1.5}, "10.77.0.3": {"took_s": None}}
     finding = only(complaints(scene({"names": names(1, reverse=reverse)})))
     assert (finding.id, finding.node, finding.severity) == ("names.reverse", "node1", Severity.WARNING)
@@ -128,7 +128,7 @@ def test_slow_answers_of_the_name_server() -> None:
     assert finding.fix == f"printf '%s\\n' '' {lines} | sudo tee -a /etc/hosts"
 
 
-def test_myhostname_is_remarked_where_it_decides() -> None:
+def test_myhostname_is_a_remark_where_it_decides() -> None:
     asked = {"sources": ["files", "myhostname", "dns"]}
     assert remarks(scene({"names": names(1, **asked)}), "names.myhostname") == []
     finding = only(remarks(scene({"names": names(1, in_hosts_file=[], **asked)}), "names.myhostname"))
@@ -144,7 +144,7 @@ def held(**holder: object) -> dict[str, object]:
     }
 
 
-def test_a_port_that_somebody_has() -> None:
+def test_a_taken_port_is_named_with_its_process() -> None:
     finding = only(complaints(scene(held(**process(71)))))
     assert (finding.id, finding.severity, finding.node) == ("port.taken", Severity.ERROR, "node1")
     assert finding.evidence == "port 29500 is taken: by process 71 (python train.py), 1 min 05 s old, of me"
@@ -158,7 +158,7 @@ def test_a_port_that_somebody_has() -> None:
 
 
 @pytest.mark.parametrize(("has_folder", "fix"), [(True, "shoal stop '/r/a run'"), (False, "kill 71")])
-def test_a_port_that_a_run_of_shoal_has(has_folder: bool, fix: str) -> None:
+def test_a_port_taken_by_a_shoal_run_is_named_with_the_run(has_folder: bool, fix: str) -> None:
     holder = process(71, run="/r/a run", part="rank-0", has_folder=has_folder)
     finding = only(complaints(scene(held(**holder))))
     assert "of shoal's run /r/a run" in finding.evidence
@@ -170,7 +170,7 @@ def marked(pid: int, part: str, orphan: bool, **other: object) -> dict[str, obje
 
 
 @pytest.mark.parametrize(
-    ("found", "is_left"),
+    ("marked_processes", "is_left"),
     [
         ([marked(5, "rank-0", orphan=True)], True),
         ([marked(4, "agent", orphan=True), marked(5, "rank-0", orphan=False)], True),
@@ -180,8 +180,8 @@ def marked(pid: int, part: str, orphan: bool, **other: object) -> dict[str, obje
         ([marked(5, "rank-0", orphan=False)], False),
     ],
 )
-def test_a_run_that_nobody_keeps_is_left_over(found: list[dict[str, object]], is_left: bool) -> None:
-    seen = scene({"processes": processes(marked=found)})
+def test_a_run_without_a_supervisor_is_a_leftover(marked_processes: list[dict[str, object]], is_left: bool) -> None:
+    seen = scene({"processes": processes(marked=marked_processes)})
     if is_left:
         finding = only(complaints(seen))
         assert (finding.id, finding.severity, finding.node) == ("leftover.worker", Severity.WARNING, "node1")
@@ -192,13 +192,13 @@ def test_a_run_that_nobody_keeps_is_left_over(found: list[dict[str, object]], is
         assert only(remarks(seen, "speed.run")).node == "node1"
 
 
-def test_where_the_run_cannot_be_named_its_processes_are() -> None:
-    found = [marked(5, "rank-0", orphan=True), marked(6, "rank-1", orphan=True, stopped=True)]
-    without = processes(marked=found, has_command=False)
+def test_without_the_shoal_command_the_fix_names_the_processes() -> None:
+    leftovers = [marked(5, "rank-0", orphan=True), marked(6, "rank-1", orphan=True, stopped=True)]
+    without = processes(marked=leftovers, has_command=False)
     assert only(complaints(scene({"processes": without}))).fix == "kill -KILL 5 6"
 
 
-def test_orphans_of_other_jobs() -> None:
+def test_orphans_of_other_jobs_are_named_by_job() -> None:
     job = {"rank": "1", "world_size": "2", "master_addr": "10.77.0.9"}
     other = {**job, "master_addr": "10.77.0.8"}
     strays = [process(9, **job), process(7, **other), process(8, **job)]
@@ -221,7 +221,7 @@ def test_orphans_of_other_jobs() -> None:
         ({"soft": 256, "hard": 512}, False, "echo 'me - nofile 4096' | sudo tee /etc/security/limits.d/90-shoal.conf"),
     ],
 )
-def test_too_few_files(limits: dict[str, int | None], over_ssh: bool, fix: str) -> None:
+def test_a_low_limit_of_open_files_is_named(limits: dict[str, int | None], over_ssh: bool, fix: str) -> None:
     finding = only(complaints(scene({"processes": processes(files=limits, over_ssh=over_ssh)})))
     assert (finding.id, finding.severity, finding.fix) == ("limits.files", Severity.WARNING, fix)
     assert "may open 256 files" in finding.evidence
@@ -239,19 +239,19 @@ def test_too_few_files(limits: dict[str, int | None], over_ssh: bool, fix: str) 
         ({"read_only": True, "free": 0}, "disk.readonly", Severity.ERROR, "nothing can be written to /tmp"),
     ],
 )
-def test_a_disk_without_room(other: dict[str, object], id_: str, severity: Severity, words: str) -> None:
+def test_a_full_or_read_only_disk_is_named(other: dict[str, object], id_: str, severity: Severity, words: str) -> None:
     finding = only(complaints(scene({}, {"machine": machine(disks=[disk(), disk(**other)])})))
     assert (finding.id, finding.severity, finding.node, finding.fix) == (id_, severity, "node2", "")
     assert finding.evidence.startswith(words)
 
 
-def test_a_small_disk_for_temporary_files_will_do() -> None:
+def test_a_small_disk_for_temporary_files_is_enough() -> None:
     small = disk(free=600e6, files_free=None, **{"for": ["temporary files"]})
     assert complaints(scene({"machine": machine(disks=[small])})) == []
 
 
 @pytest.mark.parametrize(("free", "severity"), [(200e6, Severity.ERROR), (800e6, Severity.WARNING)])
-def test_little_memory(free: float, severity: Severity) -> None:
+def test_little_free_memory_is_named(free: float, severity: Severity) -> None:
     memory = {"total": 8e9, "available": free, "swap_total": 4e9, "swap_used": 3e9}
     finding = only(complaints(scene({"machine": machine(memory=memory)})))
     assert (finding.id, finding.severity) == ("memory.free", severity)
@@ -274,7 +274,7 @@ def rates(**other: object) -> dict[str, object]:
         {"governor": "powersave", "driver": "intel_pstate", "base_khz": 1_900_000, "at_work_khz": 1_950_000},
     ],
 )
-def test_a_processor_that_runs_as_it_should(other: dict[str, object]) -> None:
+def test_a_processor_at_normal_frequency_has_no_complaints(other: dict[str, object]) -> None:
     assert complaints(scene({"machine": machine(**rates(**other))})) == []
 
 
@@ -289,14 +289,14 @@ _ALL = "/sys/devices/system/cpu/cpu*/cpufreq"
         ({"allowed_khz": 800_000}, "speed.frequency", f"echo 4000000 | sudo tee {_ALL}/scaling_max_freq"),
     ],
 )
-def test_a_processor_that_is_held_down(other: dict[str, object], id_: str, fix: str) -> None:
+def test_a_limited_processor_frequency_is_named(other: dict[str, object], id_: str, fix: str) -> None:
     slow = rates(at_work_khz=800_000, **other)
     finding = only(complaints(scene({}, {"machine": machine(**slow)})))
     assert (finding.id, finding.severity, finding.node, finding.fix) == (id_, Severity.WARNING, "node2", fix)
     assert "runs at 800 MHz where it could do 4 GHz" in finding.evidence
 
 
-def test_heat_counts_while_it_lasts() -> None:
+def test_throttling_is_a_complaint_only_while_it_lasts() -> None:
     hot = scene({"machine": machine(throttled={"since_boot": 12, "just_now": 2})})
     assert only(complaints(hot)).id == "speed.throttled"
     was_hot = scene({"machine": machine(throttled={"since_boot": 12, "just_now": 0})})
@@ -304,13 +304,13 @@ def test_heat_counts_while_it_lasts() -> None:
     assert "12 times" in only(remarks(was_hot, "speed.throttled")).evidence
 
 
-def test_on_battery() -> None:
+def test_running_on_battery_is_named() -> None:
     finding = only(complaints(scene({"machine": machine(power={"on_battery": True, "percent": 41})})))
     assert (finding.id, finding.evidence) == ("speed.battery", "it runs on battery, 41% left")
     assert complaints(scene({"machine": machine(power={"on_battery": False, "percent": 41})})) == []
 
 
-def test_a_lid_is_only_remarked() -> None:
+def test_the_lid_setting_is_only_a_remark() -> None:
     seen = scene({"machine": machine(lid={"on_battery": "suspend", "on_mains": "ignore"})})
     assert complaints(seen) == []
     finding = only(remarks(seen, "speed.lid"))
@@ -319,13 +319,13 @@ def test_a_lid_is_only_remarked() -> None:
     assert remarks(scene({"machine": machine(lid={"on_battery": "lock", "on_mains": "ignore"})}), "speed.lid") == []
 
 
-def test_other_work_is_only_remarked() -> None:
+def test_other_load_is_only_a_remark() -> None:
     busy = scene({"machine": machine(load={"one_minute": 9.0})})
     assert complaints(busy) == []
     assert "9.0 processes at a time wanted one of its 4 cores" in only(remarks(busy, "speed.load")).evidence
 
 
-def test_what_a_run_will_use() -> None:
+def test_the_cores_that_a_run_will_use_are_remarked() -> None:
     hybrid = {"threads": 12, "physical": 8, "quota": 6.0, "fast": 8, "slow": 4}
     first, *_ = remarks(scene({"machine": machine(cores=hybrid)}), "speed.cores")
     assert "8 cores with 12 hardware threads (8 fast, 4 slow), of which a container may use 6" in first.evidence
@@ -335,7 +335,7 @@ def test_what_a_run_will_use() -> None:
     assert "on slow cores" in slow.meaning
 
 
-# Where a command is typed
+# Where to run a command
 
 
 @pytest.mark.parametrize(
@@ -347,5 +347,5 @@ def test_what_a_run_will_use() -> None:
         ("reach.host", "ssh-copy-id node2", "on this machine"),
     ],
 )
-def test_a_command_says_where_it_is_typed(id_: str, fix: str, place: str) -> None:
+def test_a_fix_states_on_which_machine_to_run_it(id_: str, fix: str, place: str) -> None:
     assert place_of(Finding(id_, Severity.ERROR, "node2", "seen", "meaning", fix)) == place

@@ -1,4 +1,4 @@
-"""From a profile to a prediction, from runs to constants, and what is said about the difference."""
+"""Predictions from a profile, calibration from runs, and the explanation of the difference."""
 
 from __future__ import annotations
 
@@ -42,45 +42,45 @@ def profile() -> Profile:
     return assemble(measured(), "2026-11-15T10:00:00+00:00", 60.0, 51.0)
 
 
-# How fast a rank computes
+# Speed of a rank
 
 
 @pytest.mark.parametrize(("size", "seconds"), [(1, 0.3), (2, 0.5), (5, 1.1), (8, 1.7), (16, 3.4)])
-def test_a_size_that_was_not_measured_lies_between_its_neighbours(size: int, seconds: float) -> None:
+def test_an_unmeasured_size_is_interpolated(size: int, seconds: float) -> None:
     assert interpolate(TIMES, size) == pytest.approx(seconds)
 
 
-def test_a_smaller_size_than_any_is_in_proportion() -> None:
+def test_a_size_below_all_measured_ones_is_proportional() -> None:
     assert interpolate(((4, 0.8), (8, 1.6)), 1) == pytest.approx(0.2)
 
 
-def timings_of(name: str, model: ModelConfig, flops_per_s: float) -> list[ModelTiming]:
-    """At a constant speed, whatever the micro-batch."""
+def pace(name: str, model: ModelConfig, flops_per_s: float) -> list[ModelTiming]:
+    """Make timings of a constant speed for all micro-batches."""
     seconds = flops_per_token(model) * model.seq_len / flops_per_s
     times = {"forward_s": seconds / 3, "backward_s": 2 * seconds / 3, "optimizer_s": 0.01, "spread": 0.0}
     scaled = [{key: size * value for key, value in times.items()} for size in (1, 4)]
     shape = {"name": name, "model": model, "threads": 1}
-    return [ModelTiming(**shape, micro_batch=size, **each) for size, each in zip((1, 4), scaled, strict=True)]
+    return [ModelTiming(**shape, micro_batch=size, **timing) for size, timing in zip((1, 4), scaled, strict=True)]
 
 
 WIDE = ModelConfig(layers=1, heads=12, width=768, seq_len=128, vocab_size=4096)
 
 
-def test_another_model_is_reckoned_between_those_that_were_measured() -> None:
-    timings = [*timings_of("small", SMALL_GPT, 20e9), *timings_of("wide", WIDE, 40e9)]
+def test_another_model_is_interpolated_between_the_measured_ones() -> None:
+    paces = [*pace("small", SMALL_GPT, 20e9), *pace("wide", WIDE, 40e9)]
     halfway = ModelConfig(layers=6, heads=6, width=384, seq_len=64, vocab_size=1632)
-    found = model_speed_of(timings, halfway)
-    assert not found.is_measured
-    whole_s = interpolate(found.forward, 4) + interpolate(found.backward, 4)
+    speed_model = model_speed_of(paces, halfway)
+    assert not speed_model.is_measured
+    whole_s = interpolate(speed_model.forward, 4) + interpolate(speed_model.backward, 4)
     speed = 4 * 64 * flops_per_token(halfway) / whole_s
     assert speed == pytest.approx((20e9 * 40e9) ** 0.5, rel=0.01)
 
 
-def test_another_vocabulary_is_the_same_model_with_another_head() -> None:
-    timings = timings_of("small", SMALL_GPT, 20e9)
-    found = model_speed_of(timings, SMALL_GPT.model_copy(update={"vocab_size": 1632, "dropout": 0.1}))
-    assert found.is_measured
-    assert interpolate(found.forward, 4) < timings[1].forward_s
+def test_another_vocabulary_only_changes_the_head() -> None:
+    paces = pace("small", SMALL_GPT, 20e9)
+    speed_model = model_speed_of(paces, SMALL_GPT.model_copy(update={"vocab_size": 1632, "dropout": 0.1}))
+    assert speed_model.is_measured
+    assert interpolate(speed_model.forward, 4) < paces[1].forward_s
 
 
 def with_nodes(profile: Profile, **changes: object) -> Profile:
@@ -97,7 +97,7 @@ def test_nodes_of_one_machine_share_cores_and_memory(profile: Profile) -> None:
     assert contention(apart, first) == 1.0
 
 
-def test_one_node_alone_is_faster_than_beside_another_on_its_machine(profile: Profile) -> None:
+def test_one_node_alone_is_faster_than_two_on_its_machine(profile: Profile) -> None:
     shared = with_nodes(profile, machine="one")
     workload = workload_of(build_config("grammar", None, {}, []))
     assert contention(shared, shared.nodes[0]) > 1
@@ -105,30 +105,30 @@ def test_one_node_alone_is_faster_than_beside_another_on_its_machine(profile: Pr
     assert both == pytest.approx(contention(shared, shared.nodes[0]) * alone)
 
 
-def test_a_profile_of_one_rank_says_nothing_of_exchanges(profile: Profile) -> None:
-    lonely = profile.model_copy(update={"collectives": ()})
+def test_a_profile_of_one_rank_cannot_predict_exchanges(profile: Profile) -> None:
+    single_rank = profile.model_copy(update={"collectives": ()})
     with pytest.raises(ConfigError, match="has no measured exchange"):
-        measured_network(lonely).all_reduce(2, 1e6, 4)
-    assert measured_network(lonely).all_reduce(1, 1e6, 4).seconds == 0
+        measured_network(single_rank).all_reduce(2, 1e6, 4)
+    assert measured_network(single_rank).all_reduce(1, 1e6, 4).seconds == 0
 
 
 # The prediction
 
 
-def test_a_prediction_is_made_of_what_was_measured(profile: Profile) -> None:
+def test_a_prediction_follows_the_measurements(profile: Profile) -> None:
     workload = workload_of(build_config("grammar", None, {"train": {"micro_batch": 4}}, []))
-    found = predict(workload, SyncStrategy(bucket_mb=25), cluster_model_of(profile), 2)
-    assert found.batch_plan.micro_batches == (2, 2)
+    prediction = predict(workload, SyncStrategy(bucket_mb=25), cluster_model_of(profile), 2)
+    assert prediction.batch_plan.micro_batches == (2, 2)
     network = measured_network(profile)
     whole_s = network.all_reduce(2, 4 * workload.parameters, 4).seconds
-    assert found.step.comm_s == pytest.approx(whole_s, rel=0.05)
-    assert 0 < found.step.exposed_s < found.step.comm_s + 0.01
+    assert prediction.step.comm_s == pytest.approx(whole_s, rel=0.05)
+    assert 0 < prediction.step.exposed_s < prediction.step.comm_s + 0.01
     halves = predict(workload, SyncStrategy(wire="fp16", bucket_mb=25), cluster_model_of(profile), 2)
-    # gloo was twice as slow with halves in this profile, and so nothing is gained.
-    assert halves.step.comm_s == pytest.approx(found.step.comm_s, rel=0.05)
+    # gloo was twice as slow with fp16 in this profile, so nothing is gained.
+    assert halves.step.comm_s == pytest.approx(prediction.step.comm_s, rel=0.05)
 
 
-def test_an_older_profile_is_told_apart(profile: Profile) -> None:
+def test_an_older_profile_is_refused(profile: Profile) -> None:
     with pytest.raises(ConfigError, match="does not contain how fast a model trains"):
         cluster_model_of(with_nodes(profile, timings=()))
 
@@ -143,7 +143,7 @@ def test_a_profile_of_another_cluster_is_refused(profile: Profile, tmp_path: Pat
     assert f"shoal probe --on {on}" in caught.value.fix
 
 
-# What past runs teach
+# Calibration from past runs
 
 
 STEP = StepTime(compute_s=0.2, comm_s=0.1, exposed_s=0.08, wait_s=0.0, optimizer_s=0.01, other_s=0.002)
@@ -155,25 +155,25 @@ def outcome(compute: float, comm: float | None) -> ComparedRun:
 
 
 def test_constants_are_medians_over_runs() -> None:
-    found = calibrate([outcome(1.1, 1.3), outcome(1.2, None), outcome(3.0, 1.3)])
-    assert (found.runs, found.compute, found.comm, found.other_s) == (3, 1.2, 1.3, 0.004)
+    constants = calibrate([outcome(1.1, 1.3), outcome(1.2, None), outcome(3.0, 1.3)])
+    assert (constants.runs, constants.compute, constants.comm, constants.other_s) == (3, 1.2, 1.3, 0.004)
 
 
-def test_a_hidden_exchange_says_nothing_of_the_wire() -> None:
+def test_a_hidden_exchange_does_not_calibrate_communication() -> None:
     assert calibrate([replace(outcome(1.0, 1.6), exposed_s=0.01)]).comm == 1.0
 
 
-def test_a_phase_too_short_to_tell_changes_nothing() -> None:
+def test_a_very_short_phase_does_not_calibrate() -> None:
     assert calibrate([replace(outcome(1.0, 1.0), optimizer_s=0.001)]).optimizer == 1.0
 
 
 @given(st.lists(st.floats(0.3, 3.9), min_size=1, max_size=9))
-def test_a_constant_lies_among_what_was_seen(factors: list[float]) -> None:
-    found = calibrate([outcome(factor, factor) for factor in factors])
-    assert min(factors) * 0.999 <= found.compute <= max(factors) * 1.001
+def test_a_constant_is_within_the_observed_factors(factors: list[float]) -> None:
+    constants = calibrate([outcome(factor, factor) for factor in factors])
+    assert min(factors) * 0.999 <= constants.compute <= max(factors) * 1.001
 
 
-# What is said about the difference
+# Explanation of the difference
 
 
 def record(**changes: float) -> PredictionRecord:
@@ -203,11 +203,11 @@ def run_of(allreduce_s: float = 0.06, load: float = 0.0, **phases: float) -> Run
     )
 
 
-def test_a_good_prediction_is_called_one() -> None:
-    said = explain_prediction(record(), run_of())
-    assert said is not None
-    assert "0.0% too" in said
-    assert "No phase is off by more than 3%" in said
+def test_a_good_prediction_is_confirmed() -> None:
+    text = explain_prediction(record(), run_of())
+    assert text is not None
+    assert "0.0% too" in text
+    assert "No phase is off by more than 3%" in text
 
 
 @pytest.mark.parametrize(
@@ -226,14 +226,14 @@ def test_a_difference_is_named_with_its_cause(run: RunSummary, words: str) -> No
     assert words in (explain_prediction(record(), run) or "")
 
 
-def test_before_the_run_it_says_what_to_expect() -> None:
-    said = prediction_line(record())
-    assert "a step takes 262 ms, 1,000 tokens/s" in said
-    assert "communication that backward did not hide 50 ms" in said
-    assert "waiting" not in said
+def test_the_prediction_line_lists_the_expected_phases() -> None:
+    line = prediction_line(record())
+    assert "a step takes 262 ms, 1,000 tokens/s" in line
+    assert "communication that backward did not hide 50 ms" in line
+    assert "waiting" not in line
 
 
-# The whole way
+# End to end
 
 
 def record_of(run: Path) -> PredictionRecord:

@@ -1,4 +1,4 @@
-"""Stragglers: the slowest of N against brute force, and fits to what was measured."""
+"""Stragglers: the slowest of N ranks against brute force, and fits to measurements."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def brute_force(sigma: float, ranks: int, steps: int = 20_000) -> np.ndarray[tup
 
 @pytest.mark.parametrize("ranks", [1, 2, 16, 300])
 @pytest.mark.parametrize("sigma", [0.02, 0.3])
-def test_the_slowest_of_many_is_what_brute_force_finds(sigma: float, ranks: int) -> None:
+def test_the_slowest_of_many_ranks_matches_brute_force(sigma: float, ranks: int) -> None:
     slow = brute_force(sigma, ranks)
-    found = Slowest(Lognormal(sigma), ranks)
-    drawn = found.draw(np.random.default_rng(0), 20_000)
+    slowest = Slowest(Lognormal(sigma), ranks)
+    drawn = slowest.draw(np.random.default_rng(0), 20_000)
     error = 4 * slow.std() / math.sqrt(len(slow))
-    assert found.mean == pytest.approx(slow.mean(), abs=error)
-    assert drawn.mean() == pytest.approx(found.mean, abs=error)
-    assert math.sqrt(found.variance) == pytest.approx(slow.std(), rel=0.05)
+    assert slowest.mean == pytest.approx(slow.mean(), abs=error)
+    assert drawn.mean() == pytest.approx(slowest.mean, abs=error)
+    assert math.sqrt(slowest.variance) == pytest.approx(slow.std(), rel=0.05)
     assert np.quantile(drawn, [0.01, 0.5, 0.99]) == pytest.approx(np.quantile(slow, [0.01, 0.5, 0.99]), rel=0.03)
 
 
 def test_one_rank_has_the_moments_of_its_distribution() -> None:
-    found = Slowest(Lognormal(0.25), 1)
-    assert found.mean == pytest.approx(math.exp(0.25**2 / 2), rel=1e-4)
-    assert found.variance == pytest.approx((math.exp(0.25**2) - 1) * math.exp(0.25**2), rel=1e-3)
+    slowest = Slowest(Lognormal(0.25), 1)
+    assert slowest.mean == pytest.approx(math.exp(0.25**2 / 2), rel=1e-4)
+    assert slowest.variance == pytest.approx((math.exp(0.25**2) - 1) * math.exp(0.25**2), rel=1e-3)
 
 
 @settings(max_examples=30, deadline=None)
@@ -53,24 +53,24 @@ def test_more_ranks_are_never_faster(ranks: int, sigma: float) -> None:
     assert 1 <= few.mean < more.mean
 
 
-def test_16384_ranks_lie_where_extreme_value_theory_says() -> None:
+def test_the_slowest_of_16384_ranks_matches_extreme_value_theory() -> None:
     """The maximum of an exponential tail: its median is threshold + mean · ln(N · tail ÷ ln 2)."""
     known = MeasuredStraggling((1.0,) * 201, 0.1)
     drawn = Slowest(known, 16_384).draw(np.random.default_rng(0), 40_000)
     assert np.median(drawn) == pytest.approx(1 + 0.1 * math.log(16_384 * 0.05 / math.log(2)), rel=2e-3)
 
 
-def test_steady_ranks_take_one_step_each() -> None:
-    found = Slowest(Steady(), 16_384)
-    assert (found.mean, found.variance, found.draw_mean(np.random.default_rng(0), 10**6)) == (1.0, 0.0, 1.0)
+def test_steady_ranks_have_no_stragglers() -> None:
+    slowest = Slowest(Steady(), 16_384)
+    assert (slowest.mean, slowest.variance, slowest.draw_mean(np.random.default_rng(0), 10**6)) == (1.0, 0.0, 1.0)
 
 
 @pytest.mark.parametrize("straggling", [Lognormal(0.3), MeasuredStraggling(tuple(np.linspace(0.9, 1.2, 201)), 0.2)])
-def test_the_mean_of_many_steps_at_once_spreads_as_that_of_single_steps(straggling: Straggling) -> None:
-    found, count = Slowest(straggling, 8), EXACT_BELOW
+def test_the_mean_of_many_steps_spreads_like_that_of_single_steps(straggling: Straggling) -> None:
+    slowest, count = Slowest(straggling, 8), EXACT_BELOW
     random = np.random.default_rng(0)
-    at_once = [found.draw_mean(random, count) for _ in range(4000)]
-    singly = [found.draw(random, count).mean() for _ in range(4000)]
+    at_once = [slowest.draw_mean(random, count) for _ in range(4000)]
+    singly = [slowest.draw(random, count).mean() for _ in range(4000)]
     assert np.mean(at_once) == pytest.approx(np.mean(singly), rel=1e-3)
     assert np.std(at_once) == pytest.approx(np.std(singly), rel=0.06)
     assert np.quantile(at_once, [0.05, 0.95]) == pytest.approx(np.quantile(singly, [0.05, 0.95]), rel=3e-3)
@@ -79,16 +79,16 @@ def test_the_mean_of_many_steps_at_once_spreads_as_that_of_single_steps(straggli
 # The fit
 
 
-def test_a_fit_keeps_the_mean_and_the_quantiles_of_what_was_measured() -> None:
+def test_a_fit_keeps_the_mean_and_the_quantiles_of_the_measurements() -> None:
     seen = np.exp(0.1 * np.random.default_rng(1).normal(size=4000))
-    found = fit_stragglers(seen)
-    drawn = Slowest(found, 1).draw(np.random.default_rng(2), 100_000)
+    fit = fit_stragglers(seen)
+    drawn = Slowest(fit, 1).draw(np.random.default_rng(2), 100_000)
     assert drawn.mean() == pytest.approx(seen.mean(), rel=2e-3)
     assert np.quantile(drawn, [0.1, 0.5, 0.9]) == pytest.approx(np.quantile(seen, [0.1, 0.5, 0.9]), rel=5e-3)
 
 
-def test_a_fit_foretells_the_slowest_of_more_ranks_than_were_measured() -> None:
-    """From 1,000 step times to the slowest of 256 ranks, which most of them never saw."""
+def test_a_fit_predicts_the_slowest_of_more_ranks_than_were_measured() -> None:
+    """From 1,000 step times to the slowest of 256 ranks, beyond most of the measurements."""
     seen = 1 + 0.05 * np.random.default_rng(1).exponential(size=1000)
     truth = (1 + 0.05 * np.random.default_rng(2).exponential(size=(4000, 256)).max(axis=1)).mean()
     assert Slowest(fit_stragglers(seen), 256).mean == pytest.approx(truth, rel=0.05)

@@ -1,4 +1,4 @@
-"""The simulator: what adds up, what must come out exactly, and what the slow way finds too."""
+"""The simulator: exact results, sums, and agreement with a step-by-step simulation."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from tests.support.simulation_scenarios import HOUR, SlowWay, scenario
 POLICIES: tuple[Policy, ...] = ("restart", "live")
 
 
-# Nothing wrong
+# No failures
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_undisturbed_training_does_exactly_its_steps(policy: Policy) -> None:
-    found = simulate_seeds(scenario(policy, step_s=0.5, hours=1, every=None), seeds=1, seed=0)[0]
-    assert (found.steps, found.tokens, found.goodput) == (7200, 7_200_000.0, 1.0)
-    assert set(found.lost_s.values()) == {0.0}
-    assert found.tokens_per_s == pytest.approx(2000.0)
+def test_a_training_without_failures_does_exactly_its_steps(policy: Policy) -> None:
+    result = simulate_seeds(scenario(policy, step_s=0.5, hours=1, every=None), seeds=1, seed=0)[0]
+    assert (result.steps, result.tokens, result.goodput) == (7200, 7_200_000.0, 1.0)
+    assert set(result.lost_s.values()) == {0.0}
+    assert result.tokens_per_s == pytest.approx(2000.0)
 
 
-def test_checkpoints_alone_cost_what_they_take() -> None:
+def test_checkpoints_cost_exactly_their_time() -> None:
     """Ten steps and a pause of two seconds: 300 times in an hour."""
-    found = simulate_seeds(scenario(hours=1, every=10, cost_s=2.0), seeds=1, seed=0)[0]
-    assert found.steps == 3000
-    assert found.lost_s["checkpointing"] == pytest.approx(600.0)
-    assert found.goodput == pytest.approx(3000 / 3600)
+    result = simulate_seeds(scenario(hours=1, every=10, cost_s=2.0), seeds=1, seed=0)[0]
+    assert result.steps == 3000
+    assert result.lost_s["checkpointing"] == pytest.approx(600.0)
+    assert result.goodput == pytest.approx(3000 / 3600)
 
 
 def test_hidden_checkpoints_cost_nothing() -> None:
-    found = simulate_seeds(scenario(hours=1, every=10, cost_s=2.0, hidden=True), seeds=1, seed=0)[0]
-    assert found.steps == 3600
+    result = simulate_seeds(scenario(hours=1, every=10, cost_s=2.0, hidden=True), seeds=1, seed=0)[0]
+    assert result.steps == 3600
 
 
-# What adds up
+# Sums
 
 
 @settings(max_examples=60, deadline=None)
@@ -73,54 +73,54 @@ def test_useful_and_lost_time_add_up_to_the_wall_time(
     policy: Policy, scaling: Scaling, nodes: int, step_s: float, mtbf_h: float, all_share: float, every: int | None,
     cost_s: float, sigma: float | None, min_part: float, spares: int, repair_s: float,
 ) -> None:  # fmt: skip
-    world = scenario(
+    simulated = scenario(
         policy, nodes, step_s, scaling, Lognormal(sigma) if sigma else Steady(), hours=12, mtbf_s=mtbf_h * HOUR,
         all_share=all_share, every=every, cost_s=cost_s, min_nodes=max(1, round(min_part * nodes)), spares=spares,
         repair_s=repair_s,
     )  # fmt: skip
-    found = simulate_seeds(world, seeds=1, seed=7)[0]
-    assert found.useful_s + sum(found.lost_s.values()) == pytest.approx(found.wall_s, rel=1e-9)
-    assert all(found.lost_s[cause] >= -1e-6 for cause in CAUSES if cause != "straggling")
-    bins = len(found.tokens_per_s)
-    assert found.tokens_per_s.sum() * found.wall_s / bins == pytest.approx(found.tokens, rel=1e-6, abs=1e-3)
+    result = simulate_seeds(simulated, seeds=1, seed=7)[0]
+    assert result.useful_s + sum(result.lost_s.values()) == pytest.approx(result.wall_s, rel=1e-9)
+    assert all(result.lost_s[cause] >= -1e-6 for cause in CAUSES if cause != "straggling")
+    bins = len(result.tokens_per_s)
+    assert result.tokens_per_s.sum() * result.wall_s / bins == pytest.approx(result.tokens, rel=1e-6, abs=1e-3)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_seed_gives_the_same_training_again_and_another_seed_another(policy: Policy) -> None:
+def test_equal_seeds_give_equal_trainings_and_other_seeds_others(policy: Policy) -> None:
     world = scenario(policy, mtbf_s=20 * HOUR, straggling=Lognormal(0.1))
-    first, again, other = (simulate_seeds(world, 3, seed) for seed in (5, 5, 6))
-    assert [each.tokens for each in first] == [each.tokens for each in again]
-    assert [each.tokens for each in first] != [each.tokens for each in other]
-    assert len({each.tokens for each in first}) == 3
+    first, repeated, other = (simulate_seeds(world, 3, seed) for seed in (5, 5, 6))
+    assert [result.tokens for result in first] == [result.tokens for result in repeated]
+    assert [result.tokens for result in first] != [result.tokens for result in other]
+    assert len({result.tokens for result in first}) == 3
 
 
 def test_the_means_of_a_forecast_add_up() -> None:
-    found = simulate(scenario(mtbf_s=20 * HOUR, straggling=Lognormal(0.1)), seeds=5)
-    assert sum(found.mean_s.values()) == pytest.approx(24 * HOUR)
-    assert found.goodput.low <= found.goodput.median <= found.goodput.high <= 1
+    forecast = simulate(scenario(mtbf_s=20 * HOUR, straggling=Lognormal(0.1)), seeds=5)
+    assert sum(forecast.mean_s.values()) == pytest.approx(24 * HOUR)
+    assert forecast.goodput.low <= forecast.goodput.median <= forecast.goodput.high <= 1
 
 
-# Against the slow way
+# Against a step-by-step simulation
 
 
 @pytest.mark.parametrize(("sigma", "every", "cost_s"), [(0.2, 50, 20.0), (0.05, 1, 1.0)])
-def test_many_steps_at_once_end_where_single_steps_do(sigma: float, every: int, cost_s: float) -> None:
+def test_many_steps_at_once_match_single_steps(sigma: float, every: int, cost_s: float) -> None:
     world = scenario(
         nodes=16, step_s=12.0, hours=6, mtbf_s=8 * HOUR, every=every, cost_s=cost_s, straggling=Lognormal(sigma),
         spares=10_000,
     )  # fmt: skip
     slow = [SlowWay(world, sigma, np.random.default_rng(seed)).steps() for seed in range(60)]
-    fast = [each.steps for each in simulate_seeds(world, seeds=400, seed=1)]
+    fast = [result.steps for result in simulate_seeds(world, seeds=400, seed=1)]
     spread = np.std(slow) / math.sqrt(len(slow)) + np.std(fast) / math.sqrt(len(fast))
     assert abs(np.mean(slow) - np.mean(fast)) < 3 * spread
     assert 0.7 < np.std(fast) / np.std(slow) < 1.4
 
 
-def test_without_failures_many_steps_at_once_spread_as_single_steps_do() -> None:
+def test_without_failures_many_steps_at_once_spread_like_single_steps() -> None:
     world = scenario(nodes=4, step_s=9.0, hours=3, every=100, cost_s=20.0, straggling=Lognormal(0.3))
     endless = scenario(nodes=4, step_s=9.0, hours=3, every=100, cost_s=20.0, mtbf_s=1e12, straggling=Lognormal(0.3))
     slow = [SlowWay(endless, 0.3, np.random.default_rng(seed)).steps() for seed in range(60)]
-    fast = [each.steps for each in simulate_seeds(world, seeds=200, seed=1)]
+    fast = [result.steps for result in simulate_seeds(world, seeds=200, seed=1)]
     assert np.mean(fast) == pytest.approx(np.mean(slow), rel=2e-3)
     assert 0.7 < np.std(fast) / np.std(slow) < 1.4
 
@@ -131,9 +131,11 @@ def test_without_failures_many_steps_at_once_spread_as_single_steps_do() -> None
     every=st.integers(1, 12),
     pause_s=st.sampled_from([0.0, 0.5, 3.0, 40.0]),
 )
-def test_a_stretch_is_what_its_steps_are(position: int, span_s: float, every: int, pause_s: float) -> None:
-    """Step after step with a clock, against the closed form."""
-    found = Rhythm(1.0, every, pause_s).advance(position, 0.0, span_s)
+def test_the_closed_form_of_a_stretch_matches_its_steps(
+    position: int, span_s: float, every: int, pause_s: float
+) -> None:
+    """Compare the closed form with a clock that advances step by step."""
+    stretch = Rhythm(1.0, every, pause_s).advance(position, 0.0, span_s)
     left_s, steps, saved = span_s, 0, None
     while left_s >= 1:
         left_s, steps = left_s - 1, steps + 1
@@ -142,48 +144,48 @@ def test_a_stretch_is_what_its_steps_are(position: int, span_s: float, every: in
                 left_s = 0.0
                 break
             left_s, saved = left_s - pause_s, position + steps
-    assert found.saved == saved
-    assert found.steps == pytest.approx(steps + left_s, abs=1e-6)
-    assert found.steps + found.paused_s == pytest.approx(span_s)
+    assert stretch.saved == saved
+    assert stretch.steps == pytest.approx(steps + left_s, abs=1e-6)
+    assert stretch.steps + stretch.paused_s == pytest.approx(span_s)
 
 
 # Failures and recovery
 
 
 @pytest.mark.parametrize("nodes", [16, 128, 1024])
-def test_failures_grow_with_the_nodes(nodes: int) -> None:
+def test_failures_are_proportional_to_the_nodes(nodes: int) -> None:
     """Poisson: the mean of forty trainings lies within four standard errors."""
     world = scenario(nodes=nodes, mtbf_s=1000 * HOUR, spares=10_000, repair_s=0.0)
     expected = nodes * 24 / 1000
-    failures = [each.failures for each in simulate_seeds(world, seeds=40, seed=3)]
+    failures = [result.failures for result in simulate_seeds(world, seeds=40, seed=3)]
     assert np.mean(failures) == pytest.approx(expected, abs=4 * math.sqrt(expected / 40))
 
 
 @pytest.mark.parametrize("mtbf_h", [10, 100, 1000])
-def test_regrouping_live_never_does_worse_than_restarting(mtbf_h: int) -> None:
+def test_regrouping_live_is_never_worse_than_restarting(mtbf_h: int) -> None:
     restart, live = (
         simulate(scenario(policy, nodes=32, mtbf_s=mtbf_h * HOUR), seeds=15).goodput.median for policy in POLICIES
     )
     assert live >= restart
 
 
-def test_live_redoes_less_than_a_step_for_each_failure() -> None:
-    for found in simulate_seeds(scenario("live", nodes=4, mtbf_s=4 * HOUR, step_s=9.0), seeds=5, seed=0):
-        assert 0 < found.lost_s["redone"] < found.failures * 9.0 * 4
+def test_live_recovery_redoes_little_for_each_failure() -> None:
+    for result in simulate_seeds(scenario("live", nodes=4, mtbf_s=4 * HOUR, step_s=9.0), seeds=5, seed=0):
+        assert 0 < result.lost_s["redone"] < result.failures * 9.0 * 4
 
 
-def test_live_without_survivors_goes_back_to_the_checkpoint() -> None:
+def test_live_recovery_without_survivors_loads_the_checkpoint() -> None:
     alone = simulate_seeds(scenario("live", nodes=1, mtbf_s=2 * HOUR, every=600), seeds=5, seed=0)
-    assert np.mean([each.lost_s["redone"] / each.failures for each in alone]) == pytest.approx(300, rel=0.3)
+    assert np.mean([result.lost_s["redone"] / result.failures for result in alone]) == pytest.approx(300, rel=0.3)
 
 
-def test_a_failure_that_hits_all_breaks_no_node() -> None:
-    found = simulate_seeds(scenario("live", mtbf_s=20 * HOUR, all_share=1.0), seeds=5, seed=0)
-    assert all(each.failures > 0 and each.lost_s["reduced"] == each.lost_s["waiting"] == 0 for each in found)
-    assert all(each.lost_s["recovery"] == pytest.approx(60 * each.failures, rel=0.2) for each in found)
+def test_a_failure_of_the_whole_job_breaks_no_node() -> None:
+    results = simulate_seeds(scenario("live", mtbf_s=20 * HOUR, all_share=1.0), seeds=5, seed=0)
+    assert all(result.failures > 0 and result.lost_s["reduced"] == result.lost_s["waiting"] == 0 for result in results)
+    assert all(result.lost_s["recovery"] == pytest.approx(60 * result.failures, rel=0.2) for result in results)
 
 
-def test_too_few_nodes_wait_and_spares_end_the_wait() -> None:
+def test_too_few_nodes_wait_and_spares_shorten_the_wait() -> None:
     needs_all = scenario(min_nodes=8, mtbf_s=20 * HOUR)
     waiting = simulate(needs_all, seeds=8).mean_s
     helped = simulate(scenario(min_nodes=8, mtbf_s=20 * HOUR, spares=3), seeds=8).mean_s
@@ -192,7 +194,7 @@ def test_too_few_nodes_wait_and_spares_end_the_wait() -> None:
     assert helped["waiting"] < 0.1 * waiting["waiting"]
 
 
-def test_a_smaller_cluster_is_slower_when_scaling_is_strong_and_brings_less_when_weak() -> None:
+def test_a_smaller_cluster_loses_as_much_with_weak_as_with_strong_scaling() -> None:
     lost: dict[Scaling, float] = {"strong": 0.0, "weak": 0.0}
     for scaling in lost:
         world = scenario("live", nodes=4, scaling=scaling, mtbf_s=10 * HOUR, repair_s=HOUR)
@@ -201,8 +203,8 @@ def test_a_smaller_cluster_is_slower_when_scaling_is_strong_and_brings_less_when
     assert lost["weak"] == pytest.approx(lost["strong"], rel=0.1)
 
 
-def test_a_hidden_checkpoint_counts_when_it_is_whole() -> None:
-    """The longer it takes to be written, the more is redone; nobody stands still for it."""
+def test_a_hidden_checkpoint_counts_only_when_it_is_complete() -> None:
+    """The longer the write takes, the more is redone; no rank pauses for it."""
     redone = [
         simulate(scenario(mtbf_s=8 * HOUR, every=600, cost_s=cost_s, hidden=True), seeds=20).mean_s
         for cost_s in (0.0, 590.0)
@@ -211,7 +213,7 @@ def test_a_hidden_checkpoint_counts_when_it_is_whole() -> None:
     assert redone[1]["checkpointing"] == 0
 
 
-# How often to checkpoint
+# Checkpoint interval
 
 
 def test_young_and_daly_agree_where_checkpoints_are_cheap() -> None:
@@ -227,15 +229,15 @@ def test_the_simulator_finds_the_interval_of_young_and_daly() -> None:
 
     def goodput(every: int) -> float:
         world = scenario(nodes=64, mtbf_s=64 * 2 * HOUR, cost_s=30.0, hours=240, spares=10_000, every=every)
-        return float(np.mean([each.goodput for each in simulate_seeds(world, seeds=12, seed=0)]))
+        return float(np.mean([result.goodput for result in simulate_seeds(world, seeds=12, seed=0)]))
 
-    found = {factor: goodput(round(factor * best)) for factor in (0.2, 0.67, 1.0, 1.5, 5.0)}
-    assert max(found, key=lambda factor: found[factor]) in (0.67, 1.0, 1.5)
-    assert found[1.0] > found[0.2] + 0.02
-    assert found[1.0] > found[5.0] + 0.02
+    goodputs = {factor: goodput(round(factor * best)) for factor in (0.2, 0.67, 1.0, 1.5, 5.0)}
+    assert max(goodputs, key=lambda factor: goodputs[factor]) in (0.67, 1.0, 1.5)
+    assert goodputs[1.0] > goodputs[0.2] + 0.02
+    assert goodputs[1.0] > goodputs[5.0] + 0.02
 
 
-def test_where_nothing_fails_no_checkpoint_is_best_and_a_hidden_one_as_often_as_it_fits() -> None:
+def test_without_failures_no_checkpoint_is_best_and_hidden_ones_are_most_frequent() -> None:
     world = scenario()
     assert best_every(world.cluster, Failures(), Steady(), Checkpoints(1, 5.0)) is None
     assert best_every(world.cluster, Failures(HOUR), Steady(), Checkpoints(99, 5.5, hidden=True)) == 6
@@ -286,7 +288,7 @@ def test_rolling_back_moves_time_from_steps_to_redone() -> None:
         ({"hidden": True, "every": 4, "cost_s": 5.0}, "not complete when the next begins", "--checkpoint-every 5"),
     ],
 )
-def test_bad_numbers_are_refused_in_words(wrong: dict[str, float], seen: str, fix: str) -> None:
+def test_bad_numbers_are_refused_with_reason_and_fix(wrong: dict[str, float], seen: str, fix: str) -> None:
     with pytest.raises(ConfigError) as refused:
         scenario(**wrong)  # type: ignore[arg-type]
     assert seen in refused.value.seen
@@ -294,7 +296,7 @@ def test_bad_numbers_are_refused_in_words(wrong: dict[str, float], seen: str, fi
     assert fix in refused.value.fix
 
 
-def test_no_seeds_give_no_forecast() -> None:
+def test_a_forecast_without_seeds_is_refused() -> None:
     with pytest.raises(ConfigError, match="0 seeds"):
         simulate(scenario(), seeds=0)
     with pytest.raises(ConfigError, match="-1 is no seed"):

@@ -1,4 +1,4 @@
-"""Strangers at the port of a measurement: closed in time, and callers with the token get through."""
+"""Unknown connections to the port of a measurement are closed in time; callers with the token are served."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def connect(port: int) -> socket.socket:
     return socket.create_connection((LOOPBACK, port), timeout=10)
 
 
-@pytest.mark.parametrize("said", [b"", b"b2 echo -\n", b"\xff\xfe\n", b"x" * 500, TOKEN.encode() + b"\n"])
-def test_who_does_not_know_the_token_is_closed_without_a_word(port: int, said: bytes) -> None:
-    with connect(port) as stranger:
-        stranger.sendall(said)
+@pytest.mark.parametrize("sent", [b"", b"b2 echo -\n", b"\xff\xfe\n", b"x" * 500, TOKEN.encode() + b"\n"])
+def test_a_connection_without_the_token_is_closed_without_an_answer(port: int, sent: bytes) -> None:
+    with connect(port) as connection:
+        connection.sendall(sent)
         with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(100) == b""
+            assert connection.recv(100) == b""
 
 
-def test_a_byte_at_a_time_gets_no_more_time(port: int) -> None:
+def test_a_request_sent_byte_by_byte_gets_no_extra_time(port: int) -> None:
     began = time.monotonic()
     with connect(port) as slow, contextlib.suppress(OSError):
         for _ in range(150):
@@ -43,12 +43,12 @@ def test_a_byte_at_a_time_gets_no_more_time(port: int) -> None:
 
 
 @pytest.mark.long
-def test_a_crowd_of_idle_ones_keeps_nobody_out(port: int) -> None:
-    crowd = [connect(port) for _ in range(300)]
+def test_many_idle_connections_do_not_block_a_caller(port: int) -> None:
+    idle = [connect(port) for _ in range(300)]
     try:
         with dial({"address": LOOPBACK, "port": port, "token": TOKEN}, "echo") as caller:
             caller.sendall(b"?")
             assert len(caller.recv(1)) == 1
     finally:
-        for connection in crowd:
+        for connection in idle:
             connection.close()

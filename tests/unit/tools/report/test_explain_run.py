@@ -1,4 +1,4 @@
-"""The words about scaling follow the numbers."""
+"""The explanations of scaling and of step times follow the numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.run_samples import TOKENS, all_events, demo_points, make_run,
 ONE = point(1, 100, 2, forward=30, backward=60, optimizer=8, other=2)
 
 
-def test_communication_dominates() -> None:
+def test_exposed_communication_is_named_as_the_largest_cost() -> None:
     two = point(2, 90, 1, forward=15, backward=30, exposed=35, optimizer=8, other=2, allreduce=50, hidden=15)
     text = explain_scaling([ONE, two])
     assert "Two ranks were faster than one rank: 17,067 tokens/s against 15,360 tokens/s" in text
@@ -43,7 +43,7 @@ def test_communication_dominates() -> None:
     assert "the all-reduce took 50 ms, 15 ms of it hidden behind backward" in text
 
 
-def test_shared_cores_dominate() -> None:
+def test_shared_cores_are_named_as_the_largest_cost() -> None:
     text = explain_scaling(
         [ONE, point(2, 105, 1, forward=29, backward=62, exposed=4, optimizer=8, other=2, allreduce=10)]
     )
@@ -52,7 +52,7 @@ def test_shared_cores_dominate() -> None:
     assert "each rank computed with 1 thread (2 with one rank), so more ranks divided the same computing power" in text
 
 
-def test_more_threads_than_cores_is_said_only_where_it_is_so() -> None:
+def test_more_threads_than_cores_is_mentioned_only_when_true() -> None:
     crowded = point(2, 120, 2, forward=35, backward=73, exposed=2, optimizer=8, other=2)
     assert "4 threads shared 2 cores" in explain_scaling([ONE, crowded])
     roomy = crowded.model_copy(update={"cores": 8})
@@ -60,30 +60,30 @@ def test_more_threads_than_cores_is_said_only_where_it_is_so() -> None:
     assert "4 threads in all instead of 2" in explain_scaling([ONE, roomy])
 
 
-def test_threads_that_work_better_apart_are_not_called_divided() -> None:
+def test_threads_that_are_more_efficient_apart_are_not_called_divided() -> None:
     text = explain_scaling([ONE, point(2, 60, 1, forward=18, backward=34, exposed=2, optimizer=5, other=1)])
     assert "so the ranks shared the computing power that one had alone, and used it 1.73 times as well" in text
     assert "divided the same computing power" not in text
 
 
-def test_waiting_dominates() -> None:
+def test_waiting_is_named_as_the_largest_cost() -> None:
     text = explain_scaling([ONE, point(2, 85, 1, forward=15, backward=30, exposed=3, wait=27, optimizer=8, other=2)])
     assert "is waiting for the slowest rank: on average a rank was ready 27 ms before the slowest one" in text
 
 
-def test_the_optimizer_dominates() -> None:
+def test_the_optimizer_is_named_as_the_largest_cost() -> None:
     one = point(1, 100, 2, forward=20, backward=30, optimizer=48, other=2)
     text = explain_scaling([one, point(2, 77, 1, forward=10, backward=15, exposed=2, optimizer=48, other=2)])
     assert "is the optimizer: every rank updates all weights itself" in text
     assert "(48 ms a step, 48 ms with one rank)" in text
 
 
-def test_overhead_dominates() -> None:
+def test_overhead_is_named_as_the_largest_cost() -> None:
     text = explain_scaling([ONE, point(2, 80, 1, forward=15, backward=30, exposed=1, optimizer=4, data=28, other=2)])
     assert "is overhead outside the named phases" in text
 
 
-def test_faster_than_ideal_is_a_gain_and_not_a_cost() -> None:
+def test_faster_than_ideal_is_called_a_gain() -> None:
     text = explain_scaling(
         [ONE, point(2, 40, 1, forward=12, backward=17, exposed=2, optimizer=8, other=1, allreduce=3)]
     )
@@ -94,7 +94,7 @@ def test_faster_than_ideal_is_a_gain_and_not_a_cost() -> None:
     assert "Time was lost in the optimizer (4 ms) and communication that backward did not hide (2 ms)." in text
 
 
-def test_a_perfect_division_gets_no_cause() -> None:
+def test_near_ideal_scaling_gets_no_cause() -> None:
     text = explain_scaling([ONE, point(2, 50.5, 2, forward=15, backward=30, optimizer=4, other=1.5)])
     assert "too little to look for a cause" in text
     assert "largest" not in text
@@ -113,7 +113,7 @@ def test_unmeasured_phases_give_no_cause() -> None:
     assert "largest" not in text
 
 
-def test_one_point_compares_with_nothing() -> None:
+def test_a_single_point_is_not_compared() -> None:
     assert "needs a second rank count" in explain_scaling([ONE])
     assert "efficiency" not in explain_scaling([ONE])
     assert "Nothing was measured" in explain_scaling([])
@@ -134,11 +134,11 @@ TIMES = st.floats(0, 1000)
 def test_the_parts_always_add_up(
     ranks: int, step_ms: float, forward: float, exposed: float, wait: float, optimizer: float
 ) -> None:
-    found = compare_with_ideal(
+    comparison = compare_with_ideal(
         ONE, point(ranks, step_ms, forward=forward, exposed=exposed, wait=wait, optimizer=optimizer)
     )
-    assert sum(found.parts.values()) == pytest.approx(found.lost_s, abs=1e-9)
-    assert explain_scaling([found.base, found.point])
+    assert sum(comparison.parts.values()) == pytest.approx(comparison.lost_s, abs=1e-9)
+    assert explain_scaling([comparison.base, comparison.point])
 
 
 def test_a_run_is_explained_from_its_own_numbers() -> None:
@@ -158,7 +158,7 @@ def shares_in(text: str) -> list[int]:
 
 @given(st.lists(st.floats(0.001, 30), min_size=1, max_size=24), st.floats(0.01, 0.99))
 def test_shares_of_a_step_add_up_on_a_busy_machine(seconds: list[float], part: float) -> None:
-    """Steps differ by orders of magnitude, and the load hits forward in one and the optimizer in another."""
+    """Steps differ by orders of magnitude; the load slows forward in one step and the optimizer in another."""
     events = [start(0, world_size=1), *(busy_step(n, took, part) for n, took in enumerate(seconds, 1))]
     summary = summarize(events)
     assert summary.step_s is not None
@@ -174,8 +174,8 @@ def busy_step(number: int, step_s: float, part: float) -> Event:
     return step(number) | none | {"step_s": step_s, "forward_s": forward, "optimizer_s": optimizer}
 
 
-def test_steps_of_two_speeds_do_not_push_a_share_over_the_step() -> None:
-    """The mean of the middle half was 1.5 times the median: 107% went into forward and backward."""
+def test_steps_of_two_speeds_give_no_share_above_the_step() -> None:
+    """The mean of the middle half was 1.5 times the median, which once gave 107% to forward and backward."""
     times = [0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.3, 0.3, 0.3, 0.3]
     steps = [busy_step(n, took, 0.9 if n % 3 else 0.1) for n, took in enumerate([*times, *times], 1)]
     text = explain_step_time(summarize([start(0, world_size=1), *steps]))
@@ -183,7 +183,7 @@ def test_steps_of_two_speeds_do_not_push_a_share_over_the_step() -> None:
     assert "90% went into forward and backward and 10% into the optimizer" in text
 
 
-def test_time_that_no_phase_has_is_named() -> None:
+def test_time_outside_all_phases_is_named() -> None:
     steps = [{"event": "step", "rank": 0, "step": n, "step_s": 0.2, "forward_s": 0.15} for n in range(1, 9)]
     assert "75% went into forward and backward and 25% into everything else" in explain_step_time(
         summarize([start(), *steps])
@@ -191,14 +191,14 @@ def test_time_that_no_phase_has_is_named() -> None:
 
 
 def test_waiting_for_a_peer_is_not_hidden_communication() -> None:
-    """The all-reduce is under way while a rank waits for the slowest one, but backward hides nothing then."""
+    """The all-reduce runs while a rank waits for the slowest one, but backward hides nothing then."""
     assert CommTimes(ready_at=0.0, tail_s=0.018, allreduce_s=0.020).hidden_s == pytest.approx(0.002)
     assert CommTimes(ready_at=0.0, tail_s=0.018, allreduce_s=0.012, wait_s=0.006).hidden_s == pytest.approx(0.0)
     assert CommTimes(ready_at=0.0, tail_s=0.018, allreduce_s=None).hidden_s is None
     assert re.search(r", 6(\.\d+)? ms of it hidden behind backward\.", explain_step_time(summarize(all_events())))
 
 
-def test_stock_ddp_claims_nothing_of_its_all_reduce() -> None:
+def test_stock_ddp_reports_no_all_reduce_time() -> None:
     untimed = {"allreduce_s", "hidden_s"}
     steps = [
         {key: value for key, value in step(n, rank).items() if key not in untimed} for n in range(9) for rank in (0, 1)
@@ -210,8 +210,8 @@ def test_stock_ddp_claims_nothing_of_its_all_reduce() -> None:
     assert "hidden" not in explain_scaling([ONE, replace_ranks(make_scaling_point(summary), exposed=0.2)])
 
 
-def replace_ranks(found: ScalingPoint, **phases: float) -> ScalingPoint:
-    return found.model_copy(update={"phases": found.phases | phases})
+def replace_ranks(scaling_point: ScalingPoint, **phases: float) -> ScalingPoint:
+    return scaling_point.model_copy(update={"phases": scaling_point.phases | phases})
 
 
 def test_one_rank_has_no_all_reduce_to_explain() -> None:
@@ -226,11 +226,16 @@ def test_a_run_without_steps_has_nothing_to_explain() -> None:
         make_scaling_point(summarize([start()]))
 
 
-def test_a_run_becomes_a_point() -> None:
-    found = make_scaling_point(summarize(all_events()))
-    assert (found.ranks, found.threads, found.cores, found.tokens_per_step) == (2, 1, 2, TOKENS)
-    assert found.compute_s == pytest.approx(0.073, abs=0.002)
-    assert found.tokens_per_s == pytest.approx(TOKENS / found.step_s)
+def test_a_run_is_converted_to_a_scaling_point() -> None:
+    scaling_point = make_scaling_point(summarize(all_events()))
+    assert (scaling_point.ranks, scaling_point.threads, scaling_point.cores, scaling_point.tokens_per_step) == (
+        2,
+        1,
+        2,
+        TOKENS,
+    )
+    assert scaling_point.compute_s == pytest.approx(0.073, abs=0.002)
+    assert scaling_point.tokens_per_s == pytest.approx(TOKENS / scaling_point.step_s)
 
 
 def test_cores_of_all_nodes_add_up() -> None:
@@ -238,7 +243,7 @@ def test_cores_of_all_nodes_add_up() -> None:
     assert make_scaling_point(summarize(events)).cores == 4
 
 
-def test_points_survive_the_file(tmp_path: Path) -> None:
+def test_scaling_points_survive_the_file(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     assert read_scaling(run) == []
     (run.path / SCALING_FILE).write_text(to_json(list(reversed(demo_points()))))
@@ -246,7 +251,7 @@ def test_points_survive_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["[{", '[{"ranks": 0}]', "{}"])
-def test_a_broken_scaling_file_is_a_message(tmp_path: Path, content: str) -> None:
+def test_a_broken_scaling_file_is_a_data_error(tmp_path: Path, content: str) -> None:
     run = make_run(tmp_path / "run")
     (run.path / SCALING_FILE).write_text(content)
     with pytest.raises(DataError, match="cannot be used"):
@@ -261,7 +266,7 @@ def test_stacked_parts_fill_the_step(step_ms: float, forward: float, exposed: fl
 
 
 @pytest.mark.parametrize("points", [demo_points(), demo_points()[:1]], ids=["three", "one"])
-def test_the_plot_is_a_png_of_the_promised_width(tmp_path: Path, points: list[ScalingPoint]) -> None:
+def test_the_plot_is_a_png_of_the_documented_width(tmp_path: Path, points: list[ScalingPoint]) -> None:
     plot_scaling(points, tmp_path / "scaling.png")
     content = (tmp_path / "scaling.png").read_bytes()
     assert content.startswith(b"\x89PNG")
@@ -269,15 +274,15 @@ def test_the_plot_is_a_png_of_the_promised_width(tmp_path: Path, points: list[Sc
 
 
 def slow_points() -> list[ScalingPoint]:
-    """Steps of many seconds, and the more ranks the slower."""
+    """Make points with steps of many seconds that get slower with more ranks."""
     one = point(1, 12_400, 2, forward=4100, backward=8000, optimizer=250)
     two = point(2, 9300, 1, forward=2500, backward=4600, exposed=1500, wait=400, optimizer=250)
     return [one, two, point(4, 45_000, 1, forward=2500, backward=4600, exposed=36_500, wait=1100, optimizer=250)]
 
 
 @pytest.mark.parametrize("points", [slow_points(), demo_points()], ids=["seconds", "milliseconds"])
-def test_labels_of_the_picture_are_short_and_free(points: list[ScalingPoint]) -> None:
-    """Steps of seconds were labelled `1.24e+04`, and labels of slow points lay on those of the axis."""
+def test_labels_of_the_picture_are_short_and_do_not_overlap(points: list[ScalingPoint]) -> None:
+    """Steps of seconds were once labelled `1.24e+04`, and labels of slow points covered those of the axis."""
     figure = draw_scaling(points)
     figure.draw_without_rendering()
     for axes in figure.axes:
@@ -295,14 +300,14 @@ def test_labels_of_the_picture_are_short_and_free(points: list[ScalingPoint]) ->
 
 
 @given(st.floats(1e-9, 1e9), st.floats(1.01, 1e9))
-def test_a_log_axis_has_two_ticks_at_least(low: float, factor: float) -> None:
+def test_a_log_axis_has_at_least_two_ticks(low: float, factor: float) -> None:
     ticks = log_ticks(low, low * factor)
     assert len(ticks) >= 2
     assert all(low <= tick <= low * factor for tick in ticks)
     assert len(ticks) <= 20
 
 
-def test_a_busy_machine_is_said() -> None:
+def test_a_busy_machine_is_reported() -> None:
     points = [
         demo_points()[0].model_copy(update={"other_load": 0.04}),
         demo_points()[1].model_copy(update={"other_load": 0.9}),

@@ -1,4 +1,4 @@
-"""What the manifest, the report and `shoal verify` say of machines that came and went."""
+"""Machines that joined and left in the manifest, the report and `shoal verify`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ ABANDONED = {"abandoned": "3-1", "standing": "3-0", "after": 20, "time": BEGAN}
 
 
 def both_sides() -> list[Event]:
-    """In a folder that both sides share, lines of the two stand side by side."""
-    ours, theirs = commit_records(21, 40, "3-0", "3-0"), commit_records(21, 26, "3-1", "3-1")
-    return [line for place, line in enumerate(ours) for line in (line, *theirs[place : place + 1])]
+    """Interleave the ledger lines of both sides, as in a shared folder."""
+    first, second = commit_records(21, 40, "3-0", "3-0"), commit_records(21, 26, "3-1", "3-1")
+    return [line for place, line in enumerate(first) for line in (line, *second[place : place + 1])]
 
 
-def tell(generation: str | None, text: str, event: str = "announce", at: float = 1.0) -> Event:
+def agent_event(generation: str | None, text: str, event: str = "announce", at: float = 1.0) -> Event:
     return {"event": event, "generation": generation, "text": text, "time": at}
 
 
@@ -47,19 +47,26 @@ def write(path: Path, records: list[Event]) -> None:
 def run_with(folder: Path, events: list[Event], commits: list[Event], **journals: list[Event]) -> RunFolder:
     run = make_run(folder, events)
     write(run.commits, commits)
-    for node, said in journals.items():
-        write(run.journal(node), said)
+    for node, events_of_node in journals.items():
+        write(run.journal(node), events_of_node)
     return run
 
 
 def parted_run(folder: Path, *marks: Event) -> RunFolder:
     commits = [*commit_records(1, 20, "1-0"), *both_sides(), *marks, *commit_records(41, 60, "5-0", "3-0")]
-    return run_with(folder, parted(), commits, b=[tell(None, APART, "abandon", 2.0)])
+    return run_with(folder, parted(), commits, b=[agent_event(None, APART, "abandon", 2.0)])
 
 
 def test_every_change_is_in_the_manifest(tmp_path: Path) -> None:
-    said = [tell("2-0", LEFT)]
-    run = run_with(tmp_path / "run", killed_and_back(), KILLED, a=said, b=said, c=[tell("4-0", "box-3 is let in.")])
+    announcements = [agent_event("2-0", LEFT)]
+    run = run_with(
+        tmp_path / "run",
+        killed_and_back(),
+        KILLED,
+        a=announcements,
+        b=announcements,
+        c=[agent_event("4-0", "box-3 is let in.")],
+    )
     write_derived_files(run)
     manifest = read_manifest(run)
     assert manifest is not None
@@ -67,15 +74,15 @@ def test_every_change_is_in_the_manifest(tmp_path: Path) -> None:
     first, second = manifest.recoveries
     assert (first.generation, first.step, first.members, first.stands) == ("2-0", 39, [0, 1], True)
     assert first.text == LEFT
-    # Training stopped 0.75 s before the group of the two was there, and step 40 was done a quarter of a second after.
+    # Training stopped 0.75 s before the two ranks had regrouped, and step 40 was done 0.25 s later.
     assert first.seconds == pytest.approx(time_of(40) - time_of(39))
     assert (second.members, second.text) == ([0, 1, 2], "box-3 is let in.")
     assert dict(run_rows(manifest))["members"] == "changed 2×, 3 at the end; at most 1.0 s to the next commit"
 
 
-def test_a_sentence_of_our_own_where_no_agent_said_one() -> None:
+def test_a_change_without_an_announcement_gets_a_generated_sentence() -> None:
     changes = describe_changes(summarize(parted()).history, [], [])
-    assert [(each.text, each.seconds) for each in changes.recoveries] == [
+    assert [(change.text, change.seconds) for change in changes.recoveries] == [
         ("Rank 1 left; rank 0 goes on with step 21.", None),
         ("Rank 0 left; rank 1 goes on with step 21.", None),
         ("Rank 1 joined; ranks 0 and 1 go on with step 41.", None),
@@ -83,16 +90,24 @@ def test_a_sentence_of_our_own_where_no_agent_said_one() -> None:
     assert changes.lineage == "3-0"
 
 
-def test_what_most_agents_say_is_the_sentence() -> None:
+def test_the_most_frequent_announcement_is_the_sentence() -> None:
     history = summarize(killed_and_back()).history
-    said = [tell("4-0", "a longer sentence of the one that was let in"), tell("4-0", "short"), tell("4-0", "short")]
-    pauses = [tell(None, "later", "pause", 9.0), tell(None, "earlier", "pause", 3.0), tell(None, "later", "pause", 9.5)]
-    changes = describe_changes(history, [], [*said, *pauses, {"event": "announce", "generation": "x"}])
+    announcements = [
+        agent_event("4-0", "a longer sentence of the one that was let in"),
+        agent_event("4-0", "short"),
+        agent_event("4-0", "short"),
+    ]
+    pauses = [
+        agent_event(None, "later", "pause", 9.0),
+        agent_event(None, "earlier", "pause", 3.0),
+        agent_event(None, "later", "pause", 9.5),
+    ]
+    changes = describe_changes(history, [], [*announcements, *pauses, {"event": "announce", "generation": "x"}])
     assert changes.recoveries[1].text == "short"
     assert changes.notes == ["earlier", "later"]
 
 
-def test_a_run_in_which_nobody_came_or_went(tmp_path: Path) -> None:
+def test_a_run_without_changes_has_no_recoveries(tmp_path: Path) -> None:
     manifest = current_manifest(make_run(tmp_path / "run"))
     assert (manifest.generations, manifest.lineage, manifest.recoveries) == (1, None, [])
     assert (manifest.members, manifest.membership_notes) == ([0, 1], [])
@@ -110,33 +125,33 @@ def test_an_older_manifest_is_read_without_the_new_fields(tmp_path: Path) -> Non
     assert manifest.generations == 1
 
 
-def test_the_page_shows_who_took_part(tmp_path: Path) -> None:
+def test_the_page_shows_the_members_over_time(tmp_path: Path) -> None:
     page = Page(write_report(parted_run(tmp_path / "run", ABANDONED)).read_text(encoding="utf-8"))
     for text in ("Who took part", APART, "6 steps of abandoned lineages do not count", "Abandoned later."):
         assert text in page.text
     assert "These figures are of steps that two ranks did together" in page.text
     bars = {trace["name"]: trace for trace in page.figures["members"]["data"]}
     assert bars.keys() == {"lineage 1-0", "lineage 3-0", "lineage 3-1, abandoned"}
-    given_up: dict[str, Any] = bars["lineage 3-1, abandoned"]
-    assert (given_up["y"], given_up["base"], given_up["x"]) == (["rank 1 (here)"], [20], [6])
-    assert "pattern" in given_up["marker"]
-    stood = bars["lineage 3-0"]
-    assert list(zip(stood["y"], stood["base"], stood["x"], strict=True)) == [
+    abandoned: dict[str, Any] = bars["lineage 3-1, abandoned"]
+    assert (abandoned["y"], abandoned["base"], abandoned["x"]) == (["rank 1 (here)"], [20], [6])
+    assert "pattern" in abandoned["marker"]
+    standing = bars["lineage 3-0"]
+    assert list(zip(standing["y"], standing["base"], standing["x"], strict=True)) == [
         ("rank 0 (here)", 20, 20),
         ("rank 0 (here)", 40, 20),
         ("rank 1 (here)", 40, 20),
     ]
 
 
-def test_the_page_of_a_steady_run_has_no_such_section(tmp_path: Path) -> None:
+def test_the_page_of_a_run_without_changes_has_no_members_section(tmp_path: Path) -> None:
     page = Page(write_report(make_run(tmp_path / "run")).read_text(encoding="utf-8"))
     assert "members" not in page.figures
     assert "Who took part" not in page.text
 
 
-def test_sentences_of_agents_cannot_run(tmp_path: Path) -> None:
-    said = [tell("2-0", EVIL), tell(None, EVIL, "abandon")]
-    page = Page(write_report(run_with(tmp_path / "run", killed_and_back(), KILLED, a=said)).read_text())
+def test_announcements_cannot_inject_scripts(tmp_path: Path) -> None:
+    announcements = [agent_event("2-0", EVIL), agent_event(None, EVIL, "abandon")]
+    page = Page(write_report(run_with(tmp_path / "run", killed_and_back(), KILLED, a=announcements)).read_text())
     assert len(page.scripts) == 3
     assert page.text.count(EVIL) == 2
 
@@ -147,14 +162,14 @@ def with_equal_states(run: RunFolder, *ranks: int) -> RunFolder:
     return run
 
 
-def visited() -> list[Event]:
-    """Two ranks, and a third that comes from a new machine after step 50."""
+def joined_later() -> list[Event]:
+    """Make events of two ranks, and of a third that joins from a new machine after step 50."""
     events: list[Event] = []
     for rank in (0, 1):
         events += [start(rank, 2), entered(rank, "1-0", (0, 1), 0, how="first"), *steps(rank, 1, 50)]
         events += [entered(rank, "2-0", (0, 1, 66), 50), *steps(rank, 51, 100), digest(rank), end(rank)]
-    came = [start(66, 3, time=time_of(50)), entered(66, "2-0", (0, 1, 66), 50, how="joined")]
-    return [*events, *came, *steps(66, 51, 100), digest(66), end(66)]
+    joining = [start(66, 3, time=time_of(50)), entered(66, "2-0", (0, 1, 66), 50, how="joined")]
+    return [*events, *joining, *steps(66, 51, 100), digest(66), end(66)]
 
 
 def digest(rank: int) -> Event:
@@ -162,8 +177,8 @@ def digest(rank: int) -> Event:
 
 
 @pytest.mark.parametrize(("here", "away"), [((0, 1), [66]), ((66,), [0, 1]), ((0, 1, 66), [])])
-def test_each_side_of_a_visit_judges_what_it_has(tmp_path: Path, here: tuple[int, ...], away: list[int]) -> None:
-    run = make_run(tmp_path / "run", [event for event in visited() if event["rank"] in here])
+def test_each_machine_compares_the_states_it_has(tmp_path: Path, here: tuple[int, ...], away: list[int]) -> None:
+    run = make_run(tmp_path / "run", [event for event in joined_later() if event["rank"] in here])
     if not away:
         for rank in here:
             save_file({"w": np.ones(3, np.float32)}, run.state(rank))
@@ -172,8 +187,8 @@ def test_each_side_of_a_visit_judges_what_it_has(tmp_path: Path, here: tuple[int
     assert current_manifest(run).status == "finished"
 
 
-def test_a_founder_whose_words_never_came_home_is_missed(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", [event for event in visited() if event["rank"] == 0])
+def test_a_launch_rank_without_events_is_missed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [event for event in joined_later() if event["rank"] == 0])
     save_file({"w": np.ones(3, np.float32)}, run.state(0))
     with pytest.raises(DataError, match="rank 1 wrote no state"):
         judge_replicas(run)

@@ -1,4 +1,4 @@
-"""The report page: complete, self-contained, and deaf to what a run's texts would like it to do."""
+"""The report page: complete, self-contained, and safe against markup in a run's texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
 
 
 class Page(HTMLParser):
-    """What a browser would see: elements, visible text, and the content of each script."""
+    """Parse a page as a browser does: elements, visible text, and the content of each script."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -47,15 +47,15 @@ class Page(HTMLParser):
 
     @property
     def figures(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.scripts[0])
-        return found
+        figures: dict[str, Any] = json.loads(self.scripts[0])
+        return figures
 
 
 def page_of(folder: Path, events: list[Event] | None = None, *sets: str) -> Page:
     return Page(write_report(make_run(folder / "run", events, *sets)).read_text(encoding="utf-8"))
 
 
-def test_the_page_shows_what_a_finished_run_has(tmp_path: Path) -> None:
+def test_the_page_of_a_finished_run_is_complete(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     write_derived_files(run, scaling=demo_points())
     page = Page(write_report(run).read_text(encoding="utf-8"))
@@ -74,7 +74,7 @@ def test_the_page_needs_no_network(tmp_path: Path) -> None:
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
 
 
-def test_texts_of_a_run_cannot_run(tmp_path: Path) -> None:
+def test_texts_of_a_run_cannot_inject_scripts(tmp_path: Path) -> None:
     shard = {"event": "shard", "rank": 0, "size": 1, "total": 1, "first": EVIL}
     fault = {"event": "fault", "rank": 1, "error": EVIL, "seen": EVIL, "why": EVIL, "fix": EVIL}
     warning = {"event": "warning", "rank": 1, "seen": EVIL, "why": EVIL, "fix": EVIL}
@@ -87,12 +87,12 @@ def test_texts_of_a_run_cannot_run(tmp_path: Path) -> None:
     assert page.text.count(EVIL) >= 6
 
 
-def test_the_name_of_the_folder_cannot_run_either(tmp_path: Path) -> None:
+def test_the_name_of_the_folder_cannot_inject_markup(tmp_path: Path) -> None:
     run = make_run(tmp_path / "<script>alert(1)<" / "<b>run")
     assert not [tag for tag, _ in Page(write_report(run).read_text()).tags if tag == "b"]
 
 
-def test_embedded_json_cannot_end_its_element() -> None:
+def test_embedded_json_cannot_close_its_element() -> None:
     text = embed_json({"name": EVIL + "<!--"})
     assert "<" not in text
     assert json.loads(text) == {"name": EVIL + "<!--"}
@@ -109,7 +109,7 @@ def test_a_run_that_died_early_has_a_page(tmp_path: Path, events: list[Event]) -
     assert "NaN" not in page.scripts[0]
 
 
-def test_a_failed_run_says_so_first(tmp_path: Path) -> None:
+def test_a_failed_run_shows_its_error_first(tmp_path: Path) -> None:
     fault = {"event": "fault", "rank": 1, "error": "RunFailed", "seen": "out of memory", "fix": "use a smaller batch"}
     warning = {
         "event": "warning",
@@ -142,6 +142,6 @@ def test_long_curves_are_thinned_and_keep_their_spikes() -> None:
     assert max(thin_by_mean(steps, values)[1]) == pytest.approx(1 + 49 / 250)
 
 
-def test_short_curves_are_left_alone() -> None:
+def test_short_curves_are_unchanged() -> None:
     steps, values = np.arange(1, 4), np.array([1.0, math.nan, 3.0])
     assert thin_keeping_extremes(steps, values) == ([1, 2, 3], [1.0, None, 3.0])

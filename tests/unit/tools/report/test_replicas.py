@@ -1,4 +1,4 @@
-"""Do replicas agree to the bit, and was every sample used exactly once?"""
+"""Bitwise comparison of replicas, and the ledger check that every sample was used exactly once."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_one_flipped_bit_is_named(tmp_path: Path) -> None:
 
 
 @given(value=st.floats(width=32), bit=st.integers(0, 31))
-def test_any_flipped_bit_of_any_number_is_seen(
+def test_any_flipped_bit_of_any_number_is_detected(
     tmp_path_factory: pytest.TempPathFactory, value: float, bit: int
 ) -> None:
     folder = tmp_path_factory.mktemp("states")
@@ -72,7 +72,7 @@ def test_any_flipped_bit_of_any_number_is_seen(
     assert not compare_replicas(files).byte_equivalent
 
 
-def test_a_difference_beyond_the_tolerance(tmp_path: Path) -> None:
+def test_a_difference_beyond_the_tolerance_is_named(tmp_path: Path) -> None:
     other = weights()
     other["model.wte"][3, 3] += 0.25
     report = compare_replicas(write_states(tmp_path, weights(), weights(), other))
@@ -86,7 +86,7 @@ def test_nans_of_the_same_bits_are_equal(tmp_path: Path) -> None:
     assert compare_replicas(write_states(tmp_path, state, state)).byte_equivalent
 
 
-def test_the_sign_of_zero_is_a_bit(tmp_path: Path) -> None:
+def test_the_sign_of_zero_is_a_difference(tmp_path: Path) -> None:
     zero, minus = {"w": np.array([0.0], np.float32)}, {"w": np.array([-0.0], np.float32)}
     report = compare_replicas(write_states(tmp_path, zero, minus))
     assert not report.byte_equivalent
@@ -94,9 +94,9 @@ def test_the_sign_of_zero_is_a_bit(tmp_path: Path) -> None:
     assert report.max_abs_diff == 0.0
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(1.0, math.nan), (1.0, math.inf), (math.inf, -math.inf)])
-def test_no_number_is_infinitely_far_from_a_number(tmp_path: Path, ours: float, theirs: float) -> None:
-    report = compare_replicas(write_states(tmp_path, {"w": np.array([ours])}, {"w": np.array([theirs])}))
+@pytest.mark.parametrize(("first", "second"), [(1.0, math.nan), (1.0, math.inf), (math.inf, -math.inf)])
+def test_nan_and_infinity_are_infinitely_far_from_a_number(tmp_path: Path, first: float, second: float) -> None:
+    report = compare_replicas(write_states(tmp_path, {"w": np.array([first])}, {"w": np.array([second])}))
     assert report.max_abs_diff == math.inf
     assert not report.equal
 
@@ -120,22 +120,22 @@ def test_infinity_survives_json() -> None:
     ],
     ids=["missing", "other shape", "other type of the same bits"],
 )
-def test_another_structure_is_named(tmp_path: Path, change: Any) -> None:
+def test_a_different_structure_is_named(tmp_path: Path, change: Any) -> None:
     for pair in ([weights(), change(weights())], [change(weights()), weights()]):
         report = compare_replicas(write_states(tmp_path, *pair))
         assert (report.first_difference, report.equal, report.byte_equivalent) == ("model.bias", False, False)
 
 
-def test_a_difference_far_into_a_large_tensor(tmp_path: Path) -> None:
+def test_a_difference_at_the_end_of_a_large_tensor_is_found(tmp_path: Path) -> None:
     size = BLOCK_BYTES // 4 + 1000
-    ours, theirs = np.zeros(size, np.float32), np.zeros(size, np.float32)
-    theirs[-1] = 2.0
-    report = compare_replicas(write_states(tmp_path, {"w": ours}, {"w": theirs}))
+    first, second = np.zeros(size, np.float32), np.zeros(size, np.float32)
+    second[-1] = 2.0
+    report = compare_replicas(write_states(tmp_path, {"w": first}, {"w": second}))
     assert report.max_abs_diff == 2.0
 
 
 def write_raw(path: Path, dtype: str, content: bytes, count: int) -> None:
-    """A safetensors file by hand, for types that numpy does not have."""
+    """Write a safetensors file by hand, for types that numpy lacks."""
     header = json.dumps({"w": {"dtype": dtype, "shape": [count], "data_offsets": [0, len(content)]}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + content)
 
@@ -147,24 +147,24 @@ def test_bfloat16_is_compared_as_numbers(tmp_path: Path) -> None:
     assert compare_replicas(files).max_abs_diff == 1.0
 
 
-def test_one_rank_agrees_with_itself(tmp_path: Path) -> None:
+def test_a_single_rank_is_byte_equivalent(tmp_path: Path) -> None:
     report = compare_replicas(write_states(tmp_path, weights()))
     assert (report.byte_equivalent, report.ranks) == (True, 1)
 
 
-def test_no_states_at_all() -> None:
+def test_a_comparison_without_states_is_an_error() -> None:
     with pytest.raises(DataError, match="nothing to compare") as caught:
         compare_replicas({}, folder=Path("runs/mine"))
     assert "shoal train --resume runs/mine" in caught.value.fix
 
 
-def test_a_rank_that_wrote_no_state(tmp_path: Path) -> None:
+def test_a_rank_that_wrote_no_state_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="rank 1 wrote no"):
         compare_replicas(write_states(tmp_path, weights()), members=(0, 1))
 
 
 @pytest.mark.parametrize("keep", [0, 5, 60, -1])
-def test_a_cut_off_file_is_a_message(tmp_path: Path, keep: int) -> None:
+def test_a_truncated_state_file_is_a_data_error(tmp_path: Path, keep: int) -> None:
     files = write_states(tmp_path, weights(), weights())
     files[1].write_bytes(files[1].read_bytes()[:keep])
     with pytest.raises(DataError, match="state-rank-1") as caught:
@@ -172,7 +172,7 @@ def test_a_cut_off_file_is_a_message(tmp_path: Path, keep: int) -> None:
     assert "shoal train --resume" in caught.value.fix
 
 
-def test_garbage_and_missing_files_are_messages(tmp_path: Path) -> None:
+def test_garbage_and_missing_files_are_data_errors(tmp_path: Path) -> None:
     garbage = tmp_path / "garbage.safetensors"
     garbage.write_bytes(b"\xff" * 400)
     for path in (garbage, tmp_path / "missing.safetensors", tmp_path):
@@ -185,7 +185,7 @@ def commit(step: int, first: int, end: int) -> dict[str, Any]:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.data())
-def test_any_resume_leaves_the_ledger_in_order(sizes: list[int], data: st.DataObject) -> None:
+def test_any_resume_keeps_the_ledger_valid(sizes: list[int], data: st.DataObject) -> None:
     ends = np.cumsum([0, *sizes]).tolist()
     commits = [commit(number + 1, ends[number], ends[number + 1]) for number in range(len(sizes))]
     back = data.draw(st.integers(0, len(sizes)))
@@ -216,19 +216,19 @@ def test_a_step_done_twice_on_different_samples_is_a_double() -> None:
     assert report.doubles == [2]
 
 
-def test_a_redo_with_another_batch_supersedes_what_came_after_it() -> None:
-    """Resumed from step 1 in a smaller world of a weakly scaled run: steps 2 and 3 as they were are void."""
+def test_a_redo_with_another_batch_supersedes_later_steps() -> None:
+    """Resumed from step 1 in a smaller world of a weakly scaled run: the earlier steps 2 and 3 are void."""
     report = check_ledger([commit(1, 0, 24), commit(2, 24, 48), commit(3, 48, 72), commit(2, 24, 36)])
     assert report.ok
     assert (report.steps, report.samples, report.redone) == (2, 36, 2)
 
 
-def test_a_damaged_record_is_not_passed_over() -> None:
+def test_a_damaged_record_is_counted() -> None:
     for samples in ([0], "0-24", [24, 0], [0, None]):
         report = check_ledger([commit(1, 0, 24), {"step": 2, "samples": samples}])
         assert (report.unreadable, report.ok) == (1, False)
 
 
-def test_an_empty_ledger_is_in_order() -> None:
+def test_an_empty_ledger_is_valid() -> None:
     assert check_ledger([]).ok
     assert json.loads(check_ledger([]).model_dump_json())["ok"] is True

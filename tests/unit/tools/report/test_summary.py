@@ -1,4 +1,4 @@
-"""From events to figures, and the files a run ends with."""
+"""Figures from events, and the files written at the end of a run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_phases_are_averaged_over_ranks() -> None:
     assert summary.phases["wait"] == pytest.approx(0.004, rel=1e-3)
 
 
-def test_a_phase_nobody_recorded_is_absent() -> None:
+def test_an_unrecorded_phase_is_absent() -> None:
     off = [{"event": "step", "rank": 0, "step": n, "loss": 1.0, "tokens": 64, "step_s": 0.1} for n in range(1, 5)]
     summary = summarize([start(world_size=1), *off])
     assert summary.phases == {}
@@ -64,15 +64,15 @@ def test_a_phase_nobody_recorded_is_absent() -> None:
 
 
 def test_a_median_step_of_no_duration_has_no_phases() -> None:
-    """Of three ranks, two whose clocks stood still."""
+    """The clocks of two of three ranks stood still."""
     events = [start(rank, world_size=3) for rank in range(3)]
     events += [step(number, rank, step_s=0.1 if rank == 0 else 0.0) for rank in range(3) for number in range(1, 9)]
     assert summarize(events).phases == {}
     assert "a step took 0 ms" in explain_step_time(summarize(events))
 
 
-def test_a_step_whose_phases_were_not_recorded_is_not_everything_else() -> None:
-    """As after a run was resumed with another `sync.measure`."""
+def test_a_step_without_recorded_phases_is_not_counted_as_other() -> None:
+    """This happens when a run was resumed with another `sync.measure`."""
     timed = [step(number, step_s=0.1) for number in (*range(1, 21), *range(31, 41))]
     bare = [{"event": "step", "rank": 0, "step": n, "loss": 1.0, "tokens": 64, "step_s": 0.1} for n in range(21, 31)]
     whole, mixed = (summarize([start(world_size=1), *events]) for events in (timed, [*timed[:20], *bare, *timed[20:]]))
@@ -81,7 +81,7 @@ def test_a_step_whose_phases_were_not_recorded_is_not_everything_else() -> None:
 
 
 def test_hidden_exposed_and_wait_add_up_to_the_all_reduce() -> None:
-    """One of three ranks hides its all-reduces: the median of what is hidden is nothing."""
+    """One of three ranks hides its all-reduces: the median of the hidden time is zero."""
     none = dict.fromkeys(("data_s", "backward_s", "optimizer_s", "wait_s", "other_s"), 0.0)
     events = [start(rank, world_size=3) for rank in range(3)]
     for rank, hidden in ((0, 0.02), (1, 0.0), (2, 0.0)):
@@ -100,13 +100,13 @@ def test_wire_bytes_are_shared_by_the_ranks_of_a_node() -> None:
     assert summary.theoretical_bytes_per_step == GRAD_BYTES
 
 
-def test_wire_bytes_of_ranks_on_nodes_of_their_own() -> None:
+def test_wire_bytes_of_ranks_on_separate_nodes_are_averaged() -> None:
     events = [start(0, node="a"), start(1, node="b"), step(1, 0, wire_bytes=100), step(1, 1, wire_bytes=300)]
     assert summarize(events).wire_bytes_per_step == 200
 
 
-def test_a_choice_begins_anew() -> None:
-    """What was measured before it is of another kind, and so are its bytes."""
+def test_measurement_restarts_after_a_sync_choice() -> None:
+    """The times and bytes before it belong to another sync method."""
     chosen = {"event": "choice", "rank": 0, "step": 6, "sync": "diloco", "wire": "fp16", "round_steps": 4}
     before = [step(n, step_s=9.0) for n in range(1, 7)]
     after = [step(n, step_s=0.5) for n in range(7, 23)]
@@ -118,8 +118,8 @@ def test_a_choice_begins_anew() -> None:
     assert (summary.start["sync"], summary.choice["step"]) == ("diloco", 6)
 
 
-def test_where_replicas_part_figures_are_of_whole_rounds() -> None:
-    """Every fourth step has an exchange: a median of steps would never see it."""
+def test_figures_of_outer_methods_cover_whole_rounds() -> None:
+    """Every fourth step has an exchange: a median of steps would not include it."""
     steps = [
         step(n, step_s=0.9, exposed_s=0.8, wire_bytes=4000, allreduce_s=0.7)
         if n % 4 == 0
@@ -137,13 +137,13 @@ def test_where_replicas_part_figures_are_of_whole_rounds() -> None:
     assert summary.theoretical_bytes_per_step == GRAD_BYTES / 4
 
 
-def test_a_round_longer_than_what_was_measured_is_its_mean() -> None:
+def test_a_round_longer_than_the_measurement_uses_its_mean() -> None:
     summary = summarize([start(world_size=1, round_steps=100), *(step(n, step_s=float(n)) for n in range(1, 11))])
     assert summary.step_s is not None
     assert summary.step_s.median == 8.0
 
 
-def test_the_worlds_loss_replaces_a_ranks_own() -> None:
+def test_the_loss_of_the_world_replaces_that_of_a_rank() -> None:
     later = [{"event": "loss", "rank": 0, "step": number, "loss": 2.0} for number in (1, 7)]
     summary = summarize([start(world_size=1), step(1, loss=1.0), step(2, loss=1.5), *later])
     assert summary.loss.tolist() == [2.0, 1.5]
@@ -155,19 +155,19 @@ def test_ring_bytes_are_below_two_gradients(world_size: int, grad_bytes: int) ->
     assert payload_factor(world_size) == pytest.approx(2 - 2 / world_size)
 
 
-def test_a_world_of_none_has_no_factor() -> None:
+def test_a_world_of_zero_ranks_has_no_payload_factor() -> None:
     with pytest.raises(ValueError, match="at least one"):
         payload_factor(0)
 
 
 def test_the_last_record_of_a_step_wins() -> None:
-    again = [start(world_size=1, resumed_from=2), step(3, loss=7.0), step(4, loss=8.0)]
-    summary = summarize([start(world_size=1), *(step(n, loss=1.0) for n in range(1, 5)), *again])
+    redone = [start(world_size=1, resumed_from=2), step(3, loss=7.0), step(4, loss=8.0)]
+    summary = summarize([start(world_size=1), *(step(n, loss=1.0) for n in range(1, 5)), *redone])
     assert summary.loss_steps.tolist() == [1, 2, 3, 4]
     assert summary.loss.tolist() == [1.0, 1.0, 7.0, 8.0]
 
 
-def test_speed_is_that_of_the_last_start() -> None:
+def test_the_speed_is_that_of_the_last_start() -> None:
     """A run resumed on another machine is not described by the times of the first."""
     before = [step(n, step_s=5.0) for n in range(1, 91)]
     after = [step(n, step_s=1.0) for n in range(91, 101)]
@@ -188,12 +188,12 @@ def test_ranks_of_an_earlier_larger_world_are_left_out() -> None:
     assert (list(summary.ranks), summary.world_size, summary.status) == ([0], 1, "finished")
 
 
-def test_status_of_every_kind_of_run() -> None:
+def test_the_status_of_a_run_follows_its_events() -> None:
     whole, alive = all_events(2, 4), [event for event in all_events(2, 4) if event["event"] != "end"]
     fault = {"event": "fault", "rank": 1, "error": "RunFailed", "seen": "no memory", "why": "", "fix": ""}
     assert summarize(whole).status == "finished"
     assert summarize(alive).status == "unfinished"
-    assert summarize(rank_events(0, 2, 4)).status == "unfinished", "the other rank never said that it ended"
+    assert summarize(rank_events(0, 2, 4)).status == "unfinished", "the other rank recorded no end"
     assert summarize([*alive, end(0, 4, "interrupted"), end(1, 4, "interrupted")]).status == "interrupted"
     assert summarize([*alive, fault]).status == "failed"
     assert summarize([*alive, fault, start(0), start(1), end(0), end(1)]).status == "finished", "resumed and done"
@@ -205,7 +205,7 @@ def test_a_lost_peer_is_named_after_the_cause() -> None:
     assert [fault["rank"] for fault in summarize([lost, cause]).faults] == [1, 0]
 
 
-def test_nothing_recorded_is_no_error() -> None:
+def test_an_empty_list_of_events_is_not_an_error() -> None:
     summary = summarize([])
     assert (summary.status, summary.steps_done, summary.final_loss) == ("unfinished", 0, None)
     assert summarize([start()]).step_s is None
@@ -224,7 +224,7 @@ def test_foreign_lines_never_break_a_reader(lines: list[dict[str, object]]) -> N
     list(timing_rows(lines))
 
 
-def test_timing_rows_hold_every_recorded_time() -> None:
+def test_timing_rows_have_every_recorded_time() -> None:
     rows = list(
         timing_rows([start(), step(1), step(1, data_s=0.5), {"event": "step", "rank": 1, "step": 1, "step_s": 2}])
     )
@@ -234,7 +234,7 @@ def test_timing_rows_hold_every_recorded_time() -> None:
     assert rows[1] == {"step": 1, "rank": 1, "step_s": 2.0}
 
 
-def test_the_manifest_says_where_and_by_which_command(tmp_path: Path) -> None:
+def test_the_manifest_has_the_cluster_and_the_commands(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", None, "run.on=lab:2,link=1gbit")
     run.job.write_text(json.dumps({"resume": True, "commands": ["shoal train", "shoal train --resume run"]}))
     manifest = write_derived_files(run)
@@ -252,7 +252,7 @@ def test_the_manifest_says_where_and_by_which_command(tmp_path: Path) -> None:
         ("copies", ("a", "b"), "shared memory, gloo between machines"),
     ],
 )
-def test_the_backend_is_what_carried_the_gradients(
+def test_the_backend_in_the_manifest_is_the_one_that_carried_the_gradients(
     inside: str, boots: tuple[str, str], backend: str, tmp_path: Path
 ) -> None:
     starts = [
@@ -313,16 +313,16 @@ def test_finish_writes_timings_and_manifest(tmp_path: Path) -> None:
     ]
 
 
-def test_scaling_adds_every_rank_count(tmp_path: Path) -> None:
+def test_scaling_points_add_every_rank_count(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     write_derived_files(run, scaling=demo_points())
-    again = write_derived_files(run)
-    assert list(again.tokens_per_sec) == [1, 2, 4]
-    assert again.tokens_per_sec_1proc == pytest.approx(10_240)
-    assert "Two ranks were faster than one rank" in again.lesson_notes
+    rewritten = write_derived_files(run)
+    assert list(rewritten.tokens_per_sec) == [1, 2, 4]
+    assert rewritten.tokens_per_sec_1proc == pytest.approx(10_240)
+    assert "Two ranks were faster than one rank" in rewritten.lesson_notes
 
 
-def test_a_verdict_survives_finishing_again_until_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_verdict_is_kept_until_the_run_continues(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     write_derived_files(run, replicas=VERDICT)
     assert write_derived_files(run).byte_equivalent is True
@@ -331,7 +331,7 @@ def test_a_verdict_survives_finishing_again_until_the_run_goes_on(tmp_path: Path
     assert write_derived_files(run).byte_equivalent is None
 
 
-def test_a_new_verdict_beats_the_stored_one(tmp_path: Path) -> None:
+def test_a_new_verdict_replaces_the_stored_one(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     stored = write_derived_files(run, replicas=VERDICT)
     fresh = current_manifest(run, VERDICT.model_copy(update={"byte_equivalent": False, "max_abs_diff": math.inf}))
@@ -344,14 +344,14 @@ def test_a_run_that_died_early_still_gets_a_manifest(tmp_path: Path, events: lis
     assert manifest.status == "unfinished"
 
 
-def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
+def test_a_torn_line_loses_only_itself(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     with run.events(0).open("a") as file:
         file.write('{"event":"step","rank":0,"step":101,"lo')
     assert write_derived_files(run).steps == 100
 
 
-def test_a_loss_that_is_no_number_survives_the_round_trip(tmp_path: Path) -> None:
+def test_a_nan_loss_survives_the_round_trip(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [start(world_size=1), step(1, loss=math.nan)])
     write_derived_files(run)
     json.loads(run.manifest.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -361,13 +361,13 @@ def test_a_loss_that_is_no_number_survives_the_round_trip(tmp_path: Path) -> Non
     assert math.isnan(stored.final_loss)
 
 
-def test_a_broken_manifest_is_composed_again(tmp_path: Path) -> None:
+def test_a_broken_manifest_is_rewritten(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     run.manifest.write_text('{"seed": ')
     assert write_derived_files(run) == read_manifest(run)
 
 
-def test_a_manifest_of_the_future_is_still_read(tmp_path: Path) -> None:
+def test_a_manifest_of_a_newer_version_is_read(tmp_path: Path) -> None:
     manifest = write_derived_files(make_run(tmp_path / "run"))
     assert Manifest.model_validate({**manifest.model_dump(), "something_new": 1}) == manifest
 
@@ -378,20 +378,20 @@ def test_finish_needs_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([]) == 2
 
 
-def test_other_load_is_what_our_ranks_did_not_use() -> None:
+def test_other_load_excludes_the_cpu_time_of_the_ranks() -> None:
     """Two ranks of one machine used 18 of the 30 CPU seconds that its cores worked in 10 seconds."""
     ends = [{**end(rank), "wall_s": 10.0, "cpu_s": 9.0, "machine_busy_s": 30.0} for rank in (0, 1)]
     assert summarize([start(0), start(1), *ends]).other_load == pytest.approx(1.2)
     assert summarize([start(0), start(1), end(0), end(1)]).other_load is None
 
 
-def test_peak_memory_is_that_of_the_rank_that_had_most() -> None:
+def test_peak_memory_is_the_maximum_over_ranks() -> None:
     ends = [{**end(rank), "peak_memory_bytes": 1000 * (rank + 1)} for rank in (0, 1)]
     assert summarize([start(0), start(1), *ends]).peak_memory_bytes == 2000
     assert summarize([start(0), end(0)]).peak_memory_bytes is None
 
 
-def test_through_shared_memory_one_rank_a_node_sends() -> None:
+def test_with_shared_memory_one_rank_per_node_sends() -> None:
     together = [start(rank, 3, node="a", inside="shared") for rank in range(3)]
     assert summarize(together).theoretical_bytes_per_step == 0
     apart = [start(rank, 3, node=node, inside="shared") for rank, node in enumerate("aab")]
