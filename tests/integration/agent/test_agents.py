@@ -235,7 +235,7 @@ def test_a_store_that_ends_before_the_ranks_is_noted_once(tmp_path: Path) -> Non
     assert len(agent.said("note")) == 1
 
 
-def test_a_second_launch_beside_a_living_one_is_refused(tmp_path: Path) -> None:
+def test_a_second_launch_beside_a_running_one_is_refused(tmp_path: Path) -> None:
     with agents(tmp_path) as (old,):
         go([old], [sleeper(0)])
         pid = old.first("started")["processes"]["rank-0"]

@@ -194,7 +194,7 @@ def test_a_rank_that_runs_long_after_another_has_ended_is_named(
     (note,) = watched.notes()
     assert note.startswith("rank 1 ended 0 s ago with exit code 0, and rank 0 still runs: if it waits")
     assert note.endswith(f"shoal stop {tmp_path / 'run'}")
-    assert watched.notes() == [note], "once"
+    assert watched.notes() == [note], "the note is written once"
 
 
 @pytest.mark.parametrize("codes", [[], [0, 0], [1]])

@@ -169,7 +169,7 @@ def end_seen(lab: Lab, silent: bool) -> bool:
     return seen == "end"
 
 
-def test_ssh_to_a_node(lab: Lab) -> None:
+def test_ssh_logs_in_to_a_node(lab: Lab) -> None:
     need_tool("sshd")
     if not lab.state.spec.sshd:
         pytest.skip("; ".join(lab.state.notes))

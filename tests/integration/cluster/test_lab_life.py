@@ -81,7 +81,9 @@ def test_the_rest_of_an_interrupted_up_does_not_block_the_next() -> None:
 def test_a_step_that_fails_removes_the_whole_lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     need_lab()
     broken = tmp_path / "tc"
-    broken.write_text('#!/bin/sh\ncase "$*" in *node2*) echo failed by the test >&2; exit 1; esac\nexec /sbin/tc "$@"\n')
+    broken.write_text(
+        '#!/bin/sh\ncase "$*" in *node2*) echo failed by the test >&2; exit 1; esac\nexec /sbin/tc "$@"\n'
+    )
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     name = new_name()
