@@ -1,4 +1,4 @@
-"""The store that the agents keep, against the contract of torch's own: whoever used one can use the other."""
+"""The agents' key-value store keeps the contract of torch's own: code written for one runs with the other."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from shoal.sync.world import World
 from tests.support.ranks import run_ranks
 
 OpenStore = Callable[[], dist.Store]
-PATIENCE = timedelta(seconds=20)
-SOON = timedelta(seconds=0.3)
+TIMEOUT = timedelta(seconds=20)
+SHORT_TIMEOUT = timedelta(seconds=0.3)
 
 
 async def serve(keys: KvStore, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -35,85 +35,85 @@ async def serve(keys: KvStore, reader: asyncio.StreamReader, writer: asyncio.Str
     writer.close()
 
 
-async def serve_all(path: Path, ready: threading.Event, over: threading.Event) -> None:
+async def serve_all(path: Path, ready: threading.Event, stop: threading.Event) -> None:
     keys = KvStore()
     async with await asyncio.start_unix_server(lambda reader, writer: serve(keys, reader, writer), path):
         ready.set()
-        while not over.is_set() or len(asyncio.all_tasks()) > 1:
+        while not stop.is_set() or len(asyncio.all_tasks()) > 1:
             await asyncio.sleep(0.01)
 
 
 @contextlib.contextmanager
-def kept_keys(path: Path) -> Iterator[None]:
-    """A key store behind a socket, as an agent serves it to its ranks."""
-    ready, over = threading.Event(), threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(serve_all(path, ready, over)))
+def served_store(path: Path) -> Iterator[None]:
+    """Serve a key-value store on a socket, as an agent serves it to its ranks."""
+    ready, stop = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(serve_all(path, ready, stop)))
     thread.start()
     try:
         assert ready.wait(5)
         yield
     finally:
-        over.set()
+        stop.set()
         thread.join()
 
 
-def connect(path: Path, timeout: timedelta = PATIENCE) -> AgentStore:
+def connect(path: Path, timeout: timedelta = TIMEOUT) -> AgentStore:
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(path))
     return AgentStore(connection.detach(), timeout)
 
 
-@pytest.fixture(params=["torch's", "the agents'", "the agents', behind a prefix"])
+@pytest.fixture(params=["torch", "agents", "agents with a prefix"])
 def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenStore]:
-    """Each call is another rank's view of one store."""
-    if request.param == "torch's":
-        one = dist.HashStore()
-        one.set_timeout(PATIENCE)
-        yield lambda: one
+    """Return a function that opens the one store for another rank at each call."""
+    if request.param == "torch":
+        hash_store = dist.HashStore()
+        hash_store.set_timeout(TIMEOUT)
+        yield lambda: hash_store
         return
     path = tmp_path / "keys"
-    # torch holds only the C++ half of a store of ours; whoever opened it holds the rest.
+    # torch holds only the C++ half of an AgentStore; the caller has to keep the Python half alive.
     opened: list[AgentStore] = []
 
     def open_one() -> dist.Store:
         opened.append(connect(path))
-        return dist.PrefixStore("mine", opened[-1]) if "prefix" in request.param else opened[-1]
+        return dist.PrefixStore("prefix", opened[-1]) if "prefix" in request.param else opened[-1]
 
-    with kept_keys(path):
+    with served_store(path):
         yield open_one
         for store in opened:
             store._socket.close()
 
 
-def test_a_value_comes_back_as_it_was_set(open_store: OpenStore) -> None:
-    ours, theirs = open_store(), open_store()
-    ours.set("word", "täglich")
-    ours.set("bytes", b"\x00\xff\n")  # type: ignore[arg-type]  # torch takes bytes, too, and its stubs do not say so
-    ours.set("nothing", "")
-    ours.set("large", "x" * 1_000_000)
-    assert theirs.get("word") == "täglich".encode()
-    assert theirs.get("bytes") == b"\x00\xff\n"
-    assert theirs.get("nothing") == b""
-    assert theirs.get("large") == b"x" * 1_000_000
-    ours.set("word", "anew")
-    assert theirs.get("word") == b"anew"
+def test_get_returns_the_value_that_was_set(open_store: OpenStore) -> None:
+    store, other_store = open_store(), open_store()
+    store.set("word", "täglich")
+    store.set("bytes", b"\x00\xff\n")  # type: ignore[arg-type]  # torch takes bytes, too, but its stubs do not list them
+    store.set("nothing", "")
+    store.set("large", "x" * 1_000_000)
+    assert other_store.get("word") == "täglich".encode()
+    assert other_store.get("bytes") == b"\x00\xff\n"
+    assert other_store.get("nothing") == b""
+    assert other_store.get("large") == b"x" * 1_000_000
+    store.set("word", "anew")
+    assert other_store.get("word") == b"anew"
 
 
-def test_numbers_are_added_up(open_store: OpenStore) -> None:
-    ours, theirs = open_store(), open_store()
-    assert ours.add("count", 3) == 3
-    assert theirs.add("count", -5) == -2
-    assert ours.get("count") == b"-2"
-    ours.set("from text", "40")
-    assert theirs.add("from text", 2) == 42
+def test_add_returns_the_sum(open_store: OpenStore) -> None:
+    store, other_store = open_store(), open_store()
+    assert store.add("count", 3) == 3
+    assert other_store.add("count", -5) == -2
+    assert store.get("count") == b"-2"
+    store.set("from text", "40")
+    assert other_store.add("from text", 2) == 42
 
 
-def test_what_is_no_number_cannot_be_added_to(open_store: OpenStore) -> None:
+def test_add_to_a_value_that_is_not_a_number_is_refused(open_store: OpenStore) -> None:
     store = open_store()
     store.set("word", "seven")
     with pytest.raises((ValueError, RuntimeError)):
         store.add("word", 1)
-    assert store.get("word") == b"seven", "and the store goes on"
+    assert store.get("word") == b"seven", "the store still answers"
 
 
 def test_keys_are_checked_together_and_without_waiting(open_store: OpenStore) -> None:
@@ -125,7 +125,7 @@ def test_keys_are_checked_together_and_without_waiting(open_store: OpenStore) ->
     assert store.check([])
 
 
-def test_a_value_is_swapped_only_for_the_expected_one(open_store: OpenStore) -> None:
+def test_compare_set_replaces_only_the_expected_value(open_store: OpenStore) -> None:
     store = open_store()
     assert store.compare_set("key", "", "first") == b"first", "an empty expectation sets a missing key"
     assert store.compare_set("key", "other", "second") == b"first"
@@ -135,20 +135,20 @@ def test_a_value_is_swapped_only_for_the_expected_one(open_store: OpenStore) -> 
     assert not store.check(["missing"])
 
 
-def test_deleted_keys_are_gone_and_not_counted(open_store: OpenStore) -> None:
-    ours, theirs = open_store(), open_store()
-    before = ours.num_keys()
-    ours.set("a", "1")
-    ours.add("b", 1)
-    assert theirs.num_keys() == before + 2
-    assert theirs.delete_key("a")
-    assert not ours.delete_key("a")
-    assert not ours.check(["a"])
-    assert ours.num_keys() == before + 1
+def test_deleted_keys_are_removed_and_not_counted(open_store: OpenStore) -> None:
+    store, other_store = open_store(), open_store()
+    before = store.num_keys()
+    store.set("a", "1")
+    store.add("b", 1)
+    assert other_store.num_keys() == before + 2
+    assert other_store.delete_key("a")
+    assert not store.delete_key("a")
+    assert not store.check(["a"])
+    assert store.num_keys() == before + 1
 
 
-def test_a_key_that_is_set_later_is_waited_for(open_store: OpenStore) -> None:
-    """Also by two threads of one process, which share its connection: neither keeps the other from its turn."""
+def test_get_and_wait_block_until_the_key_is_set(open_store: OpenStore) -> None:
+    """Two threads of one process share its connection: neither blocks the other."""
     store = open_store()
     with ThreadPoolExecutor() as threads:
         got = threads.submit(store.get, "late")
@@ -162,21 +162,21 @@ def test_a_key_that_is_set_later_is_waited_for(open_store: OpenStore) -> None:
         waited.result(5)
 
 
-def test_a_key_that_never_comes_is_an_error_in_time(open_store: OpenStore) -> None:
+def test_a_key_that_is_never_set_raises_after_the_timeout(open_store: OpenStore) -> None:
     store = open_store()
     with pytest.raises(dist.DistStoreError):
-        store.wait(["never"], SOON)
+        store.wait(["never"], SHORT_TIMEOUT)
     if not isinstance(store, dist.PrefixStore):
-        store.set_timeout(SOON)
+        store.set_timeout(SHORT_TIMEOUT)
         with pytest.raises(dist.DistStoreError):
             store.get("never")
         with pytest.raises(dist.DistStoreError):
             store.wait(["never"])
-    store.set("never", "say never")
-    assert store.get("never") == b"say never"
+    store.set("never", "set later")
+    assert store.get("never") == b"set later"
 
 
-def test_many_at_once_lose_no_number(open_store: OpenStore) -> None:
+def test_concurrent_adds_are_all_counted(open_store: OpenStore) -> None:
     stores = [open_store(), open_store()]
 
     def count(number: int) -> None:
@@ -189,9 +189,9 @@ def test_many_at_once_lose_no_number(open_store: OpenStore) -> None:
     assert stores[0].add("count", 0) == 200
 
 
-def test_a_question_that_nobody_understands_is_answered(tmp_path: Path) -> None:
-    """An agent that left a rank without an answer would leave it hanging for ever."""
-    with kept_keys(tmp_path / "keys"):
+def test_an_unknown_request_gets_an_error_reply(tmp_path: Path) -> None:
+    """A rank without a reply would hang forever."""
+    with served_store(tmp_path / "keys"):
         store = connect(tmp_path / "keys")
         for request in ({"op": "dance"}, {"op": "set"}, {"op": "set", "key": "a", "value": 7}, {}):
             with pytest.raises(dist.DistStoreError):
@@ -201,17 +201,17 @@ def test_a_question_that_nobody_understands_is_answered(tmp_path: Path) -> None:
         store._socket.close()
 
 
-def test_a_rank_whose_agent_is_gone_hears_of_it() -> None:
-    ours, theirs = socket.socketpair()
-    store = AgentStore(ours.detach(), PATIENCE)
-    theirs.close()
+def test_a_store_whose_agent_is_gone_raises() -> None:
+    rank_socket, agent_socket = socket.socketpair()
+    store = AgentStore(rank_socket.detach(), TIMEOUT)
+    agent_socket.close()
     with pytest.raises((dist.DistStoreError, OSError)):
         store.get("key")
     store._socket.close()
 
 
 def form_group(world: World, path: str) -> tuple[int, float]:
-    """A second group, beside the one by which the test's ranks were started."""
+    """Make a second group, beside the one with which the test's ranks were started."""
     store = connect(Path(path))
     group = dist.distributed_c10d._new_process_group_helper(
         world.size,
@@ -228,8 +228,8 @@ def form_group(world: World, path: str) -> tuple[int, float]:
     return os.getpid(), value.item()
 
 
-def test_a_gloo_group_forms_over_it(tmp_path: Path) -> None:
-    with kept_keys(tmp_path / "keys"):
+def test_a_gloo_group_forms_over_the_agents_store(tmp_path: Path) -> None:
+    with served_store(tmp_path / "keys"):
         answers = run_ranks(form_group, 2, tmp_path, str(tmp_path / "keys"))
     assert [value for _, value in answers] == [3.0, 3.0]
     assert len({pid for pid, _ in answers}) == 2

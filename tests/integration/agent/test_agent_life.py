@@ -1,4 +1,4 @@
-"""One agent's life: what ends it, what does not, what its ranks may ask of it, and what goes with it."""
+"""The life of one agent: what ends it, which requests its ranks may send, and what ends with it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shoal.control.processes import find_processes
 from tests.support.agents import Agent, agents, go, python, roster, shell, sleeper
 from tests.support.runs import wait_until
 
-# Says when it is ready to be asked, and ends well when it is.
-WILLING = """
+# Prints when it can be interrupted, and exits with 0 when it is.
+ENDS_ON_SIGINT = """
 import signal, sys, time
 signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
 print("ready")
 time.sleep(300)
 """
-STUBBORN = WILLING.replace("lambda *_: sys.exit(0)", "signal.SIG_IGN")
+IGNORES_SIGINT = ENDS_ON_SIGINT.replace("lambda *_: sys.exit(0)", "signal.SIG_IGN")
 
 
 def log_of(agent: Agent, rank: int) -> str:
@@ -35,16 +35,20 @@ def await_ready(agent: Agent, *ranks: int) -> None:
     wait_until(lambda: all(log_of(agent, rank) for rank in ranks), why=agent.everything)
 
 
-def test_stop_asks_everybody_and_end_kills(tmp_path: Path) -> None:
-    """Told to one agent, it reaches the ranks of both."""
+def test_stop_interrupts_the_ranks_of_all_agents_and_end_kills_them(tmp_path: Path) -> None:
+    """An order to one agent reaches the ranks of both."""
     with agents(tmp_path, tmp_path) as team:
-        go(team, [python(0, WILLING), python(1, STUBBORN)], [python(2, WILLING), python(3, STUBBORN)])
+        go(
+            team,
+            [python(0, ENDS_ON_SIGINT), python(1, IGNORES_SIGINT)],
+            [python(2, ENDS_ON_SIGINT), python(3, IGNORES_SIGINT)],
+        )
         await_ready(team[0], 0, 1)
         await_ready(team[1], 2, 3)
         team[1].tell(STOP)
         wait_until(lambda: "rank-0" in team[0].ended() and "rank-2" in team[1].ended(), within_s=5)
         time.sleep(0.3)
-        assert {found.part for found in find_processes(tmp_path)} == {"rank-1", "rank-3"}
+        assert {process.part for process in find_processes(tmp_path)} == {"rank-1", "rank-3"}
         team[1].tell(END)
         assert [agent.code(within_s=3) for agent in team] == [0, 0]
         assert find_processes(tmp_path) == []
@@ -52,9 +56,9 @@ def test_stop_asks_everybody_and_end_kills(tmp_path: Path) -> None:
     assert team[1].ended() == {"rank-2": (0, False), "rank-3": (-signal.SIGKILL, True)}
 
 
-def test_a_signal_to_the_agent_asks_and_a_second_one_ends(tmp_path: Path) -> None:
+def test_the_first_sigterm_to_an_agent_interrupts_its_ranks_and_the_second_kills_them(tmp_path: Path) -> None:
     with agents(tmp_path) as (agent,):
-        go([agent], [python(0, WILLING), python(1, STUBBORN)])
+        go([agent], [python(0, ENDS_ON_SIGINT), python(1, IGNORES_SIGINT)])
         await_ready(agent, 0, 1)
         agent.process.send_signal(signal.SIGHUP)
         agent.process.send_signal(signal.SIGTERM)
@@ -66,7 +70,7 @@ def test_a_signal_to_the_agent_asks_and_a_second_one_ends(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("how", ["closed", END])
-def test_a_launcher_that_leaves_before_the_start_leaves_nothing(how: str, tmp_path: Path) -> None:
+def test_an_agent_ends_when_the_launcher_leaves_before_the_start(how: str, tmp_path: Path) -> None:
     with agents(tmp_path) as (agent,):
         agent.first("ready")
         if how == "closed":
@@ -78,8 +82,8 @@ def test_a_launcher_that_leaves_before_the_start_leaves_nothing(how: str, tmp_pa
     assert [len(agent.said(kind)) for kind in ("started", "done")] == [0, 1]
 
 
-def test_a_wish_while_the_agents_meet_is_not_forgotten(tmp_path: Path) -> None:
-    """Both have met and still wait for the third; one of them is asked."""
+def test_a_stop_order_while_the_agents_connect_is_obeyed(tmp_path: Path) -> None:
+    """Two agents are connected and wait for the third when one of them gets the order."""
     with agents(*(tmp_path,) * 3) as team:
         members = roster(team)
         for agent in team[:2]:
@@ -93,7 +97,7 @@ def test_a_wish_while_the_agents_meet_is_not_forgotten(tmp_path: Path) -> None:
     assert all(agent.said("started") == [] for agent in team)
 
 
-def test_a_launcher_that_leaves_later_changes_nothing(tmp_path: Path) -> None:
+def test_ranks_keep_running_when_the_launcher_leaves_after_the_start(tmp_path: Path) -> None:
     program = "import time; print('here'); time.sleep(1.5); print('still here')"
     with agents(tmp_path, tmp_path) as team:
         go(team, [python(0, program)], [python(1, program)])
@@ -104,7 +108,7 @@ def test_a_launcher_that_leaves_later_changes_nothing(tmp_path: Path) -> None:
     assert [log_of(agent, rank) for rank, agent in enumerate(team)] == ["here\nstill here\n"] * 2
 
 
-def test_what_a_rank_started_does_not_survive_it(tmp_path: Path) -> None:
+def test_child_processes_of_a_rank_end_with_it(tmp_path: Path) -> None:
     with agents(tmp_path) as (agent,):
         go([agent], [shell(0, "trap '' HUP; sleep 300 & echo $!; sleep 0.5")])
         assert agent.code() == 0
@@ -120,7 +124,7 @@ def is_dead(pid: int) -> bool:
         return True
 
 
-# The rank's end of the agents' store without torch: as `shoal.sync.kv_store_client` does.
+# The rank's end of the agents' store without torch, as in `shoal.sync.kv_store_client`.
 ASK = """
 import json, os, socket, time
 agent = socket.socket(fileno=int(os.environ["SHOAL_AGENT_FD"]))
@@ -132,7 +136,7 @@ def ask(**request):
 """
 
 
-def test_the_first_agent_keeps_the_keys_until_all_ranks_have_ended(tmp_path: Path) -> None:
+def test_the_first_agent_serves_the_store_until_all_ranks_have_ended(tmp_path: Path) -> None:
     sets = ASK + "print(ask(op='set', key='a', value='Yg=='))"
     later = ASK + "time.sleep(1.5)\nprint(ask(op='get', key='a'), ask(op='add', key='b', amount=2))"
     with agents(tmp_path, tmp_path) as team:
@@ -143,20 +147,22 @@ def test_the_first_agent_keeps_the_keys_until_all_ranks_have_ended(tmp_path: Pat
     assert log_of(team[1], 1) == "{'value': 'Yg=='} {'total': 2}\n"
 
 
-def test_a_rank_that_waits_for_a_key_hears_that_its_supervisor_is_gone(tmp_path: Path) -> None:
-    waits = ASK + "print('asking')\nwhile 'error' not in (said := ask(op='get', key='a', wait_s=9)): pass\nprint(said)"
+def test_a_rank_that_waits_for_a_key_gets_an_error_when_the_first_agent_is_killed(tmp_path: Path) -> None:
+    waits = (
+        ASK + "print('asking')\nwhile 'error' not in (reply := ask(op='get', key='a', wait_s=9)): pass\nprint(reply)"
+    )
     with agents(tmp_path, tmp_path) as team:
         go(team, [sleeper(0)], [python(1, waits, store=True)])
         await_ready(team[1], 1)
         team[0].process.kill()
         assert team[1].code() == 0
     assert "the agent that keeps the keys is gone" in log_of(team[1], 1)
-    assert team[1].ended() == {"rank-1": (0, False)}, "it had the time to say so"
+    assert team[1].ended() == {"rank-1": (0, False)}, "the rank had time to log the error"
     assert team[1].first("lost")["node"] == "node1"
 
 
 INHIBIT = """#!/bin/sh
-# Stands for systemd's tool: takes the options away, and becomes the command that holds the lock.
+# Replaces systemd's tool: removes the options and executes the command that holds the lock.
 echo "$$ $*" >> "$RECORD"
 while [ "${1#--}" != "$1" ]; do shift; done
 exec "$@"
@@ -171,7 +177,7 @@ def test_the_machine_is_kept_awake_while_ranks_run(how: str, tmp_path: Path) -> 
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     with agents(run, RECORD=str(record), PATH=f"{tool.parent}:{os.environ['PATH']}") as (agent,):
         agent.first("ready")
-        assert not record.exists(), "nothing trains yet"
+        assert not record.exists(), "no rank runs yet"
         go([agent], [shell(0, "sleep 1") if how == "ends" else sleeper(0)])
         agent.first("started")
         pid, *words = wait_until(lambda: record.read_text().split(maxsplit=4) if record.exists() else [])

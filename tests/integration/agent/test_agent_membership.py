@@ -1,4 +1,4 @@
-"""Machines come and go: real agents, real sockets, ranks that count steps together."""
+"""Nodes leave and rejoin: real agents, real sockets, ranks that count steps together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.programs import shoal
 from tests.support.runs import wait_until
 
 
-def test_a_training_is_counted_to_its_end(tmp_path: Path) -> None:
+def test_a_run_commits_every_step_to_its_end(tmp_path: Path) -> None:
     with agents(tmp_path, tmp_path, tmp_path) as members:
         team = Team(members, (1, 2, 1), steps=20)
         team.go(above=6)
@@ -38,10 +38,10 @@ def test_a_training_is_counted_to_its_end(tmp_path: Path) -> None:
         (generation,) = agent.said("generation")
         assert (generation["id"], generation["ranks"]) == ("7-0", 4)
         assert generation["members"] == ["node1", "node2", "node3"]
-        assert not agent.run.orders(agent.node).exists(), "there is nothing to come back to"
+        assert not agent.run.orders(agent.node).exists(), "a finished run keeps no orders to rejoin with"
 
 
-def test_a_killed_rank_is_started_again_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_killed_rank_is_restarted_while_the_others_train_on(tmp_path: Path) -> None:
     with agents(tmp_path, tmp_path) as members:
         team = Team(members, (1, 2))
         team.go()
@@ -61,7 +61,7 @@ def test_a_killed_rank_is_started_again_and_the_others_go_on(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_the_only_rank_of_a_machine_comes_back_as_a_guest(tmp_path: Path) -> None:
+def test_the_only_rank_of_a_node_rejoins_after_a_kill(tmp_path: Path) -> None:
     with agents(tmp_path, tmp_path, tmp_path) as members:
         team = Team(members, (1, 1, 1))
         team.go()
@@ -73,8 +73,8 @@ def test_the_only_rank_of_a_machine_comes_back_as_a_guest(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_a_killed_agent_is_done_without_and_comes_back(tmp_path: Path) -> None:
-    """The one that keeps the keys, and proposes first."""
+def test_a_killed_agent_is_removed_and_rejoins(tmp_path: Path) -> None:
+    """The killed agent is the one that serves the store and proposes first."""
     with agents(tmp_path, tmp_path, tmp_path) as members:
         team = Team(members, (1, 1, 1))
         team.go()
@@ -94,15 +94,15 @@ def test_a_killed_agent_is_done_without_and_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_machine_that_is_switched_off_leaves_and_comes_back(tmp_path: Path) -> None:
-    """SIGTERM is what a machine says to its processes before it goes: nobody else has to stop for that."""
+def test_a_node_that_shuts_down_leaves_and_rejoins(tmp_path: Path) -> None:
+    """A machine sends SIGTERM to its processes before it shuts down; the other nodes must not stop for that."""
     with agents(tmp_path, tmp_path, tmp_path) as members:
         team = Team(members, (1, 1, 1))
         team.go()
         team.await_commits(1)
         began = time.monotonic()
         members[0].process.send_signal(signal.SIGTERM)
-        # Also from a `shoal join` that was told the same.
+        # A second SIGTERM, from a `shoal join` that got the same signal.
         time.sleep(0.02)
         members[0].process.send_signal(signal.SIGTERM)
         team.await_size(1, 2)
@@ -118,8 +118,8 @@ def test_a_machine_that_is_switched_off_leaves_and_comes_back(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_a_guest_whose_rank_cannot_train_ends_alone(tmp_path: Path) -> None:
-    """It has no GPU, or another Python: those that train hear nothing of it."""
+def test_a_rejoining_node_whose_rank_fails_does_not_end_the_others(tmp_path: Path) -> None:
+    """For example without a GPU, or with another Python: the other nodes train on."""
     with agents(tmp_path, tmp_path, tmp_path) as members:
         team = Team(members, (1, 1, 1))
         team.go()
@@ -139,7 +139,7 @@ def test_a_guest_whose_rank_cannot_train_ends_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_two_of_three_agents_die_and_the_last_goes_on(tmp_path: Path) -> None:
+def test_the_last_of_three_agents_trains_on_alone(tmp_path: Path) -> None:
     with agents(tmp_path, tmp_path, tmp_path) as members:
         team = Team(members, (1, 1, 1))
         team.go()
@@ -147,8 +147,8 @@ def test_two_of_three_agents_die_and_the_last_goes_on(tmp_path: Path) -> None:
         for agent in members[:2]:
             agent.process.kill()
         team.await_size(2, 1)
-        told = wait_until(lambda: members[2].said("announce"))[-1]
-        assert "node1" in told["text"]
+        announcement = wait_until(lambda: members[2].said("announce"))[-1]
+        assert "node1" in announcement["text"]
         start_again(members[1])
         team.await_size(1, 2)
         team.check_ledgers(1, 2)
@@ -156,57 +156,57 @@ def test_two_of_three_agents_die_and_the_last_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("port", ["free", "taken"])
-def test_machines_that_all_were_restarted_in_turn_find_each_other(tmp_path: Path, port: str) -> None:
-    """The last one knows nobody where the launch had them; and where its own port is taken meanwhile, it is the one
-    that finds the others."""
+def test_agents_that_were_all_restarted_in_turn_reconnect(tmp_path: Path, port: str) -> None:
+    """No agent has its first address any more when the last one restarts. Where its own port is taken meanwhile, the
+    others cannot reach it: it has to connect to them."""
     with agents(tmp_path, tmp_path, tmp_path) as members, contextlib.ExitStack() as taken:
         team = Team(members, (1, 1, 1))
         team.go()
         team.await_commits(0)
         for round_ in range(2):
             for number, agent in enumerate(members):
-                listened = agent.said("ready")[-1]["port"]
+                old_port = agent.said("ready")[-1]["port"]
                 agent.process.kill()
                 agent.process.wait()
                 team.await_size((number + 1) % 3, 2)
                 if port == "taken":
-                    taken.enter_context(socket.create_server((agent.orders.address, listened)))
+                    taken.enter_context(socket.create_server((agent.orders.address, old_port)))
                 start_again(agent)
-                again = wait_until(partial(came_back, agent, round_ + 2))
-                assert (again == listened) == (port == "free")
+                new_port = wait_until(partial(port_after_restart, agent, round_ + 2))
+                assert (new_port == old_port) == (port == "free")
         team.check_ledgers(0, 1, 2)
 
 
-def came_back(agent: Agent, lives: int) -> int | None:
-    """Where it listens in that life, once it trains with all others in it."""
+def port_after_restart(agent: Agent, start_count: int) -> int | None:
+    """Return the port that the agent listens on after its restart, once it trains with all others."""
     ready = agent.said("ready")
     entered = [event for event in agent.said("generation") if event["time"] > ready[-1]["time"]]
-    is_back = len(ready) == lives and any(len(event["members"]) == 3 for event in entered)
+    is_back = len(ready) == start_count and any(len(event["members"]) == 3 for event in entered)
     return int(ready[-1]["port"]) if is_back else None
 
 
 @pytest.mark.long
-def test_a_machine_that_slept_is_done_without_and_let_in_again(tmp_path: Path) -> None:
+def test_a_frozen_node_is_removed_and_admitted_again(tmp_path: Path) -> None:
     with agents(tmp_path, tmp_path, tmp_path) as members:
         team = Team(members, (1, 1, 1))
         team.go(settings=MembershipSettings(silent_after_s=1.5))
         team.await_commits(2)
         machine = (team.pid(2), members[2].process.pid)
-        freeze(machine, signal.SIGSTOP)
+        signal_all(machine, signal.SIGSTOP)
         try:
             entered = team.await_size(0, 2)
             assert entered["ids"] == [0, 1]
             asleep = team.commits(2)
         finally:
-            freeze(machine, signal.SIGCONT)
+            signal_all(machine, signal.SIGCONT)
         team.await_size(2, 3)
         later = team.commits(2)[len(asleep) :]
         assert {generation for _, generation in later}.isdisjoint({"1-0"}), "a stale rank commits nothing"
         team.check_ledgers(0, 1, 2)
-        assert members[2].said("ended") == [], "its rank kept its process"
+        assert members[2].said("ended") == [], "the rank kept its process"
 
 
-def freeze(pids: tuple[int, ...], signum: signal.Signals) -> None:
+def signal_all(pids: tuple[int, ...], signum: signal.Signals) -> None:
     for pid in pids:
         os.kill(pid, signum)
 
@@ -217,15 +217,15 @@ def test_a_short_freeze_changes_nothing(tmp_path: Path) -> None:
         team = Team(members, (1, 1))
         team.go(settings=MembershipSettings(silent_after_s=5.0))
         team.await_commits(0)
-        freeze((members[1].process.pid,), signal.SIGSTOP)
+        signal_all((members[1].process.pid,), signal.SIGSTOP)
         time.sleep(1.5)
-        freeze((members[1].process.pid,), signal.SIGCONT)
+        signal_all((members[1].process.pid,), signal.SIGCONT)
         team.await_commits(0, more=20)
         assert [len(agent.said("generation")) for agent in members] == [1, 1]
 
 
 @pytest.mark.long
-def test_a_rank_that_dies_before_all_have_met_ends_the_run(tmp_path: Path) -> None:
+def test_a_rank_that_dies_before_its_group_has_formed_ends_the_run(tmp_path: Path) -> None:
     with agents(tmp_path, tmp_path) as members:
         team = Team(members, (1, 1), step_s=30)
         team.go()
@@ -238,7 +238,7 @@ def test_a_rank_that_dies_before_all_have_met_ends_the_run(tmp_path: Path) -> No
 
 
 def test_a_rank_that_raises_ends_the_run(tmp_path: Path) -> None:
-    """To start it again would only have it raise again."""
+    """A restarted rank would only raise again."""
     with agents(tmp_path, tmp_path) as members:
         team = Team(members, (1, 1))
         team.go()
@@ -251,7 +251,7 @@ def test_a_rank_that_raises_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_machine_whose_ranks_keep_dying_leaves(tmp_path: Path) -> None:
+def test_a_node_whose_rank_exceeds_its_restarts_leaves(tmp_path: Path) -> None:
     with agents(tmp_path, tmp_path) as members:
         team = Team(members, (1, 1))
         team.go(restarts=1)
@@ -268,7 +268,7 @@ def test_a_machine_whose_ranks_keep_dying_leaves(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_is_started_again_while_all_stop_is_not(tmp_path: Path) -> None:
+def test_a_rank_is_not_restarted_while_the_run_ends(tmp_path: Path) -> None:
     with agents(tmp_path, tmp_path) as members:
         team = Team(members, (1, 1))
         team.go()
@@ -281,8 +281,8 @@ def test_what_is_started_again_while_all_stop_is_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_dead_agent_is_started_again_by_hand(tmp_path: Path) -> None:
-    """`shoal join RUN` leaves it to itself once the others have let it in."""
+def test_shoal_join_restarts_a_dead_agent(tmp_path: Path) -> None:
+    """`shoal join RUN` returns once the others have admitted the restarted agent."""
     with agents(tmp_path, tmp_path) as members:
         (tmp_path / "job.json").write_text("{}")
         team = Team(members, (1, 1))
@@ -298,8 +298,8 @@ def test_a_dead_agent_is_started_again_by_hand(tmp_path: Path) -> None:
         again = shoal("join", tmp_path, "--node", "node2")
         assert again.returncode == 2
         assert f"error: node2 takes part in {tmp_path} already" in again.stderr
-        nobody = shoal("join", tmp_path, "--node", "node7")
-        assert "knows no node node7 that could come back" in nobody.stderr
+        unknown = shoal("join", tmp_path, "--node", "node7")
+        assert "knows no node node7 that could come back" in unknown.stderr
         members[0].tell(STOP)
         assert members[0].code(within_s=10) == 0
         wait_until(lambda: find_processes(tmp_path) == [], within_s=10)
@@ -309,8 +309,8 @@ def test_a_dead_agent_is_started_again_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_one_machine_goes_on_with_the_ranks_it_has_left(tmp_path: Path) -> None:
-    """Alone it needs nobody's word; without any rank nothing is left to go on with."""
+def test_a_single_node_trains_on_with_its_remaining_ranks(tmp_path: Path) -> None:
+    """A single node needs no other vote. Its run ends when no rank is left."""
     with agents(tmp_path) as members:
         team = Team(members, (3,))
         team.go()
@@ -318,7 +318,7 @@ def test_one_machine_goes_on_with_the_ranks_it_has_left(tmp_path: Path) -> None:
         os.kill(team.pid(0), signal.SIGKILL)
         team.await_size(1, 2)
         team.await_size(0, 3)
-        freeze(tuple(map(team.pid, range(3))), signal.SIGKILL)
+        signal_all(tuple(map(team.pid, range(3))), signal.SIGKILL)
         assert members[0].code(within_s=10) == 0
         assert find_processes(tmp_path) == []
     assert members[0].said("done")[-1]["finished"] is False
@@ -326,7 +326,7 @@ def test_one_machine_goes_on_with_the_ranks_it_has_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_that_still_waits_when_its_siblings_finish_is_ended(tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_admission_is_ended_when_the_others_finish(tmp_path: Path) -> None:
     with agents(tmp_path) as members:
         team = Team(members, (2,), steps=250, step_s=0.01)
         team.go()

@@ -1,4 +1,4 @@
-"""Real agents, told by hand what to start: they meet, start, watch, and end together."""
+"""Real agents with orders from a test: they connect, start processes, watch them, and end together."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from shoal.control.processes import find_processes, is_alive, make_marks
 from tests.support.agents import Agent, agents, go, python, roster, shell, sleeper
 from tests.support.runs import wait_until
 
-SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
+PRINT_ENVIRONMENT = "import json, os; print(json.dumps(dict(os.environ)))"
 
 
 def log_of(agent: Agent, rank: int) -> str:
     return agent.run.log(agent.node, rank).read_text()
 
 
-def test_agents_meet_start_and_report(tmp_path: Path) -> None:
+def test_agents_connect_start_their_ranks_and_report(tmp_path: Path) -> None:
     shared, own = tmp_path / "shared", tmp_path / "own"
-    # Longer than asyncio's own limit of a line.
+    # Longer than asyncio's limit for a line.
     long = {f"LONG_{number}": "x" * 50_000 for number in range(3)}
     with agents(shared, shared, own) as team:
         members = roster(team)
@@ -40,8 +40,13 @@ def test_agents_meet_start_and_report(tmp_path: Path) -> None:
                 for connection in psutil.Process(agent.process.pid).net_connections("inet")
                 if connection.status == psutil.CONN_LISTEN
             ]
-            assert listening == [(agent.orders.address, member.port)], "it listens on the chosen address only"
-        go(team, [python(0, SHOW, env=long), python(1, "raise SystemExit(0)")], [python(2, SHOW)], [python(3, SHOW)])
+            assert listening == [(agent.orders.address, member.port)], "an agent listens on the chosen address only"
+        go(
+            team,
+            [python(0, PRINT_ENVIRONMENT, env=long), python(1, "raise SystemExit(0)")],
+            [python(2, PRINT_ENVIRONMENT)],
+            [python(3, PRINT_ENVIRONMENT)],
+        )
         assert [agent.code() for agent in team] == [0, 0, 0]
     assert [agent.ended() for agent in team] == [
         {"rank-0": (0, False), "rank-1": (0, False)},
@@ -53,11 +58,11 @@ def test_agents_meet_start_and_report(tmp_path: Path) -> None:
     assert all(environments[0][name] == value for name, value in long.items())
     assert environments[0].items() >= make_marks(shared, "rank-0").items()
     assert environments[2].items() >= make_marks(own, "rank-3").items()
-    # Of those that share a folder, the first keeps its files.
-    assert [each["SHOAL_KEEPS_FILES"] for each in environments] == ["1", "0", "1"]
+    # Of the agents that share a folder, the first writes its files.
+    assert [environment["SHOAL_KEEPS_FILES"] for environment in environments] == ["1", "0", "1"]
 
 
-def test_a_failure_ends_everybody_within_seconds(tmp_path: Path) -> None:
+def test_a_failed_rank_ends_all_ranks_within_seconds(tmp_path: Path) -> None:
     stubborn = shell(2, "trap '' INT TERM HUP; sleep 300 & wait; wait")
     failing = python(1, "import sys, time; time.sleep(0.5); sys.exit(7)")
     with agents(*(tmp_path,) * 3) as team:
@@ -75,7 +80,7 @@ def test_a_failure_ends_everybody_within_seconds(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_saves_is_not_ended_because_another_has_stopped(tmp_path: Path) -> None:
-    """One rank ends by the signal, which is no failure; the checkpoint of the other takes longer than a failure may."""
+    """One rank ends by the signal, which is no failure. The other saves for longer than the grace after a failure."""
     saves = (
         "import time\nprint('begun')\n"
         "try:\n    time.sleep(300)\n"
@@ -92,11 +97,11 @@ def test_a_rank_that_saves_is_not_ended_because_another_has_stopped(tmp_path: Pa
     assert log_of(team[0], 0) == "begun\nsaved\n"
 
 
-def test_a_rank_that_ignores_the_request_to_stop_is_ended(tmp_path: Path) -> None:
+def test_a_rank_that_ignores_the_stop_signal_is_killed_after_the_grace(tmp_path: Path) -> None:
     with agents(tmp_path, tmp_path) as team:
-        go(team, [shell(0, "trap '' INT TERM; echo deaf; sleep 300 & wait; wait")], [sleeper(1)], grace_s=0.5)
+        go(team, [shell(0, "trap '' INT TERM; echo ready; sleep 300 & wait; wait")], [sleeper(1)], grace_s=0.5)
         team[1].first("started")
-        wait_until(lambda: "deaf" in log_of(team[0], 0))
+        wait_until(lambda: "ready" in log_of(team[0], 0))
         team[1].tell(STOP)
         assert [agent.code() for agent in team] == [0, 0]
         assert find_processes(tmp_path) == []
@@ -109,13 +114,13 @@ def test_a_rank_that_ignores_the_request_to_stop_is_ended(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_a_killed_agent_is_lost_to_the_others_and_takes_its_ranks_along(tmp_path: Path) -> None:
+def test_a_killed_agent_is_reported_lost_and_its_ranks_end(tmp_path: Path) -> None:
     victim = 1
     with agents(*(tmp_path,) * 3) as team:
         go(team, *([sleeper(rank)] for rank in range(3)))
         pids = [agent.first("started")["processes"][f"rank-{rank}"] for rank, agent in enumerate(team)]
         team[victim].process.kill()
-        wait_until(lambda: pids[victim] not in {found.pid for found in find_processes(tmp_path)}, within_s=1)
+        wait_until(lambda: pids[victim] not in {process.pid for process in find_processes(tmp_path)}, within_s=1)
         others = [agent for agent in team if agent is not team[victim]]
         assert [agent.code(within_s=6) for agent in others] == [0, 0]
         assert find_processes(tmp_path) == []
@@ -146,14 +151,14 @@ def test_an_agent_with_another_token_is_refused_at_once(tmp_path: Path) -> None:
         assert team[1].first("refused")["seen"].startswith(f"127.0.0.1:{members[0].port} refused us")
         assert "refused a connection from 127.0.0.1: an unknown process" in team[0].first("note")["text"]
         assert len(team[0].said("note")) == 1
-        # The launcher, which has read that, lets the other one go.
+        # The launcher reads that and ends the other agent.
         team[0].tell(END)
         assert team[0].code(within_s=2) == 130
         assert all(agent.said("started") == [] for agent in team)
 
 
-def test_who_vanishes_while_the_others_meet_is_not_waited_for(tmp_path: Path) -> None:
-    """The third has not even heard of its orders."""
+def test_an_agent_that_dies_while_the_others_connect_is_not_waited_for(tmp_path: Path) -> None:
+    """The third agent has not received its orders yet."""
     with agents(*(tmp_path,) * 3) as team:
         members = roster(team)
         for agent in team[:2]:
@@ -173,7 +178,7 @@ def test_who_vanishes_while_the_others_meet_is_not_waited_for(tmp_path: Path) ->
         ({"address": "192.0.2.7"}, "the address 192.0.2.7 is not one of node1's", "lo (127.0.0.1)"),
     ],
 )
-def test_a_wrong_name_is_refused_before_anything_starts(
+def test_an_unknown_interface_or_address_is_refused_before_the_start(
     change: dict[str, Any], seen: str, why: str, tmp_path: Path
 ) -> None:
     with agents(tmp_path, changes=[change]) as (agent,):
@@ -184,7 +189,7 @@ def test_a_wrong_name_is_refused_before_anything_starts(
     assert agent.said("ready") == []
 
 
-def test_a_taken_port_is_named_with_its_owner(tmp_path: Path) -> None:
+def test_a_port_in_use_is_named_with_its_process(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as owner:
         port = owner.getsockname()[1]
         with agents(tmp_path, changes=[{"script_port": port}]) as (agent,):
@@ -207,7 +212,7 @@ print(store.get("key").decode())
 def test_an_agent_serves_the_store_of_a_script_and_ends_it(tmp_path: Path) -> None:
     with agents(tmp_path, changes=[{"script_port": 0}]) as (agent,):
         port = agent.first("ready")["script_port"]
-        (store,) = [found for found in find_processes(tmp_path) if found.part == "store"]
+        (store,) = [process for process in find_processes(tmp_path) if process.part == "store"]
         go([agent], [StartProcess("rank-0", (0,), (sys.executable, "-I", "-c", _SET_AND_GET, str(port)), {})])
         assert agent.code(60) == 0
     assert log_of(agent, 0) == "value\n"
@@ -218,10 +223,10 @@ def test_an_agent_serves_the_store_of_a_script_and_ends_it(tmp_path: Path) -> No
 
 
 def test_a_store_that_ends_before_the_ranks_is_noted_once(tmp_path: Path) -> None:
-    """torch's clients retry for minutes without a word."""
+    """torch's clients retry for minutes and log nothing."""
     with agents(tmp_path, changes=[{"script_port": 0}]) as (agent,):
         agent.first("ready")
-        (store,) = [found for found in find_processes(tmp_path) if found.part == "store"]
+        (store,) = [process for process in find_processes(tmp_path) if process.part == "store"]
         go([agent], [sleeper(0)])
         agent.first("started")
         os.kill(store.pid, signal.SIGKILL)
@@ -230,7 +235,7 @@ def test_a_store_that_ends_before_the_ranks_is_noted_once(tmp_path: Path) -> Non
     assert len(agent.said("note")) == 1
 
 
-def test_a_second_launch_beside_a_living_one_is_refused(tmp_path: Path) -> None:
+def test_a_second_launch_beside_a_running_one_is_refused(tmp_path: Path) -> None:
     with agents(tmp_path) as (old,):
         go([old], [sleeper(0)])
         pid = old.first("started")["processes"]["rank-0"]
@@ -242,10 +247,10 @@ def test_a_second_launch_beside_a_living_one_is_refused(tmp_path: Path) -> None:
         assert old.process.poll() is None
 
 
-def test_what_cannot_be_started_is_said_and_ends_the_others(tmp_path: Path) -> None:
-    nothing = StartProcess("rank-2", (2,), ("/no/such/program",), {})
+def test_a_rank_that_cannot_be_started_is_named_and_ends_the_others(tmp_path: Path) -> None:
+    missing = StartProcess("rank-2", (2,), ("/no/such/program",), {})
     with agents(tmp_path, tmp_path) as team:
-        go(team, [sleeper(0)], [sleeper(1), nothing])
+        go(team, [sleeper(0)], [sleeper(1), missing])
         assert team[1].code() == 3
         assert team[0].code(within_s=6) == 0
         assert find_processes(tmp_path) == []

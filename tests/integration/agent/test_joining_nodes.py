@@ -1,4 +1,4 @@
-"""A machine that was never part of a run comes into it while it trains."""
+"""A machine that was never part of a run joins it while it trains."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from tests.support.runs import wait_until
 
 
 @contextlib.contextmanager
-def newcomer(folder: Path, number: int) -> Iterator[Agent]:
-    """An agent in a folder of its own."""
+def joining_agent(folder: Path, number: int) -> Iterator[Agent]:
+    """Start an agent in its own folder."""
     guest = Agent(folder, number, {})
     try:
         yield guest
@@ -42,9 +42,9 @@ def newcomer(folder: Path, number: int) -> Iterator[Agent]:
         guest.close()
 
 
-def test_a_new_machine_comes_in_and_trains_to_the_end(tmp_path: Path) -> None:
+def test_a_new_node_joins_and_trains_to_the_end(tmp_path: Path) -> None:
     number = next_member(2, 1, 0)
-    with agents(tmp_path, tmp_path) as members, newcomer(tmp_path / "theirs", number) as guest:
+    with agents(tmp_path, tmp_path) as members, joining_agent(tmp_path / "guest", number) as guest:
         team = Team(members, (1, 1))
         team.go()
         team.await_commits(0)
@@ -61,7 +61,7 @@ def test_a_new_machine_comes_in_and_trains_to_the_end(tmp_path: Path) -> None:
         assert not members[1].run.invite_socket("node2").exists()
 
 
-# Acts as another user: connects to the socket that is named first, reads the files after it, prints what it may.
+# Runs as another user: connects to the socket named first, reads the files after it, prints the names that worked.
 TRY_AS_OTHER_USER = """
 import os, socket, sys
 os.setgroups([])
@@ -91,7 +91,7 @@ def try_as_other_user(*paths: Path) -> list[str]:
 
 
 def test_another_user_cannot_open_the_socket_or_read_the_secrets_of_an_agent() -> None:
-    """In a folder that this user can enter. The journal and, with mode 0666, the socket show that the test can tell."""
+    """Use a folder that this user can enter. The journal and a socket with mode 0666 show that the check can fail."""
     if os.geteuid() != 0:
         pytest.skip("only root can act as another user")
     with tempfile.TemporaryDirectory() as name:
@@ -112,7 +112,7 @@ def test_another_user_cannot_open_the_socket_or_read_the_secrets_of_an_agent() -
 
 
 def test_ids_are_never_given_twice(tmp_path: Path) -> None:
-    """Not by two sponsors, and not by one that was started again."""
+    """Neither by two agents, nor by an agent that was restarted."""
     with agents(tmp_path, tmp_path) as members:
         team = Team(members, (1, 1))
         team.go()
@@ -125,21 +125,21 @@ def test_ids_are_never_given_twice(tmp_path: Path) -> None:
         members[1].process.kill()
         start_again(members[1])
         wait_until(lambda: len(members[1].said("ready")) == 2 and doors[1].exists())
-        given.append(wait_until(lambda: answered(doors[1])))
+        given.append(wait_until(lambda: try_to_get_id(doors[1])))
     assert len(set(given)) == 5
     assert min(member for member in given if member is not None) >= 2
 
 
-def answered(door: Path) -> int | None:
+def try_to_get_id(door: Path) -> int | None:
     with contextlib.suppress(OSError, UsageError):
         return ask_agent(door, ID).member
     return None
 
 
 @pytest.mark.long
-def test_no_more_machines_come_in_than_may(tmp_path: Path) -> None:
+def test_no_node_is_admitted_beyond_max_nodes(tmp_path: Path) -> None:
     number = next_member(2, 0, 0)
-    with agents(tmp_path, tmp_path) as members, newcomer(tmp_path / "theirs", number) as guest:
+    with agents(tmp_path, tmp_path) as members, joining_agent(tmp_path / "guest", number) as guest:
         team = Team(members, (1, 1))
         team.go(settings=MembershipSettings(max_nodes=2))
         team.await_commits(0)
@@ -153,10 +153,10 @@ def test_no_more_machines_come_in_than_may(tmp_path: Path) -> None:
         assert members[0].said("generation")[-1]["members"] == ["node1", guest.node]
 
 
-def test_a_guest_that_waits_to_be_let_in_leaves_alone(tmp_path: Path) -> None:
-    """Its machine is switched off: nobody who trains has to stop for that."""
+def test_a_joining_node_that_leaves_before_admission_ends_no_other(tmp_path: Path) -> None:
+    """Its machine shuts down: the nodes that train must not stop for that."""
     number = next_member(2, 0, 0)
-    with agents(tmp_path, tmp_path) as members, newcomer(tmp_path / "theirs", number) as guest:
+    with agents(tmp_path, tmp_path) as members, joining_agent(tmp_path / "guest", number) as guest:
         team = Team(members, (1, 1))
         team.go(settings=MembershipSettings(max_nodes=2))
         team.await_commits(0)
@@ -170,14 +170,14 @@ def test_a_guest_that_waits_to_be_let_in_leaves_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_guest_that_was_killed_comes_back_and_invites_another(tmp_path: Path) -> None:
-    """Its inviter is gone by then, so only the joining node can tell the next one where everybody is."""
+def test_a_joined_node_that_was_killed_rejoins_and_invites_another(tmp_path: Path) -> None:
+    """Its inviter is gone by then: the next node gets the addresses of all others from the node that joined first."""
     first = next_member(2, 1, 0)
     second = next_member(2, first, 0)
     with (
         agents(tmp_path, tmp_path) as members,
-        newcomer(tmp_path / "first", first) as guest,
-        newcomer(tmp_path / "second", second) as other,
+        joining_agent(tmp_path / "first", first) as guest,
+        joining_agent(tmp_path / "second", second) as other,
     ):
         team = Team(members, (1, 1))
         team.go()
@@ -196,7 +196,7 @@ def test_a_guest_that_was_killed_comes_back_and_invites_another(tmp_path: Path) 
         team.check_ledgers(0, rank, last)
 
 
-def test_orders_name_those_who_came_later(tmp_path: Path) -> None:
+def test_saved_orders_hold_the_nodes_that_joined_later(tmp_path: Path) -> None:
     run, place = RunFolder(tmp_path), RosterEntry("node9", "10.0.0.9", 4000, "m", (), 2)
     (tmp_path / "agents").mkdir()
     meet = MeetOrder(str(tmp_path), "node1", 0, "10.0.0.1", None, "t" * 64, "l", 1.0, "c", "d")
@@ -207,7 +207,7 @@ def test_orders_name_those_who_came_later(tmp_path: Path) -> None:
 
 @dataclass
 class Host:
-    """What an agent's membership would answer."""
+    """Replace an agent's membership with fixed answers."""
 
     why: str = ""
     broken: bool = False
@@ -224,8 +224,8 @@ class Host:
         return 7
 
 
-def asked(path: Path, host: Host, question: str) -> InviteReply:
-    async def live() -> InviteReply:
+def ask_server(path: Path, host: Host, question: str) -> InviteReply:
+    async def serve_and_ask() -> InviteReply:
         server = InviteServer(path, host, AgentAddresses())
         await server.open()
         try:
@@ -233,25 +233,25 @@ def asked(path: Path, host: Host, question: str) -> InviteReply:
         finally:
             server.close()
 
-    return asyncio.run(live())
+    return asyncio.run(serve_and_ask())
 
 
-def test_a_sponsor_answers_refuses_and_leaves_no_socket(tmp_path: Path) -> None:
-    """In a folder whose name is longer than a socket's may be."""
+def test_an_invite_server_answers_refuses_and_removes_its_socket(tmp_path: Path) -> None:
+    """Use a folder whose path is longer than that of a socket may be."""
     folder = tmp_path / ("deep" * 30)
     folder.mkdir()
     door = folder / "node1.sock"
-    assert asked(door, Host(), ID).member == 7
-    assert asked(door, Host(broken=True), WHO).member is None
+    assert ask_server(door, Host(), ID).member == 7
+    assert ask_server(door, Host(broken=True), WHO).member is None
     with pytest.raises(UsageError, match="no machine can join the run"):
-        asked(door, Host(why="it is about to end"), ID)
+        ask_server(door, Host(why="it is about to end"), ID)
     with pytest.raises(RunFailed, match="No space left"):
-        asked(door, Host(broken=True), ID)
+        ask_server(door, Host(broken=True), ID)
     assert not door.exists()
 
 
-def test_what_is_no_question_is_refused(tmp_path: Path) -> None:
-    async def live() -> list[bytes]:
+def test_an_unreadable_request_is_refused(tmp_path: Path) -> None:
+    async def serve_and_ask() -> list[bytes]:
         server = InviteServer(tmp_path / "invite.sock", Host(), AgentAddresses())
         await server.open()
         answers = []
@@ -263,12 +263,12 @@ def test_what_is_no_question_is_refused(tmp_path: Path) -> None:
         server.close()
         return answers
 
-    *others, last = asyncio.run(live())
+    *others, last = asyncio.run(serve_and_ask())
     assert all(b"cannot read" in answer for answer in others)
     assert b'"member": null' in last
 
 
-def test_where_nobody_trains_nobody_is_invited(tmp_path: Path) -> None:
+def test_shoal_host_is_refused_for_a_run_that_does_not_train(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
     done = shoal("host", tmp_path)
     assert done.returncode == 2
@@ -280,8 +280,8 @@ def test_where_nobody_trains_nobody_is_invited(tmp_path: Path) -> None:
     assert "is not a run folder" in shoal("host", tmp_path / "empty").stderr
 
 
-def test_what_was_promised_and_ordered_does_not_travel(tmp_path: Path) -> None:
-    """The host would refuse it, and with it everything else that this machine sends."""
+def test_votes_and_orders_are_not_sent_to_the_host(tmp_path: Path) -> None:
+    """The host would refuse such a file, and with it every other file from this machine."""
     for name in ("node2.jsonl", "node2.log", "node2.orders", "node2.votes"):
         (tmp_path / "agents").mkdir(exist_ok=True)
         (tmp_path / "agents" / name).write_text("words\n")

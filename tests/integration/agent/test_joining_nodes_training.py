@@ -1,4 +1,4 @@
-"""A machine comes into a training with the commands that a person types, on emulated nodes."""
+"""A machine joins a training run with the commands that a user types, on emulated nodes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.support.runs import wait_until
 INVITATION = re.compile(r"shoal join (\S+)\n.*works once: (\S+)")
 
 
-class Typed:
-    """A command at a node; each has a cache of its own, as machines do. `code` is what it reads on standard input."""
+class Command:
+    """Run a command at a node, which has its own cache as a machine has. `code` is its standard input."""
 
     def __init__(self, lab: Lab, folder: Path, node: str, *words: str | Path, code: str = "") -> None:
         self._paths = [folder / f"{node}-{words[0]}-{len(list(folder.iterdir()))}.{kind}" for kind in ("out", "err")]
@@ -36,36 +36,36 @@ class Typed:
         self.process.stdin.write(f"{code}\n".encode())
         self.process.stdin.close()
 
-    def said(self) -> str:
+    def output(self) -> str:
         return "\n".join(path.read_text() for path in self._paths)
 
     def invitation(self) -> tuple[str, str]:
-        """The address to type, and the code that is asked for."""
-        place, code = wait_until(lambda: INVITATION.findall(self.said()), 60, why=self.said)[-1]
+        """Return the address to type and the code to enter."""
+        place, code = wait_until(lambda: INVITATION.findall(self.output()), 60, why=self.output)[-1]
         return place, code
 
-    def await_words(self, words: str) -> None:
-        wait_until(lambda: words in self.said(), 90, why=self.said)
+    def await_text(self, words: str) -> None:
+        wait_until(lambda: words in self.output(), 90, why=self.output)
 
     def code(self) -> int:
         return self.process.wait(200)
 
 
 @contextlib.contextmanager
-def typing(lab: Lab, folder: Path, *runs: Path) -> Iterator[Any]:
-    typed: list[Typed] = []
+def running_commands(lab: Lab, folder: Path, *runs: Path) -> Iterator[Any]:
+    started: list[Command] = []
 
-    def type_at(node: str, *words: str | Path, code: str = "") -> Typed:
-        typed.append(Typed(lab, folder, node, *words, code=code))
-        return typed[-1]
+    def run_at(node: str, *words: str | Path, code: str = "") -> Command:
+        started.append(Command(lab, folder, node, *words, code=code))
+        return started[-1]
 
     try:
-        yield type_at
+        yield run_at
     finally:
-        end_processes([found for run in runs for found in find_processes(run)])
-        for each in typed:
-            each.process.kill()
-            each.process.wait()
+        end_processes([process for run in runs for process in find_processes(run)])
+        for running in started:
+            running.process.kill()
+            running.process.wait()
 
 
 def ids(run: Path, rank: int) -> list[int]:
@@ -79,7 +79,7 @@ def steps(run: Path, rank: int) -> int:
     return sum(event["event"] == "step" for event in read_jsonl(path)) if path.exists() else 0
 
 
-def verified(run: Path) -> dict[str, Any]:
+def verify_run(run: Path) -> dict[str, Any]:
     done = shoal("verify", run, "--json")
     assert done.returncode == 0, done.stderr + done.stdout
     verdict: dict[str, Any] = json.loads(done.stdout)
@@ -88,29 +88,29 @@ def verified(run: Path) -> dict[str, Any]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "sponsor", [pytest.param("node1", marks=pytest.mark.exhaustive), pytest.param("node2", marks=pytest.mark.long)]
+    "inviter", [pytest.param("node1", marks=pytest.mark.exhaustive), pytest.param("node2", marks=pytest.mark.long)]
 )
-def test_a_third_machine_comes_while_two_train(tmp_path: Path, sponsor: str) -> None:
-    """Invited where the run was launched, or by a machine that joined it itself."""
+def test_a_third_node_joins_while_two_train(tmp_path: Path, inviter: str) -> None:
+    """Its inviter is the node that launched the run, or a node that joined it."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    # The delay makes a step take long enough that there is a middle of the run to come in.
-    with standing_lab(3, delay="15ms") as lab, typing(lab, tmp_path, first, second, third) as type_at:
-        host = type_at("node1", "host", "--steps", "200", "--out", first, *set_flags(*TINY, "train.compile=off"))
+    # The delay makes the steps long enough that the third node joins before the end.
+    with standing_lab(3, delay="15ms") as lab, running_commands(lab, tmp_path, first, second, third) as run_at:
+        host = run_at("node1", "host", "--steps", "200", "--out", first, *set_flags(*TINY, "train.compile=off"))
         place, code = host.invitation()
-        other = type_at("node2", "join", place, "--out", second, code=code)
-        wait_until(lambda: steps(first, 0) > 5, 60, why=host.said)
-        door = type_at(sponsor, "host", first if sponsor == "node1" else second)
-        place, code = door.invitation()
-        guest = type_at("node3", "join", place, "--out", third, code=code)
-        assert door.code() == 0, door.said()
-        assert "node3 takes part: node1, node2, node3 train on from step " in door.said()
-        assert [each.code() for each in (host, other, guest)] == [0, 0, 0], host.said() + guest.said()
+        other = run_at("node2", "join", place, "--out", second, code=code)
+        wait_until(lambda: steps(first, 0) > 5, 60, why=host.output)
+        invite = run_at(inviter, "host", first if inviter == "node1" else second)
+        place, code = invite.invitation()
+        guest = run_at("node3", "join", place, "--out", third, code=code)
+        assert invite.code() == 0, invite.output()
+        assert "node3 takes part: node1, node2, node3 train on from step " in invite.output()
+        assert [command.code() for command in (host, other, guest)] == [0, 0, 0], host.output() + guest.output()
     (number,) = (int(path.stem.removeprefix("rank-")) for path in (third / "events").iterdir())
     assert ids(first, 0) == ids(third, number) == [0, 1, number]
-    ours, theirs, joined = verified(first), verified(third), verified(second)
-    assert joined["digests"] == {"1": ours["digests"]["1"]}
-    assert set(ours["digests"].values()) == set(theirs["digests"].values())
-    assert (ours["elsewhere"], theirs["elsewhere"]) == ([number], [0, 1])
-    assert ours["ledger"]["steps"] == theirs["ledger"]["steps"] == 200
+    first_verdict, third_verdict, second_verdict = verify_run(first), verify_run(third), verify_run(second)
+    assert second_verdict["digests"] == {"1": first_verdict["digests"]["1"]}
+    assert set(first_verdict["digests"].values()) == set(third_verdict["digests"].values())
+    assert (first_verdict["elsewhere"], third_verdict["elsewhere"]) == ([number], [0, 1])
+    assert first_verdict["ledger"]["steps"] == third_verdict["ledger"]["steps"] == 200
     for run in (first, third):
         assert json.loads((run / "manifest.json").read_text())["status"] == "finished"

@@ -1,4 +1,4 @@
-"""A machine that is suspended says so first, and comes back when it has woken."""
+"""A machine that is suspended announces it first, and rejoins when it has woken."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.agents import Agent, agents
 from tests.support.members import Team
 from tests.support.runs import wait_until
 
-# What gdbus says when it begins to listen, and of a laptop whose lid is closed and opened again.
+# What gdbus prints at its start, and when a laptop's lid is closed and opened again.
 OPENING = (
     "Monitoring signals on object /org/freedesktop/login1 owned by org.freedesktop.login1",
     "The name org.freedesktop.login1 is owned by :1.4",
@@ -25,10 +25,10 @@ LISTENER = """#!{python} -IS
 import os, sys, time
 for line in {opening!r}:
     print(line, flush=True)
-for wish in ("sleep", "wake"):
-    while not os.path.exists({folder!r} + "/" + wish):
+for state in ("sleep", "wake"):
+    while not os.path.exists({folder!r} + "/" + state):
         time.sleep(0.02)
-    print({signal!r}.format("true" if wish == "sleep" else "false"), flush=True)
+    print({signal!r}.format("true" if state == "sleep" else "false"), flush=True)
 time.sleep(600)
 """
 HOLDER = """#!/bin/sh
@@ -39,7 +39,7 @@ echo released >> {folder}/lock
 
 
 def fake_logind(folder: Path) -> dict[str, str]:
-    """Variables under which the tools that speak with logind are ours; a file `sleep` or `wake` makes it say so."""
+    """Return variables that replace the logind tools. A file `sleep` or `wake` makes them send that signal."""
     tools = folder / "tools"
     tools.mkdir(parents=True)
     words = {"python": sys.executable, "opening": OPENING, "folder": str(folder), "signal": SIGNAL}
@@ -65,47 +65,49 @@ def lock(folder: Path) -> list[str]:
         ("", None),
     ],
 )
-def test_only_the_signal_is_taken_for_one(line: str, meaning: bool | None) -> None:
+def test_only_prepare_for_sleep_lines_are_read_as_signals(line: str, meaning: bool | None) -> None:
     assert read_signal(line) is meaning
 
 
-def test_the_lock_is_given_back_when_goodbye_is_said_and_taken_again(
+def test_the_lock_is_released_after_the_sleep_signal_and_taken_again_after_the_wake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", fake_logind(tmp_path)["PATH"])
-    heard: list[str] = []
+    signals_seen: list[str] = []
 
-    async def until(happened: Callable[[], bool]) -> None:
+    async def until(is_met: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):
-            while not happened():
+            while not is_met():
                 await asyncio.sleep(0.02)
 
-    async def live() -> None:
-        watching = asyncio.ensure_future(watch_for_sleep(lambda: heard.append("sleep"), lambda: heard.append("wake")))
+    async def sleep_and_wake() -> None:
+        watching = asyncio.ensure_future(
+            watch_for_sleep(lambda: signals_seen.append("sleep"), lambda: signals_seen.append("wake"))
+        )
         await until(lambda: len(lock(tmp_path)) == 1)
-        assert heard == []
+        assert signals_seen == []
         (tmp_path / "sleep").touch()
         await until(lambda: lock(tmp_path)[1:] == ["released"])
-        assert heard == ["sleep"]
+        assert signals_seen == ["sleep"]
         (tmp_path / "wake").touch()
         await until(lambda: len(lock(tmp_path)) == 3)
-        assert heard == ["sleep", "wake"]
+        assert signals_seen == ["sleep", "wake"]
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
 
-    asyncio.run(live())
+    asyncio.run(sleep_and_wake())
     first = lock(tmp_path)[0]
     assert "--what=sleep" in first
     assert "--mode=delay" in first
 
 
-def test_without_a_tool_to_listen_with_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gdbus_the_sleep_watch_ends_without_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     asyncio.run(asyncio.wait_for(watch_for_sleep(pytest.fail, pytest.fail), 10))
 
 
 @pytest.mark.long
-def test_the_others_go_on_at_its_word_and_it_comes_back(tmp_path: Path) -> None:
+def test_the_others_train_on_without_a_node_that_sleeps_and_it_rejoins(tmp_path: Path) -> None:
     laptop_tools = fake_logind(tmp_path / "logind")
     with agents(tmp_path, tmp_path) as others:
         laptop = Agent(tmp_path, 2, laptop_tools)
@@ -116,13 +118,15 @@ def test_the_others_go_on_at_its_word_and_it_comes_back(tmp_path: Path) -> None:
             wait_until(lambda: lock(tmp_path / "logind"), why=team.everything)
             (tmp_path / "logind" / "sleep").touch()
             team.await_size(0, 2)
-            told = others[0].said("announce")[-1]["text"]
-            assert "node3 was put to sleep" in told
+            announcement = others[0].said("announce")[-1]["text"]
+            assert "node3 was put to sleep" in announcement
             team.await_commits(0, more=100)
-            assert [len(event["ids"]) for event in team.notes(0, "enter")] == [3, 2], "it is let in when it has woken"
+            assert [len(event["ids"]) for event in team.notes(0, "enter")] == [3, 2], (
+                "a sleeping node is not admitted before it wakes"
+            )
             (tmp_path / "logind" / "wake").touch()
             team.await_size(2, 3)
             team.check_ledgers(0, 1, 2)
-            assert laptop.said("ended") == [], "its rank kept its process"
+            assert laptop.said("ended") == [], "the rank kept its process"
         finally:
             laptop.close()

@@ -1,4 +1,4 @@
-"""Told from outside which ranks never came to the meeting: by texts of /proc, and by real ranks."""
+"""Find ranks that never joined a process group, from texts of /proc and with real ranks."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ REST = "00000000:00000000 00:00000000 00000000     0        0"
 LISTENS = f"   0: {'0' * 32}:B045 {'0' * 32}:0000 0A {REST} 101 1 0 100 0 0 10 0\n"
 ACCEPTED = f"   1: {'0' * 16}FFFF000001004D0A:B045 {'0' * 16}FFFF000002004D0A:A312 01 {REST} 102 1 0 20 4 15 18 -1\n"
 CONNECTED = f"   2: {'0' * 16}FFFF000002004D0A:A312 {'0' * 16}FFFF000001004D0A:B045 01 {REST} 103 1 0 20 4 16 18 -1\n"
-ASKING = f"   3: 02004D0A:A314 01004D0A:B045 02 {REST} 104 1 0 20 4 16 18 -1\n"
+CONNECTING = f"   3: 02004D0A:A314 01004D0A:B045 02 {REST} 104 1 0 20 4 16 18 -1\n"
 LEFT = f"   4: 02004D0A:A312 01004D0A:B045 06 {REST} 0 3 0\n"
 IPV6 = f"   5: 000000FD000000000000000002000000:A312 000000FD000000000000000001000000:B045 01 {REST} 105 1 0 20 4\n"
-ELSEWHERE = f"   6: 02004D0A:A316 01004D0A:1F90 01 {REST} 106 1 0 20 4 16 18 -1\n"
+OTHER_PORT = f"   6: 02004D0A:A316 01004D0A:1F90 01 {REST} 106 1 0 20 4 16 18 -1\n"
 
 JOINS = """
 import os, sys, time
@@ -50,7 +50,7 @@ dist.destroy_process_group()
 Path(f"{sys.argv[1]}-{os.environ['RANK']}").touch()
 time.sleep(60)
 """
-# Rank 2 is the script that thinks it is alone.
+# Rank 2 joins no process group.
 ONE_DOES_NOT = """
 import os, time
 if os.environ["RANK"] == "2":
@@ -65,7 +65,7 @@ def sockets(text: str) -> list[TcpSocket]:
     return [entry for entry in parse_tcp_table(HEAD + text) if entry.inode]
 
 
-def test_a_table_is_read() -> None:
+def test_a_tcp_table_is_parsed() -> None:
     assert sockets(LISTENS + CONNECTED + LEFT) == [
         TcpSocket(ip_address("::"), 45125, ip_address("::"), 0, True, 0, 101),
         TcpSocket(ip_address("10.77.0.2"), 41746, ip_address("10.77.0.1"), 45125, False, 0, 103),
@@ -73,21 +73,21 @@ def test_a_table_is_read() -> None:
     assert parse_tcp_table(HEAD) == parse_tcp_table("") == []
 
 
-def test_an_ipv6_address_is_read() -> None:
+def test_an_ipv6_address_is_parsed() -> None:
     assert sockets(IPV6) == [TcpSocket(ip_address("fd00::2"), 41746, ip_address("fd00::1"), 45125, False, 0, 105)]
 
 
-@pytest.mark.parametrize("text", [LISTENS, LISTENS + ACCEPTED, CONNECTED, ASKING, ELSEWHERE + ASKING])
-def test_who_serves_the_meeting_or_holds_on_to_it_is_there(text: str) -> None:
+@pytest.mark.parametrize("text", [LISTENS, LISTENS + ACCEPTED, CONNECTED, CONNECTING, OTHER_PORT + CONNECTING])
+def test_a_rank_that_serves_the_store_or_connects_to_it_has_joined(text: str) -> None:
     assert is_at(sockets(text), "10.77.0.1", 45125)
 
 
-@pytest.mark.parametrize("text", ["", LEFT, ELSEWHERE, ACCEPTED, IPV6])
-def test_other_sockets_say_nothing(text: str) -> None:
+@pytest.mark.parametrize("text", ["", LEFT, OTHER_PORT, ACCEPTED, IPV6])
+def test_other_sockets_do_not_count_as_joined(text: str) -> None:
     assert not is_at(sockets(text), "10.77.0.1", 45125)
 
 
-def test_a_meeting_may_have_an_ipv6_address() -> None:
+def test_the_store_may_have_an_ipv6_address() -> None:
     assert is_at(sockets(IPV6), "fd00::1", 45125)
     assert not is_at(sockets(IPV6), "fd00::2", 45125)
 
@@ -107,15 +107,15 @@ def test_who_is_alone(met: dict[int, bool | None], world_size: int, alone: list[
     assert who_is_alone(met, world_size) == alone
 
 
-def test_the_warning_names_ranks_and_place() -> None:
+def test_the_warning_names_ranks_and_address() -> None:
     assert (
         no_rank_joined([2], "10.77.0.1", 45125, 60).seen == "rank 2 has not met the others at 10.77.0.1:45125 in 60 s"
     )
     assert no_rank_joined([1, 2], "10.77.0.1", 45125, 60).seen.startswith("ranks 1 and 2 have not met")
 
 
-class Silent(AgentLink):
-    """An agent that is there and says nothing but by its journal."""
+class StubLink(AgentLink):
+    """Stand for an agent that runs and reports only through its journal."""
 
     def send(self, line: bytes) -> None: ...
     def ended(self) -> str | None:
@@ -128,65 +128,65 @@ class Silent(AgentLink):
     def close(self) -> None: ...
 
 
-class Watched:
-    """The launcher's view of a script with one rank on each of several nodes."""
+class WatchedLaunch:
+    """Hold the launcher's state of a script with one rank on each of several nodes."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         run = RunFolder.create(folder / "run")
         nodes = [Node(f"node{rank + 1}", "10.77.0.1", None, 1, 1) for rank in range(ranks)]
         self.journals = [EventLog(run.journal(node.name), 0) for node in nodes]
-        self.told = run.path / "told.jsonl"
-        self.world = Launch(run, LocalCluster(1), EventLog(self.told, 0), launch_id="L", grace_s=30.0)
-        self.world.agents = [AgentHandle(node, Silent(), EventTail(run.journal(node.name))) for node in nodes]
+        self.log_path = run.path / "launcher.jsonl"
+        self.world = Launch(run, LocalCluster(1), EventLog(self.log_path, 0), launch_id="L", grace_s=30.0)
+        self.world.agents = [AgentHandle(node, StubLink(), EventTail(run.journal(node.name))) for node in nodes]
         self.world.commands = [
             RankCommand(f"rank-{rank}", node, (rank,), ("python",), {}) for rank, node in enumerate(nodes)
         ]
         self.world._rendezvous = Rendezvous("10.77.0.1", 4711)
 
-    def says(self, node: int, event: str, **fields: Any) -> None:
+    def write_event(self, node: int, event: str, **fields: Any) -> None:
         self.journals[node].write(event, launch="L", **fields)
 
     def ended(self, rank: int, code: int = 0) -> None:
-        self.says(rank, "ended", name=f"rank-{rank}", code=code, by_agent=False, out_of_memory=False)
+        self.write_event(rank, "ended", name=f"rank-{rank}", code=code, by_agent=False, out_of_memory=False)
 
     def notes(self) -> list[str]:
         self.world._poll()
         self.world._note_still_running()
-        return [event["text"] for event in read_events(self.told)] if self.told.exists() else []
+        return [event["text"] for event in read_events(self.log_path)] if self.log_path.exists() else []
 
 
 def test_the_rank_that_others_wait_for_is_named(tmp_path: Path) -> None:
-    """Each agent sees its own ranks; only together do they show who waits."""
-    watched = Watched(tmp_path, 3)
-    watched.says(1, "joined-group", met=[], missing=[1], after_s=61.0)
-    watched.says(0, "joined-group", met=[0], missing=[], after_s=60.2)
+    """Each agent sees only its own ranks: the launcher combines what they report."""
+    watched = WatchedLaunch(tmp_path, 3)
+    watched.write_event(1, "joined-group", met=[], missing=[1], after_s=61.0)
+    watched.write_event(0, "joined-group", met=[0], missing=[], after_s=60.2)
     assert watched.notes() == []
-    watched.says(2, "joined-group", met=[2], missing=[], after_s=60.2)
+    watched.write_event(2, "joined-group", met=[2], missing=[], after_s=60.2)
     (note,) = watched.notes()
     assert note.startswith("rank 0, 2 wait for rank 1, not seen at 10.77.0.1:4711 in 61 s: rank 1 hangs or is busy")
     assert f"shoal logs {tmp_path / 'run'} --rank 1" in note
     assert "makes no process group trains once" not in note
 
 
-def test_ranks_of_which_none_met_are_told_about_process_groups(tmp_path: Path) -> None:
-    watched = Watched(tmp_path, 2)
+def test_ranks_of_which_none_joined_get_the_note_about_process_groups(tmp_path: Path) -> None:
+    watched = WatchedLaunch(tmp_path, 2)
     for rank in (0, 1):
-        watched.says(rank, "joined-group", met=[], missing=[rank], after_s=60.2)
+        watched.write_event(rank, "joined-group", met=[], missing=[rank], after_s=60.2)
     (note,) = watched.notes()
     assert note.startswith("ranks 0 and 1 have not met the others at 10.77.0.1:4711 in 60 s")
 
 
-def test_nothing_is_said_where_all_ranks_met(tmp_path: Path) -> None:
-    watched = Watched(tmp_path, 2)
+def test_no_note_is_written_where_all_ranks_joined(tmp_path: Path) -> None:
+    watched = WatchedLaunch(tmp_path, 2)
     for rank in (0, 1):
-        watched.says(rank, "joined-group", met=[rank], missing=[], after_s=60.2)
+        watched.write_event(rank, "joined-group", met=[rank], missing=[], after_s=60.2)
     assert watched.notes() == []
 
 
 def test_a_rank_that_runs_long_after_another_has_ended_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched = Watched(tmp_path, 2)
+    watched = WatchedLaunch(tmp_path, 2)
     assert watched.notes() == []
     watched.ended(1)
     assert watched.notes() == []
@@ -194,15 +194,15 @@ def test_a_rank_that_runs_long_after_another_has_ended_is_named(
     (note,) = watched.notes()
     assert note.startswith("rank 1 ended 0 s ago with exit code 0, and rank 0 still runs: if it waits")
     assert note.endswith(f"shoal stop {tmp_path / 'run'}")
-    assert watched.notes() == [note], "once"
+    assert watched.notes() == [note], "the note is written once"
 
 
 @pytest.mark.parametrize("codes", [[], [0, 0], [1]])
-def test_no_rank_is_left_behind_where_none_or_all_have_ended(
+def test_no_rank_is_noted_where_none_or_all_have_ended_or_one_failed(
     codes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.launch.launcher.NOTE_RUNNING_AFTER_S", -1.0)
-    watched = Watched(tmp_path, 2)
+    watched = WatchedLaunch(tmp_path, 2)
     for rank, code in enumerate(codes):
         watched.ended(rank, code)
     assert watched.notes() == []
@@ -215,8 +215,8 @@ JOINS_BRIEFLY = "import torch.distributed as dist\ndist.init_process_group('gloo
     ("text", "is_noted"),
     [("print('trained')\n", True), pytest.param(JOINS_BRIEFLY, False, marks=pytest.mark.long)],
 )
-def test_a_script_that_never_met_is_told_so_at_its_end(text: str, is_noted: bool, tmp_path: Path) -> None:
-    """However short it is: by the keys that its ranks left in their store."""
+def test_a_script_whose_ranks_never_joined_is_noted_at_its_end(text: str, is_noted: bool, tmp_path: Path) -> None:
+    """The keys in the store show it, however short the script is."""
     script = tmp_path / "script.py"
     script.write_text(text)
     done = shoal("run", "--on", "local:2", "--out", tmp_path / "run", script)
@@ -224,14 +224,14 @@ def test_a_script_that_never_met_is_told_so_at_its_end(text: str, is_noted: bool
     assert ("note: no rank joined a process group: each of the 2 ranks ran" in done.stderr) is is_noted
 
 
-def test_a_process_that_is_gone_cannot_be_told() -> None:
+def test_a_process_that_is_gone_cannot_be_inspected() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     assert observe(gone.pid) is None
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_what_a_child_of_the_rank_holds_counts(address: str) -> None:
+def test_sockets_of_a_rank_s_child_process_count(address: str) -> None:
     """The rank may be a shell script around Python."""
     try:
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -242,17 +242,17 @@ def test_what_a_child_of_the_rank_holds_counts(address: str) -> None:
     with listener, subprocess.Popen(shell) as rank:
         peer, _ = listener.accept()
         with peer:
-            found = observe(rank.pid) or []
-        assert is_at(found, *listener.getsockname()[:2])
-        assert not any(entry.is_listening for entry in found), "the listener is ours, not the rank's"
+            entries = observe(rank.pid) or []
+        assert is_at(entries, *listener.getsockname()[:2])
+        assert not any(entry.is_listening for entry in entries), "the listener is this test's, not the rank's"
 
 
-Starts = Callable[[RankCommand, Path], subprocess.Popen[bytes]]
+StartRank = Callable[[RankCommand, Path], subprocess.Popen[bytes]]
 
 
 @contextlib.contextmanager
-def running(
-    nodes: list[Node], meeting: Rendezvous, start: Starts, folder: Path, text: str, *words: str
+def running_ranks(
+    nodes: list[Node], meeting: Rendezvous, start: StartRank, folder: Path, text: str, *words: str
 ) -> Iterator[tuple[JoinWatch, dict[int, int]]]:
     (folder / "script.py").write_text(text)
     commands = plan_script(RunConfig(), [str(folder / "script.py"), *words], nodes, meeting)
@@ -275,28 +275,28 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def two_here(folder: Path, text: str, *words: str) -> Iterator[tuple[JoinWatch, dict[int, int]]]:
+def two_local_ranks(folder: Path, text: str, *words: str) -> Iterator[tuple[JoinWatch, dict[int, int]]]:
     listener = listen_at(LOOPBACK, 0)
     port = listener.getsockname()[1]
-    words_of_store = script_store_command(LOOPBACK, port, listener.fileno())
-    store = start_process(words_of_store, {}, folder / "store.log", (listener.fileno(),))
+    store_command = script_store_command(LOOPBACK, port, listener.fileno())
+    store = start_process(store_command, {}, folder / "store.log", (listener.fileno(),))
     listener.close()
     with (
         ended(store),
-        running(
+        running_ranks(
             [local_node(2)],
             Rendezvous(LOOPBACK, port),
             lambda command, log: start_process(command.argv, command.env, log),
             folder,
             text,
             *words,
-        ) as found,
+        ) as watch_and_pids,
     ):
-        yield found
+        yield watch_and_pids
 
 
 @contextlib.contextmanager
-def three_in_a_lab(folder: Path, text: str) -> Iterator[tuple[JoinWatch, dict[int, int]]]:
+def three_lab_ranks(folder: Path, text: str) -> Iterator[tuple[JoinWatch, dict[int, int]]]:
     with standing_lab(3) as lab:
         with lab.listen("node1") as listener:
             meeting = Rendezvous(*listener.getsockname())
@@ -306,44 +306,44 @@ def three_in_a_lab(folder: Path, text: str) -> Iterator[tuple[JoinWatch, dict[in
         def start(command: RankCommand, log: Path) -> subprocess.Popen[bytes]:
             return lab.start(command.node.name, command.argv, command.env, log)
 
-        with ended(store), running(lab.nodes, meeting, start, folder, text) as found:
-            yield found
+        with ended(store), running_ranks(lab.nodes, meeting, start, folder, text) as watch_and_pids:
+            yield watch_and_pids
 
 
-def wait_for(is_so: Callable[[], bool], folder: Path) -> None:
+def wait_for(is_met: Callable[[], bool], folder: Path) -> None:
     deadline = time.monotonic() + 60
-    while not is_so():
+    while not is_met():
         logs = [log.read_text() for log in folder.glob("*.log")]
         assert time.monotonic() < deadline, logs
         time.sleep(0.1)
 
 
 def test_ranks_that_joined_are_remembered_when_their_group_is_gone(tmp_path: Path) -> None:
-    with two_here(tmp_path, JOINS, str(tmp_path / "end")) as (roll, pids):
+    with two_local_ranks(tmp_path, JOINS, str(tmp_path / "end")) as (watch, pids):
 
         def all_met() -> bool:
-            roll.look(pids)
-            return who_is_alone(roll.met, 2) == []
+            watch.look(pids)
+            return who_is_alone(watch.met, 2) == []
 
-        roll.look(pids)
-        assert who_is_alone(roll.met, 2) == [0, 1], "nobody can have imported torch yet"
+        watch.look(pids)
+        assert who_is_alone(watch.met, 2) == [0, 1], "no rank can have imported torch yet"
         wait_for(all_met, tmp_path)
         (tmp_path / "end").touch()
         wait_for(lambda: len(list(tmp_path.glob("end-*"))) == 2, tmp_path)
         assert all_met()
-        assert not any(is_at(observe(pid) or [], roll.address, roll.port) for pid in pids.values())
-        roll.look({1: pids[1]})
-        assert roll.met == {1: True}, "a rank that ended is no longer asked after"
+        assert not any(is_at(observe(pid) or [], watch.address, watch.port) for pid in pids.values())
+        watch.look({1: pids[1]})
+        assert watch.met == {1: True}, "a rank that ended is no longer inspected"
 
 
 @pytest.mark.long
 def test_a_rank_on_another_node_that_never_joins_is_named(tmp_path: Path) -> None:
-    with three_in_a_lab(tmp_path, ONE_DOES_NOT) as (roll, pids):
+    with three_lab_ranks(tmp_path, ONE_DOES_NOT) as (watch, pids):
 
         def two_met() -> bool:
-            roll.look(pids)
-            return roll.met[0] is True and roll.met[1] is True
+            watch.look(pids)
+            return watch.met[0] is True and watch.met[1] is True
 
         wait_for(two_met, tmp_path)
-        assert who_is_alone(roll.met, 3) == [2]
-        assert roll.address == "10.77.0.1"
+        assert who_is_alone(watch.met, 3) == [2]
+        assert watch.address == "10.77.0.1"

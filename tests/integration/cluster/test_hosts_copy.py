@@ -1,4 +1,4 @@
-"""What is copied to a host, and how it arrives: real git projects, real folders, no connection."""
+"""Which files are copied to a host, and how they are written there: real git projects, real folders, no SSH."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def project(tmp_path: Path) -> Path:
     return folder
 
 
-def arrives(bundle: FileBundle, base: Path, note: bool = True, **order: Any) -> dict[str, Any]:
-    """Through the very program that runs on hosts."""
+def copy_bundle(bundle: FileBundle, base: Path, note: bool = True, **order: Any) -> dict[str, Any]:
+    """Copy a bundle with the program that runs on hosts; return its reply."""
     wanted = {"digest": bundle.digest, "files": bundle.listing} if note else None
     whole = {"base": str(base), "whole": False, "remove": [], "note": wanted, **order}
-    return received(b"".join(stream(whole, bundle.pieces)))
+    return send_to_receiver(b"".join(stream(whole, bundle.pieces)))
 
 
-def received(sent: bytes) -> dict[str, Any]:
+def send_to_receiver(sent: bytes) -> dict[str, Any]:
     done = subprocess.run([sys.executable, remote_copy.__file__], input=sent, capture_output=True, timeout=30)
     assert done.stderr == b""
     answer: dict[str, Any] = json.loads(done.stdout)
@@ -61,14 +61,14 @@ def received(sent: bytes) -> dict[str, Any]:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    found = (path for path in folder.rglob("*") if path.is_file() and path.name != remote_copy.NOTE)
-    return {str(path.relative_to(folder)): path.read_text() for path in found}
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name != remote_copy.NOTE)
+    return {str(path.relative_to(folder)): path.read_text() for path in paths}
 
 
 # Which files
 
 
-def test_a_git_project_is_what_git_lists(project: Path) -> None:
+def test_a_git_project_has_the_files_that_git_lists(project: Path) -> None:
     git(project, "init", "-q")
     git(project, "add", "train.py", "lib")
     assert {piece.path for piece in project_bundle(project).pieces} == {
@@ -76,24 +76,24 @@ def test_a_git_project_is_what_git_lists(project: Path) -> None:
     }
     (project / "lib/deep.py").unlink()
     (project / "alias.py").unlink()
-    assert "lib/deep.py" not in project_bundle(project).listing, "tracked and deleted"
+    assert "lib/deep.py" not in project_bundle(project).listing, "a tracked file that was deleted is not listed"
     assert project_of(project / "lib") == project_of(project) == project
 
 
-def test_results_that_are_tracked_are_part_of_the_project(project: Path) -> None:
+def test_tracked_results_are_part_of_the_project(project: Path) -> None:
     git(project, "init", "-q")
     git(project, "add", "runs")
     assert "runs/mine.txt" in project_bundle(project).listing
 
 
-def test_a_project_within_the_project(project: Path) -> None:
+def test_files_of_a_nested_git_project_are_included(project: Path) -> None:
     git(project, "init", "-q")
     write(project / "inner", {"part.py": "1"})
     git(project / "inner", "init", "-q")
     assert "inner/part.py" in project_bundle(project).listing
 
 
-def test_outside_git_everything_but_environments_caches_and_results(project: Path) -> None:
+def test_outside_git_environments_caches_and_results_are_left_out(project: Path) -> None:
     write(project, {"env/pyvenv.cfg": "", ".hidden/x.py": "", "lib/__pycache__/deep.pyc": ""})
     assert project_of(project) is None
     assert {piece.path for piece in project_bundle(project).pieces} == {
@@ -101,9 +101,9 @@ def test_outside_git_everything_but_environments_caches_and_results(project: Pat
     }
 
 
-def test_links_within_stay_links_and_others_are_left_out(project: Path, tmp_path: Path) -> None:
-    """A link to a key or a password file must not carry it to every host."""
-    (tmp_path / "elsewhere.txt").write_text("from afar")
+def test_links_inside_the_project_stay_links_and_others_are_left_out(project: Path, tmp_path: Path) -> None:
+    """A link to a key or a password file must not copy it to every host."""
+    (tmp_path / "elsewhere.txt").write_text("outside text")
     (tmp_path / "folder").mkdir()
     (project / "outside.txt").symlink_to(tmp_path / "elsewhere.txt")
     (project / "outside").symlink_to(tmp_path / "folder")
@@ -116,7 +116,7 @@ def test_links_within_stay_links_and_others_are_left_out(project: Path, tmp_path
         pieces = {piece.path: piece for piece in bundle.pieces}
         assert pieces["alias.py"].link == "lib/deep.py"
         assert not {"outside", "outside.txt", "chain.txt"} & pieces.keys()
-        assert b"from afar" not in b"".join(stream({}, bundle.pieces))
+        assert b"outside text" not in b"".join(stream({}, bundle.pieces))
         assert {"outside.txt", "chain.txt"} <= set(bundle.left_out)
         assert "outside.txt" in copy.describe_left_out(bundle)
     with pytest.raises(UsageError, match="leads outside"):
@@ -124,14 +124,14 @@ def test_links_within_stay_links_and_others_are_left_out(project: Path, tmp_path
 
 
 @pytest.mark.parametrize("link", ["/etc/passwd", "../../x", "../.."])
-def test_a_link_that_leads_out_of_the_folder_is_not_made_there(link: str, tmp_path: Path) -> None:
+def test_a_link_that_leads_out_of_the_folder_is_refused_by_the_host(link: str, tmp_path: Path) -> None:
     order = {"base": str(tmp_path / "p"), "whole": False, "remove": [], "note": None, "files": [["a/b", 0, 511, link]]}
-    answer = received(json.dumps(order).encode() + b"\n")
+    answer = send_to_receiver(json.dumps(order).encode() + b"\n")
     assert "lies outside" in answer["error"]
     assert not list((tmp_path / "p").rglob("b"))
 
 
-def test_too_much_is_refused_with_the_largest_named(project: Path) -> None:
+def test_a_project_that_is_too_large_is_refused_with_its_largest_files(project: Path) -> None:
     with (project / "weights.pt").open("wb") as file:
         file.truncate(copy.MOST_PROJECT_BYTES)
     with pytest.raises(UsageError, match="more than 256 MB") as caught:
@@ -141,7 +141,7 @@ def test_too_much_is_refused_with_the_largest_named(project: Path) -> None:
         project_bundle(project / "nowhere")
 
 
-def test_the_digest_follows_content_mode_and_names(project: Path) -> None:
+def test_the_digest_depends_on_content_mode_and_names(project: Path) -> None:
     before = project_bundle(project)
     assert project_bundle(project) == before
     (project / "notes.txt").chmod(0o755)
@@ -152,7 +152,7 @@ def test_the_digest_follows_content_mode_and_names(project: Path) -> None:
     assert before.name.startswith("my project-")
 
 
-def test_the_code_is_the_whole_package() -> None:
+def test_the_code_bundle_has_the_whole_package() -> None:
     package = Path(shoal.__file__).parent
     bundle = code_bundle()
     assert {"shoal/__init__.py", "shoal/py.typed", "shoal/tools/report/assets/page.js"} <= bundle.listing.keys()
@@ -160,83 +160,83 @@ def test_the_code_is_the_whole_package() -> None:
     assert bundle.name == code_bundle().name
 
 
-# How they arrive
+# How they are written
 
 
-def test_a_project_arrives_whole(project: Path, tmp_path: Path) -> None:
+def test_a_project_is_copied_whole(project: Path, tmp_path: Path) -> None:
     there = tmp_path / "there" / "p"
-    assert arrives(project_bundle(project), there) == {"base": str(there)}
+    assert copy_bundle(project_bundle(project), there) == {"base": str(there)}
     assert contents(there) == {name: text for name, text in contents(project).items() if not name.startswith("runs")}
     assert (there / "alias.py").readlink() == Path("lib/deep.py")
     assert os.access(there / "train.py", os.X_OK)
     assert not os.access(there / "notes.txt", os.X_OK)
 
 
-def test_an_update_removes_what_is_gone_and_leaves_what_is_not_ours(project: Path, tmp_path: Path) -> None:
+def test_an_update_removes_deleted_files_and_keeps_files_made_on_the_host(project: Path, tmp_path: Path) -> None:
     there = tmp_path / "p"
-    arrives(project_bundle(project), there)
+    copy_bundle(project_bundle(project), there)
     (there / "lib/checkpoint").write_text("made there")
     (project / "alias.py").unlink()
     write(project, {"train.py": "print(2)\n"})
     bundle = project_bundle(project)
     changed = FileBundle(bundle.name, tuple(piece for piece in bundle.pieces if piece.path == "train.py"))
-    arrives(changed, there, remove=["alias.py", "notes.txt"])
+    copy_bundle(changed, there, remove=["alias.py", "notes.txt"])
     assert (there / "train.py").read_text() == "print(2)\n"
     assert (there / "lib/checkpoint").read_text() == "made there"
     assert not (there / "alias.py").is_symlink()
     assert not (there / "notes.txt").exists()
 
 
-def test_a_folder_may_become_a_file_and_back(project: Path, tmp_path: Path) -> None:
+def test_an_update_can_replace_a_folder_by_a_file_and_back(project: Path, tmp_path: Path) -> None:
     there = tmp_path / "p"
-    arrives(project_bundle(project), there)
+    copy_bundle(project_bundle(project), there)
     source = project / "notes.txt"
-    arrives(FileBundle("", (make_piece(source, "lib"),)), there, remove=["lib/deep.py"])
+    copy_bundle(FileBundle("", (make_piece(source, "lib"),)), there, remove=["lib/deep.py"])
     assert (there / "lib").read_text() == "later\n"
-    arrives(FileBundle("", (make_piece(source, "lib/again"),)), there, remove=["lib"])
+    copy_bundle(FileBundle("", (make_piece(source, "lib/again"),)), there, remove=["lib"])
     assert (there / "lib/again").read_text() == "later\n"
 
 
-def test_code_appears_all_at_once_or_not(project: Path, tmp_path: Path) -> None:
+def test_code_is_installed_completely_or_not_at_all(project: Path, tmp_path: Path) -> None:
     bundle, there = project_bundle(project), tmp_path / "code" / "abc"
     sent = b"".join(stream({"base": str(there), "whole": True, "remove": [], "note": None}, bundle.pieces))
-    assert received(sent[:-70])["error"] == "the connection ended in the middle of a file"
+    assert send_to_receiver(sent[:-70])["error"] == "the connection ended in the middle of a file"
     assert list(there.parent.iterdir()) == []
-    assert received(sent) == {"base": str(there)}
-    (there / "train.py").write_text("somebody was faster")
-    assert received(sent) == {"base": str(there)}
-    assert (there / "train.py").read_text() == "somebody was faster"
+    assert send_to_receiver(sent) == {"base": str(there)}
+    (there / "train.py").write_text("written by another copy")
+    assert send_to_receiver(sent) == {"base": str(there)}
+    assert (there / "train.py").read_text() == "written by another copy"
 
 
-def test_a_damaged_file_never_gets_its_name(project: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_not_kept(project: Path, tmp_path: Path) -> None:
     piece = make_piece(project / "big.bin", "data.tokens")
     sent = bytearray(b"".join(stream({"base": str(tmp_path), "whole": False, "remove": [], "note": None}, [piece])))
     sent[-200] ^= 1
-    assert "did not arrive as it was sent" in received(bytes(sent))["error"]
+    assert "did not arrive as it was sent" in send_to_receiver(bytes(sent))["error"]
     assert [path.name for path in tmp_path.iterdir()] == [project.name]
 
 
-def test_an_interrupted_update_is_taken_for_none(project: Path, tmp_path: Path) -> None:
+def test_an_interrupted_update_leaves_a_note_without_a_digest(project: Path, tmp_path: Path) -> None:
     there = tmp_path / "p"
     before = project_bundle(project)
-    arrives(before, there)
+    copy_bundle(before, there)
     write(project, {"train.py": "print(2)\n"})
     after = project_bundle(project)
     changed = [piece for piece in after.pieces if piece.path == "train.py"]
     note = {"digest": after.digest, "files": after.listing}
-    received(b"".join(stream({"base": str(there), "whole": False, "remove": [], "note": note}, changed))[:-65])
+    send_to_receiver(b"".join(stream({"base": str(there), "whole": False, "remove": [], "note": note}, changed))[:-65])
     kept = remote_facts.read_note(there / remote_facts.NOTE)
     assert kept["digest"] == ""
     assert kept["files"] == {path: digest for path, digest in before.listing.items() if path != "train.py"}
 
 
 @pytest.mark.parametrize("path", ["/etc/evil", "../evil", "a/../../evil"])
-def test_nothing_is_written_outside_its_folder(project: Path, tmp_path: Path, path: str) -> None:
-    answer = arrives(FileBundle("", (make_piece(project / "notes.txt", path),)), tmp_path / "p", note=False)
+def test_no_file_is_written_outside_its_folder(project: Path, tmp_path: Path, path: str) -> None:
+    answer = copy_bundle(FileBundle("", (make_piece(project / "notes.txt", path),)), tmp_path / "p", note=False)
     assert "would lie outside" in answer["error"]
 
 
-def test_no_room_is_said_before_anything_is_sent(tmp_path: Path) -> None:
+def test_a_lack_of_room_is_reported_before_files_are_sent(tmp_path: Path) -> None:
     order = {
         "base": str(tmp_path / "p"),
         "whole": False,
@@ -244,18 +244,18 @@ def test_no_room_is_said_before_anything_is_sent(tmp_path: Path) -> None:
         "note": None,
         "files": [["x", 10**18, 0o644, None]],
     }
-    answer = received(json.dumps(order).encode() + b"\n")
+    answer = send_to_receiver(json.dumps(order).encode() + b"\n")
     assert answer["needed"] > 10**18 > answer["free"]
 
 
-def test_a_file_that_shrinks_while_it_is_copied(project: Path) -> None:
+def test_a_file_that_shrinks_while_it_is_copied_is_an_error(project: Path) -> None:
     piece = make_piece(project / "big.bin", "x")
     (project / "big.bin").write_text("short")
     with pytest.raises(UsageError, match="became shorter"):
         list(stream({}, [piece]))
 
 
-def test_what_a_power_cut_left_is_thrown_out_later(tmp_path: Path) -> None:
+def test_stale_partial_files_are_removed(tmp_path: Path) -> None:
     for name in (".abc.part-1", ".fresh.part-2"):
         (tmp_path / name).write_text("")
     long_ago = time.time() - 3 * 24 * 3600
@@ -264,10 +264,10 @@ def test_what_a_power_cut_left_is_thrown_out_later(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".fresh.part-2"]
 
 
-# What is there
+# What a host has
 
 
-def test_what_is_held_is_told_by_digest_and_size(tmp_path: Path) -> None:
+def test_holdings_are_identified_by_digest_and_size(tmp_path: Path) -> None:
     write(tmp_path, {"data/abc.tokens": "12345", "code/xyz/x.py": "", "projects/p/a": ""})
     remote_copy.write_note(tmp_path / "projects/p", {"digest": "d1", "files": {"a": "1"}})
     held: dict[str, Any] = {"code": "xyz", "project": "p", "project_digest": "d1"}
@@ -281,17 +281,19 @@ def test_what_is_held_is_told_by_digest_and_size(tmp_path: Path) -> None:
     assert remote_facts.holdings(tmp_path, {**held, "project": ""})["project_digest"] == ""
 
 
-def test_a_machine_describes_itself() -> None:
+def test_remote_facts_describe_this_machine() -> None:
     expected = {
         name: [entry.address for entry in entries if entry.family.name == "AF_INET"]
         for name, entries in psutil.net_if_addrs().items()
     }
-    found = {name: [each for each in own if ":" not in each] for name, own in remote_facts.interfaces().items()}
-    assert {name: own for name, own in found.items() if own} == {name: own for name, own in expected.items() if own}
+    addresses = {
+        name: [address for address in own if ":" not in address] for name, own in remote_facts.interfaces().items()
+    }
+    assert {name: own for name, own in addresses.items() if own} == {name: own for name, own in expected.items() if own}
     assert 1 <= remote_facts.cores() <= len(os.sched_getaffinity(0))
     assert remote_facts.free_bytes(Path("/tmp/not/there/yet")) > 0
 
 
-def test_a_stream_is_read_as_it_was_written(project: Path) -> None:
+def test_a_stream_begins_with_the_listing_of_its_files(project: Path) -> None:
     sent = io.BytesIO(b"".join(stream({"base": "x"}, project_bundle(project).pieces)))
     assert [path for path, *_ in json.loads(sent.readline())["files"]] == sorted(project_bundle(project).listing)

@@ -1,4 +1,4 @@
-"""`shoal setup` over real SSH: environments are made, repeated and refused; a killed one leaves nothing running."""
+"""`shoal setup` over real SSH: environments are made, reused and refused; a killed setup leaves no process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def small_disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """Mounted before the lab is built: its nodes see what was there when they were made."""
+    """Mount small disks before the lab is built: its nodes see only the mounts of that time."""
     if os.geteuid() != 0:
         pytest.skip("mounting needs root")
     options = {"tiny": "size=256k", "few files": "size=64m,nr_inodes=40"}
@@ -46,8 +46,8 @@ def small_disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 def lab(small_disks: dict[str, Path]) -> Iterator[Lab]:
     need_tool("ssh")
     need_tool("sshd")
-    with standing_lab(2, sshd=True) as found:
-        yield found
+    with standing_lab(2, sshd=True) as built:
+        yield built
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def site(lab: Lab, tmp_path: Path) -> Site:
 
 
 def set_up(site: Site, file: Path, *words: str) -> dict[str, dict[str, Any]]:
-    """What was done, by host."""
+    """Run `shoal setup`; return what was done, by host."""
     done = site.run(*shoal("setup", str(file), "--json", *words), timeout_s=110)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
@@ -72,7 +72,7 @@ def states(host: dict[str, Any]) -> tuple[str, ...]:
     return tuple(host[part] for part in PARTS)
 
 
-def test_hosts_whose_python_has_everything(site: Site) -> None:
+def test_hosts_whose_python_has_all_packages_get_only_code_and_project(site: Site) -> None:
     project = site.folder / "project"
     project.mkdir()
     (project / "train.py").write_text("print(1)")
@@ -94,14 +94,14 @@ def test_hosts_whose_python_has_everything(site: Site) -> None:
     assert {path.name for path in there.iterdir() if path.name[0] != "."} == {"main.py", "result"}
 
 
-def test_this_machine_needs_nothing(site: Site) -> None:
+def test_setup_changes_nothing_on_this_machine(site: Site) -> None:
     file = site.hosts_file(f'host = "node1"\nfolder = "{site.folder}/node1"')
     done = site.run(*shoal("setup", str(file), "--json"), at="node1")
     assert json.loads(done.stdout)["hosts"][0]["environment"] == "ours"
     assert not (site.folder / "node1").exists()
 
 
-# Environments, from wheels made here: the real pip and venv, small packages under the real names
+# Environments, with the real pip and venv, from small wheels with the real package names
 
 
 def make_wheel(folder: Path, name: str, version: str, module: str = "") -> None:
@@ -130,8 +130,8 @@ def bare_host(site: Site) -> str:
 
 
 @dataclass(frozen=True)
-class Made:
-    """A host whose environment was made from wheels."""
+class PreparedHost:
+    """Hold a host whose environment was made from wheels."""
 
     site: Site
     file: Path
@@ -146,7 +146,7 @@ class Made:
         words = ("--no-project", "--json", "--wheels", str(self.wheels))
         return self.site.run(*shoal("setup", str(self.file), *words), timeout_s=110)
 
-    def with_old_torch(self) -> Made:
+    def with_old_torch(self) -> PreparedHost:
         make_wheel(self.wheels, "torch", "1.0.0")
         pip = (
             self.python,
@@ -164,13 +164,13 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> PreparedHost:
     site = Site(lab, tmp_path_factory.mktemp("made"))
     file, wheels = site.hosts_file(bare_host(site)), make_wheels(site.folder / "wheels")
-    return Made(site, file, wheels, set_up(site, file, "--no-project", "--wheels", str(wheels))["node1"])
+    return PreparedHost(site, file, wheels, set_up(site, file, "--no-project", "--wheels", str(wheels))["node1"])
 
 
-def test_an_environment_is_made_once(made: Made) -> None:
+def test_an_environment_is_made_once(made: PreparedHost) -> None:
     folder = made.site.folder / "node1"
     assert (made.done["environment"], made.done["python"]) == ("made", str(made.python))
     assert made.done["why"].startswith("torch is not installed")
@@ -180,7 +180,7 @@ def test_an_environment_is_made_once(made: Made) -> None:
     assert made.site.ready(made.file)[0]["python"] == str(made.python)
 
 
-def test_an_old_environment_is_named_and_updated(made: Made) -> None:
+def test_an_old_environment_is_named_and_updated(made: PreparedHost) -> None:
     made.with_old_torch()
     assert "it has torch 1.0.0, and here is" in made.site.why_not(made.file)
     (updated,) = json.loads(made.set_up().stdout)["hosts"]
@@ -189,7 +189,7 @@ def test_an_old_environment_is_named_and_updated(made: Made) -> None:
     assert installed(made.python) == dict(wanted_here().packages)
 
 
-def test_a_wheel_that_is_missing(made: Made) -> None:
+def test_a_missing_wheel_is_named(made: PreparedHost) -> None:
     version = wanted_here().packages["torch"]
     made.with_old_torch()
     next(made.wheels.glob(f"torch-{version}-*")).unlink()
@@ -202,7 +202,7 @@ def test_a_wheel_that_is_missing(made: Made) -> None:
     assert "there are no wheels in" in error_in(done.stderr)
 
 
-def test_a_torch_that_cannot_be_imported(made: Made) -> None:
+def test_a_torch_that_cannot_be_imported_is_an_error(made: PreparedHost) -> None:
     version = wanted_here().packages["torch"]
     made.with_old_torch()
     make_wheel(made.wheels, "torch", version, "raise ImportError('libgomp is missing')")
@@ -220,7 +220,7 @@ def installed(python: Path) -> dict[str, str]:
     return dict(zip(names, done.stdout.split(), strict=True))
 
 
-def test_a_killed_setup_leaves_nothing_running(site: Site) -> None:
+def test_a_killed_setup_leaves_no_process(site: Site) -> None:
     file, wheels = site.hosts_file(bare_host(site)), make_wheels(site.folder / "wheels")
     words = site.lab.command("switch", shoal("setup", str(file), "--no-project", "--wheels", str(wheels)))
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
@@ -237,7 +237,7 @@ def test_a_killed_setup_leaves_nothing_running(site: Site) -> None:
     assert set_up(site, file, "--no-project", "--wheels", str(wheels))["node1"]["environment"] == "made"
 
 
-def test_something_else_in_the_place_of_the_environment(site: Site) -> None:
+def test_another_folder_in_the_place_of_the_environment_is_kept_and_refused(site: Site) -> None:
     (site.folder / "node1/env").mkdir(parents=True)
     (site.folder / "node1/env/precious").write_text("")
     file, wheels = site.hosts_file(bare_host(site)), make_wheels(site.folder / "wheels")
@@ -250,23 +250,23 @@ def test_something_else_in_the_place_of_the_environment(site: Site) -> None:
 # Full disks
 
 
-def test_a_disk_without_room(site: Site, small_disks: dict[str, Path]) -> None:
-    said = refused(site, site.host("node1", folder=small_disks["tiny"] / "shoal"))
-    assert "node1 has no room: " in said
-    assert "are free" in said
-    assert f"df -h {small_disks['tiny']}/shoal/code/" in said
+def test_a_disk_without_room_is_refused(site: Site, small_disks: dict[str, Path]) -> None:
+    error_text = refused(site, site.host("node1", folder=small_disks["tiny"] / "shoal"))
+    assert "node1 has no room: " in error_text
+    assert "are free" in error_text
+    assert f"df -h {small_disks['tiny']}/shoal/code/" in error_text
     assert not any((small_disks["tiny"] / "shoal/code").iterdir())
 
 
-def test_a_disk_that_fills_up_on_the_way(site: Site, small_disks: dict[str, Path]) -> None:
-    said = refused(site, site.host("node1", folder=small_disks["few files"] / "shoal"))
-    assert "the disk of node1 is full" in said
-    assert "No space left on device" in said
+def test_a_disk_that_fills_up_during_the_copy_is_an_error(site: Site, small_disks: dict[str, Path]) -> None:
+    error_text = refused(site, site.host("node1", folder=small_disks["few files"] / "shoal"))
+    assert "the disk of node1 is full" in error_text
+    assert "No space left on device" in error_text
     assert not any((small_disks["few files"] / "shoal/code").iterdir())
 
 
-def test_a_folder_that_is_not_ours_to_write(site: Site) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(site: Site) -> None:
     (site.folder / "file").write_text("")
-    said = refused(site, site.host("node1", folder=site.folder / "file"))
-    assert "cannot copy to" in said
-    assert sys.executable not in said
+    error_text = refused(site, site.host("node1", folder=site.folder / "file"))
+    assert "cannot copy to" in error_text
+    assert sys.executable not in error_text

@@ -1,4 +1,4 @@
-"""Hosts over real SSH: a server on each node of a lab, and everything that can be wrong on the way to one."""
+"""Hosts over real SSH, with a server on each node of a lab: successful logins and all known failures."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ try:
 except ShoalError as error:
     sys.exit(error.render())
 keys = ("here", "address", "interface", "cores", "python", "pythonpath", "project", "files", "runs")
-print(json.dumps([{"name": each.host.name, **{key: getattr(each, key) for key in keys}} for each in ready]))
+print(json.dumps([{"name": state.host.name, **{key: getattr(state, key) for key in keys}} for state in ready]))
 """
 
 
 @dataclass(frozen=True)
 class Site:
-    """A lab whose nodes we log in to; each host has a folder of its own, as if it were another disk."""
+    """Hold a lab with SSH servers; each host has its own folder, which stands for its disk."""
 
     lab: Lab
     folder: Path
@@ -56,7 +56,7 @@ class Site:
         return "\n".join(f'{key} = "{value}"' for key, value in settings.items())
 
     def config(self, text: str) -> Path:
-        """The lab's own client configuration, after lines that come first and therefore win."""
+        """Write the lab's client configuration after these lines, which come first and therefore win."""
         file = self.folder / "config"
         file.write_text(text + "\n" + (self.lab.folder / "ssh/config").read_text())
         return file
@@ -66,8 +66,8 @@ class Site:
         return subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, cwd=self.folder)
 
     def ready(self, file: Path, project: Path | str = "", at: str = "switch", **files: Path) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self._ask(file, project, at, files).stdout)
-        return found
+        states: list[dict[str, Any]] = json.loads(self._ask(file, project, at, files).stdout)
+        return states
 
     def why_not(self, file: Path) -> str:
         done = self._ask(file, "", "switch", {})
@@ -81,20 +81,20 @@ class Site:
         return self.run(sys.executable, "-c", _READY, str(file), str(project), wanted, at=at)
 
 
-def error_in(said: str) -> str:
-    """What, why and what next; never a traceback."""
-    assert said.startswith("error: "), said
-    assert "\n  next: " in said
-    assert "Traceback" not in said
-    return said
+def error_in(error_text: str) -> str:
+    """Check that the text is an error with a next step and no traceback; return it."""
+    assert error_text.startswith("error: "), error_text
+    assert "\n  next: " in error_text
+    assert "Traceback" not in error_text
+    return error_text
 
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     need_tool("ssh")
     need_tool("sshd")
-    with standing_lab(2, sshd=True) as found:
-        yield found
+    with standing_lab(2, sshd=True) as built:
+        yield built
 
 
 @pytest.fixture
@@ -106,9 +106,7 @@ def site(lab: Lab, tmp_path: Path) -> Site:
 
 
 @pytest.mark.parametrize("shell", ["dash", "bash"])
-def test_what_follows_a_script_belongs_to_its_program(
-    shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_input_after_a_script_goes_to_its_program(shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sh").symlink_to(need_tool(shell))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     host = Host(host="localhost")
@@ -132,7 +130,7 @@ def test_a_script_that_never_ends_is_ended(tmp_path: Path, script: str) -> None:
     assert running.process.poll() is not None
 
 
-def test_no_ssh_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ssh_client_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     host = Host(host="laptop-b")
     with pytest.raises(HostError, match="ssh is not installed here"):
@@ -142,7 +140,7 @@ def test_no_ssh_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # Ready for a launch
 
 
-def test_two_hosts_are_made_ready_and_stay_so(site: Site) -> None:
+def test_two_hosts_are_made_ready_once(site: Site) -> None:
     project, text = site.folder / "project", site.folder / "a.tokens"
     project.mkdir()
     (project / "train.py").write_text("print(1)")
@@ -163,7 +161,7 @@ def test_two_hosts_are_made_ready_and_stay_so(site: Site) -> None:
 
 
 def assert_runs_from(site: Site, node: str, pythonpath: str) -> None:
-    """The copy there, not what the interpreter may have installed."""
+    """Check that the node runs the copied code, not an installed package."""
     words = f"PYTHONPATH={pythonpath} {sys.executable} -c 'import shoal; print(shoal.__file__)'"
     done = site.run("ssh", "-F", str(site.lab.folder / "ssh/config"), node, words)
     assert done.stdout == f"{pythonpath}/shoal/__init__.py\n"
@@ -173,17 +171,17 @@ def changed_at(folder: Path) -> dict[str, int]:
     return {str(path): path.lstat().st_ctime_ns for path in folder.rglob("*")}
 
 
-def test_the_machine_itself_takes_part_without_ssh(site: Site) -> None:
+def test_this_machine_takes_part_without_ssh(site: Site) -> None:
     file = site.hosts_file(site.host("node1"), site.host("node2"))
     first, second = site.ready(file, site.folder, at="node1")
     assert (first["here"], first["address"], first["project"]) == (True, "10.77.0.1", str(site.folder))
     assert first["python"] == sys.executable
-    assert not (site.folder / "node1").exists(), "nothing is copied to where it is"
+    assert not (site.folder / "node1").exists(), "the local host needs no copy"
     assert (second["here"], second["address"]) == (False, "10.77.0.2")
 
 
-def test_settings_for_the_users_own_logins_do_not_matter(site: Site) -> None:
-    """Settings of the user's own that would get in the way: a command, a master to share, a forwarded port."""
+def test_ssh_settings_for_interactive_logins_have_no_effect(site: Site) -> None:
+    """Settings of the user that would interfere: a command, a shared connection, a forwarded port."""
     config = site.config(
         "Host node1\n  RemoteCommand echo hello\n  ControlMaster auto\n  ControlPersist 60\n"
         f"  ControlPath {site.folder}/socket\n  LocalForward 7777 localhost:22\n"
@@ -196,11 +194,11 @@ def test_settings_for_the_users_own_logins_do_not_matter(site: Site) -> None:
 # Bad input
 
 
-def test_an_unknown_host(site: Site) -> None:
-    said = site.why_not(site.hosts_file(site.host("no-such-host")))
-    assert "no address is known for no-such-host" in said
-    said = refused(site, site.host("no-such-host"))
-    assert "no machine is known by the name no-such-host" in said
+def test_an_unknown_host_is_an_error(site: Site) -> None:
+    error_text = site.why_not(site.hosts_file(site.host("no-such-host")))
+    assert "no address is known for no-such-host" in error_text
+    error_text = refused(site, site.host("no-such-host"))
+    assert "no machine is known by the name no-such-host" in error_text
 
 
 def refused(site: Site, *hosts: str, config: Path | None = None, at: str = "switch") -> str:
@@ -210,74 +208,74 @@ def refused(site: Site, *hosts: str, config: Path | None = None, at: str = "swit
     return error_in(message)
 
 
-def test_a_wrong_user(site: Site) -> None:
-    said = refused(site, site.host("nobody-here@node1"))
-    assert "node1 does not let us in" in said
-    assert f"ssh-copy-id -F {site.lab.folder}/ssh/config nobody-here@node1" in said
+def test_a_wrong_user_is_an_error(site: Site) -> None:
+    error_text = refused(site, site.host("unknown-user@node1"))
+    assert "node1 does not let us in" in error_text
+    assert f"ssh-copy-id -F {site.lab.folder}/ssh/config unknown-user@node1" in error_text
 
 
-def test_a_changed_host_key(site: Site) -> None:
+def test_a_changed_host_key_is_an_error(site: Site) -> None:
     subprocess.run(
         [need_tool("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-f", str(site.folder / "key")], check=True
     )
     known = site.folder / "known"
     known.write_text(f"10.77.0.1 {(site.folder / 'key.pub').read_text()}")
-    said = refused(site, site.host("node1"), config=site.config(f"Host *\n  UserKnownHostsFile {known}\n"))
-    assert "the host key of node1 has changed" in said
-    assert f"ssh-keygen -f {known} -R 10.77.0.1, then: ssh -F {site.folder}/config node1" in said
+    error_text = refused(site, site.host("node1"), config=site.config(f"Host *\n  UserKnownHostsFile {known}\n"))
+    assert "the host key of node1 has changed" in error_text
+    assert f"ssh-keygen -f {known} -R 10.77.0.1, then: ssh -F {site.folder}/config node1" in error_text
 
 
-def test_an_unknown_host_key(site: Site) -> None:
+def test_an_unknown_host_key_is_an_error(site: Site) -> None:
     known = site.folder / "known"
     config = site.config(f"Host *\n  UserKnownHostsFile {known}\n  StrictHostKeyChecking ask\n")
-    said = refused(site, site.host("node1"), config=config)
-    assert "the host key of node1 is not known here" in said
-    assert f"say yes: ssh -F {site.folder}/config node1" in said
-    assert not known.exists(), "no key is accepted unseen"
+    error_text = refused(site, site.host("node1"), config=config)
+    assert "the host key of node1 is not known here" in error_text
+    assert f"say yes: ssh -F {site.folder}/config node1" in error_text
+    assert not known.exists(), "no key is accepted without a question"
 
 
-def test_nobody_listens(site: Site) -> None:
-    said = refused(site, site.host("node1"), config=site.config("Host node1\n  Port 2299\n"))
-    assert "node1 is there, but no SSH server answers" in said
+def test_a_host_without_ssh_server_is_an_error(site: Site) -> None:
+    error_text = refused(site, site.host("node1"), config=site.config("Host node1\n  Port 2299\n"))
+    assert "node1 is there, but no SSH server answers" in error_text
 
 
 @pytest.mark.exhaustive
-def test_a_host_that_is_cut_off(site: Site) -> None:
+def test_a_host_that_is_cut_off_is_an_error_after_10_s(site: Site) -> None:
     site.lab.perform(lab_lab.cut_off("node1", "node2", one_way=False))
     began = time.monotonic()
     try:
-        said = refused(site, site.host("node1"), site.host("node2"), at="node1")
+        error_text = refused(site, site.host("node1"), site.host("node2"), at="node1")
     finally:
         site.lab.perform(lab_lab.heal_cuts(None, None))
-    assert "node2 did not answer within 10 s" in said
-    assert time.monotonic() - began < 30, "the stated seconds, and what a start takes"
+    assert "node2 did not answer within 10 s" in error_text
+    assert time.monotonic() - began < 30, "10 s, and the time of a start"
 
 
-def test_no_python_there(site: Site) -> None:
-    said = refused(site, site.host("node1", python="/no/such/python3"))
-    assert "there is no /no/such/python3 on node1" in said
-    assert "there are: /" in said
+def test_a_missing_python_is_an_error(site: Site) -> None:
+    error_text = refused(site, site.host("node1", python="/no/such/python3"))
+    assert "there is no /no/such/python3 on node1" in error_text
+    assert "there are: /" in error_text
     assert "shoal has no environment on node1" in site.why_not(
         site.hosts_file(f'host = "node1"\nfolder = "{site.folder}/fresh"')
     )
 
 
-def test_a_python_that_does_not_work(site: Site) -> None:
+def test_a_python_that_does_not_work_is_an_error(site: Site) -> None:
     broken = site.folder / "python"
     broken.write_text("#!/bin/sh\necho no library >&2\nexit 1\n")
     broken.chmod(0o755)
     assert f"{broken} on node1 does not work" in refused(site, site.host("node1", python=str(broken)))
 
 
-def test_a_wrong_torch_there(site: Site) -> None:
+def test_another_torch_version_is_an_error(site: Site) -> None:
     python = bare_python(site.folder / "other", torch="2.9.0")
-    said = site.why_not(site.hosts_file(site.host("node1", python=python)))
-    assert "the Python of node1 cannot run this: it has torch 2.9.0, and here is 2." in said
-    assert f"next: shoal setup {site.folder}/hosts.toml" in said
+    error_text = site.why_not(site.hosts_file(site.host("node1", python=python)))
+    assert "the Python of node1 cannot run this: it has torch 2.9.0, and here is 2." in error_text
+    assert f"next: shoal setup {site.folder}/hosts.toml" in error_text
 
 
 def bare_python(folder: Path, **installed: str) -> str:
-    """A real interpreter with nothing installed but what we claim."""
+    """Make a real interpreter with only the named packages, which are empty."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (packages,) = folder.glob("lib/python3*/site-packages")
     for name, version in installed.items():
@@ -287,45 +285,45 @@ def bare_python(folder: Path, **installed: str) -> str:
     return str(folder / "bin/python")
 
 
-def test_no_venv_module_there(site: Site) -> None:
+def test_a_python_without_ensurepip_is_an_error(site: Site) -> None:
     python = bare_python(site.folder / "debian")
     (packages,) = (site.folder / "debian").glob("lib/python3*/site-packages")
     (packages / "sitecustomize.py").write_text(
         "import importlib.util as util\nfind = util.find_spec\n"
         "util.find_spec = lambda name, *more: None if name == 'ensurepip' else find(name, *more)\n"
     )
-    said = refused(site, site.host("node1", python=python))
-    assert "cannot make environments" in said
-    assert f"sudo apt install python3.{sys.version_info[1]}-venv" in said
+    error_text = refused(site, site.host("node1", python=python))
+    assert "cannot make environments" in error_text
+    assert f"sudo apt install python3.{sys.version_info[1]}-venv" in error_text
 
 
-def test_no_such_interface(site: Site) -> None:
-    said = site.why_not(site.hosts_file(site.host("node1", interface="wlan7")))
-    assert "node1 has no interface wlan7" in said
-    assert "there are: lo, eth0" in said
+def test_an_unknown_interface_is_an_error(site: Site) -> None:
+    error_text = site.why_not(site.hosts_file(site.host("node1", interface="wlan7")))
+    assert "node1 has no interface wlan7" in error_text
+    assert "there are: lo, eth0" in error_text
 
 
-def test_an_address_that_is_not_its_own(site: Site) -> None:
-    said = site.why_not(site.hosts_file(site.host("node1", address="10.77.0.9")))
-    assert "node1 does not have the address 10.77.0.9" in said
-    assert "10.77.0.1 on eth0" in said
+def test_an_address_of_another_host_is_an_error(site: Site) -> None:
+    error_text = site.why_not(site.hosts_file(site.host("node1", address="10.77.0.9")))
+    assert "node1 does not have the address 10.77.0.9" in error_text
+    assert "10.77.0.1 on eth0" in error_text
 
 
-def test_one_machine_by_two_names(site: Site) -> None:
+def test_one_machine_with_two_names_is_refused(site: Site) -> None:
     config = site.config("Host twin\n  HostName 10.77.0.1\n")
-    said = site.why_not(site.hosts_file(site.host("node1"), site.host("twin"), config=config))
-    assert "node1 and twin in" in said
-    assert "are the same machine" in said
+    error_text = site.why_not(site.hosts_file(site.host("node1"), site.host("twin"), config=config))
+    assert "node1 and twin in" in error_text
+    assert "are the same machine" in error_text
     done = site.run(*shoal("setup", str(site.hosts_file(site.host("node1"), site.host("root@node1")))))
     assert done.returncode == 2
     assert "lists the host node1 twice" in error_in(done.stderr)
 
 
 def test_two_hosts_that_fail_are_both_named(site: Site) -> None:
-    said = refused(site, site.host("nobody-here@node1"), site.host("node2", python="/no/such/python3"))
-    assert "2 of 2 hosts cannot be used" in said
-    assert "node1 does not let us in" in said
-    assert "there is no /no/such/python3 on node2" in said
+    error_text = refused(site, site.host("unknown-user@node1"), site.host("node2", python="/no/such/python3"))
+    assert "2 of 2 hosts cannot be used" in error_text
+    assert "node1 does not let us in" in error_text
+    assert "there is no /no/such/python3 on node2" in error_text
 
 
 _SLEEP = """
@@ -345,8 +343,8 @@ except ShoalError as error:
 @pytest.mark.parametrize(
     "begun", [pytest.param(False, marks=pytest.mark.long), pytest.param(True, marks=pytest.mark.exhaustive)]
 )
-def test_a_host_that_falls_asleep(site: Site, begun: bool) -> None:
-    """Before it answers, and in the middle of something: noticed by ssh, long before any deadline of ours."""
+def test_a_host_that_is_suspended_is_an_error(site: Site, begun: bool) -> None:
+    """Before its reply and during a script: ssh notices it long before shoal's deadline."""
     mark = site.folder / "begun"
     words = [sys.executable, "-c", _SLEEP, str(site.hosts_file(site.host("node2"))), str(mark)]
     freeze = lab_lab.set_frozen("node2", frozen=True)
@@ -358,7 +356,7 @@ def test_a_host_that_falls_asleep(site: Site, begun: bool) -> None:
         if begun:
             site.lab.perform(freeze)
         try:
-            said = error_in(process.communicate(timeout=40)[1])
+            error_text = error_in(process.communicate(timeout=40)[1])
         finally:
             site.lab.perform(lab_lab.set_frozen("node2", frozen=False))
-    assert ("the connection to node2 was lost" if begun else "node2 did not answer within 10 s") in said
+    assert ("the connection to node2 was lost" if begun else "node2 did not answer within 10 s") in error_text

@@ -1,6 +1,6 @@
-"""Training and scripts on machines over SSH, and on machines that join by themselves: emulated nodes with a real sshd.
+"""Training and scripts on hosts over SSH, and on machines that join: emulated nodes with a real sshd.
 
-Nodes of a lab share one disk, so each host gets a folder of its own to be its disk.
+Nodes of a lab share one disk, so each host has its own folder, which stands for its disk.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ LONG = ("--steps", "1000000", *set_flags("train.compile=off"))
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     need_tool("sshd")
-    with standing_lab(2, sshd=True) as found:
-        if not found.state.spec.sshd:
-            pytest.skip("; ".join(found.state.notes))
-        yield found
+    with standing_lab(2, sshd=True) as built:
+        if not built.state.spec.sshd:
+            pytest.skip("; ".join(built.state.notes))
+        yield built
 
 
 @pytest.fixture
 def hosts(lab: Lab, tmp_path: Path) -> Iterator[Path]:
-    """A hosts file; what a test left running on the hosts is ended."""
+    """Write a hosts file; end processes that the test leaves on the hosts."""
     need_python = Path(shoal_command()[0])
     tables = [
         f'[[host]]\nhost = "node{number}"\npython = "{need_python}"\nfolder = "{tmp_path}/disk{number}"\n'
@@ -52,12 +52,12 @@ def hosts(lab: Lab, tmp_path: Path) -> Iterator[Path]:
     file = tmp_path / "hosts.toml"
     file.write_text(f'ssh_config = "{lab.folder}/ssh/config"\n' + "".join(tables))
     yield file
-    end_processes([found for found in find_processes() if found.run.is_relative_to(tmp_path)])
+    end_processes([process for process in find_processes() if process.run.is_relative_to(tmp_path)])
 
 
 @contextlib.contextmanager
 def ended(process: subprocess.Popen[str], run: Path) -> Iterator[subprocess.Popen[str]]:
-    """Whatever a test finds out in between, nobody waits for a run that never ends."""
+    """End the run when the test fails: it would never end by itself."""
     try:
         yield process
     finally:
@@ -73,10 +73,10 @@ def done(lab: Lab, *words: str | Path, node: str = "switch") -> subprocess.Compl
     return subprocess.run(at(lab, node, *words), capture_output=True, text=True, timeout=90, check=False)
 
 
-def wait_until(happened: Callable[[], Any], deadline_s: float = 60.0) -> Any:
+def wait_until(poll: Callable[[], Any], deadline_s: float = 60.0) -> Any:
     deadline = time.monotonic() + deadline_s
-    while not (value := happened()):
-        assert time.monotonic() < deadline, "waited in vain"
+    while not (value := poll()):
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.05)
     return value
 
@@ -86,7 +86,9 @@ def notes(run: Path) -> str:
 
 
 @pytest.mark.long
-def test_two_hosts_train_to_the_same_bits_and_the_run_folder_comes_home(lab: Lab, hosts: Path, tmp_path: Path) -> None:
+def test_two_hosts_train_to_identical_replicas_and_the_run_folder_is_complete(
+    lab: Lab, hosts: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     flags = set_flags(*TINY, "train.checkpoint_every=4")
     trained = done(lab, "train", "--on", hosts, "--out", run, "--json", "--steps", "6", *flags)
@@ -98,7 +100,7 @@ def test_two_hosts_train_to_the_same_bits_and_the_run_folder_comes_home(lab: Lab
     assert "rank 1 of 2" in (run / "logs/node2/rank-1.log").read_text()
     assert [commit["step"] for commit in read_jsonl(run / "commits.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000006"]
-    # The states stayed where they were written, and so did each machine's own checkpoints and ledger.
+    # The states, and each machine's own checkpoints and ledger, were not copied to the launcher.
     assert not list(run.glob("state-*"))
     for number in (1, 2):
         assert len(list((tmp_path / f"disk{number}/runs").glob("run-*/state-rank-*"))) == 1
@@ -119,7 +121,7 @@ def test_two_hosts_train_to_the_same_bits_and_the_run_folder_comes_home(lab: Lab
 
 
 @pytest.mark.long
-def test_a_lost_connection_ends_nothing_and_a_stop_ends_all(lab: Lab, hosts: Path, tmp_path: Path) -> None:
+def test_a_lost_connection_ends_no_rank_and_a_stop_ends_all(lab: Lab, hosts: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert done(lab, "train", "--on", hosts, "--out", run, "--detach", *LONG, *set_flags(*TINY)).returncode == 0
     wait_until(lambda: (run / "events/rank-1.jsonl").exists() and len(steps_of(run, 1)) > 2)
@@ -127,24 +129,24 @@ def test_a_lost_connection_ends_nothing_and_a_stop_ends_all(lab: Lab, hosts: Pat
     wait_until(lambda: "the connection to node2 is back" in notes(run))
     seen = len(steps_of(run, 1))
     wait_until(lambda: len(steps_of(run, 1)) > seen)
-    # What was written while nobody listened was fetched, without a gap or a double.
+    # Events that were written while the connection was lost were fetched, without a gap or a duplicate.
     assert [step["step"] for step in steps_of(run, 1)] == list(range(1, len(steps_of(run, 1)) + 1))
     listing = json.loads(done(lab, "ps", "--on", hosts, "--json").stdout)["hosts"]
     parts = {name: [process["part"] for run in runs for process in run["processes"]] for name, runs in listing.items()}
-    assert {name: sorted(found) for name, found in parts.items()} == {
+    assert {name: sorted(names) for name, names in parts.items()} == {
         "node1": ["agent", "messenger", "rank-0"],
         "node2": ["agent", "messenger", "rank-1"],
     }
     stopped = done(lab, "stop", run)
     assert "finished its step and stopped" in stopped.stdout, stopped.stderr
-    assert not [found for found in find_processes() if found.run.is_relative_to(tmp_path)]
-    assert list((run / "checkpoints").iterdir()), "the last checkpoint came home"
+    assert not [process for process in find_processes() if process.run.is_relative_to(tmp_path)]
+    assert list((run / "checkpoints").iterdir()), "the last checkpoint was copied to the launcher"
 
 
 def connection_to(node: str, run: Path) -> int:
-    """The SSH client of this run's launcher: another run may have hosts of the same names."""
-    for found in find_processes(run):
-        for process in psutil.Process(found.pid).children():
+    """Return the pid of the SSH client of this run's launcher: another run may have hosts of the same names."""
+    for parent in find_processes(run):
+        for process in psutil.Process(parent.pid).children():
             words = process.cmdline()
             if words[:1] == ["ssh"] and words[-3:] == [node, "sh", "-s"]:
                 return process.pid
@@ -164,21 +166,19 @@ def test_a_host_that_is_lost_ends_the_run_within_seconds(lab: Lab, hosts: Path, 
             lab.perform(lab_lab.restart_node("node2"))
     assert training.returncode == 3
     assert "error: node2 is gone, and rank 1 with it" in stderr
-    assert not [found for found in find_processes() if found.run.is_relative_to(tmp_path)]
+    assert not [process for process in find_processes() if process.run.is_relative_to(tmp_path)]
 
 
 @pytest.mark.long
-def test_a_host_that_was_killed_comes_back_by_the_command_that_lies_there(
-    lab: Lab, hosts: Path, tmp_path: Path
-) -> None:
-    """It has a Python of its own and no `shoal` on its path."""
+def test_a_killed_host_rejoins_with_the_command_installed_on_it(lab: Lab, hosts: Path, tmp_path: Path) -> None:
+    """The host has its own Python and no `shoal` on its path."""
     run, disk = tmp_path / "run", tmp_path / "disk2"
     assert done(lab, "train", "--on", hosts, "--out", run, "--detach", *LONG, *set_flags(*TINY)).returncode == 0
     wait_until(lambda: (run / "events/rank-1.jsonl").exists() and len(steps_of(run, 1)) > 2)
-    end_processes([found for found in find_processes() if found.run.is_relative_to(disk)])
+    end_processes([process for process in find_processes() if process.run.is_relative_to(disk)])
     wait_until(lambda: len(members_of(run)) == 1)
-    [theirs] = disk.glob("runs/run-*")
-    words = lab.command("node2", [str(disk / "bin/shoal"), "join", str(theirs)])
+    [host_run] = disk.glob("runs/run-*")
+    words = lab.command("node2", [str(disk / "bin/shoal"), "join", str(host_run)])
     with ended(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True), run) as joined:
         wait_until(lambda: len(members_of(run)) == 2)
         assert done(lab, "stop", run).returncode == 0
@@ -187,22 +187,24 @@ def test_a_host_that_was_killed_comes_back_by_the_command_that_lies_there(
 
 
 def members_of(run: Path) -> list[int]:
-    """Who did the last step together."""
+    """Return the members that did the last step."""
     commits = read_jsonl(run / "commits.jsonl")
     return list(commits[-1]["members"]) if commits else []
 
 
 @pytest.mark.long
-def test_stop_reaches_hosts_when_nobody_keeps_the_run(lab: Lab, hosts: Path, tmp_path: Path) -> None:
+def test_stop_reaches_hosts_without_a_supervisor(lab: Lab, hosts: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert done(lab, "train", "--on", hosts, "--out", run, "--detach", *LONG, *set_flags(*TINY)).returncode == 0
-    end_processes([found for found in find_processes(run) if found.part == "supervisor"])
+    end_processes([process for process in find_processes(run) if process.part == "supervisor"])
     wait_until(
-        lambda: "messenger" not in [found.part for found in find_processes() if found.run.is_relative_to(tmp_path)]
+        lambda: (
+            "messenger" not in [process.part for process in find_processes() if process.run.is_relative_to(tmp_path)]
+        )
     )
     stopped = done(lab, "stop", run)
     assert stopped.returncode == 0, stopped.stderr
-    assert not [found for found in find_processes() if found.run.is_relative_to(tmp_path)]
+    assert not [process for process in find_processes() if process.run.is_relative_to(tmp_path)]
 
 
 @pytest.mark.parametrize(
@@ -213,30 +215,32 @@ def test_stop_reaches_hosts_when_nobody_keeps_the_run(lab: Lab, hosts: Path, tmp
         pytest.param("fabric_train.py", ["--num-nodes", "2"], marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_script_runs_over_ssh_as_it_is(lab: Lab, hosts: Path, tmp_path: Path, name: str, words: list[str]) -> None:
+def test_an_unmodified_script_runs_over_ssh(lab: Lab, hosts: Path, tmp_path: Path, name: str, words: list[str]) -> None:
     project = tmp_path / "my project"
     project.mkdir()
     script = project / name
     script.write_text((SCRIPTS / name).read_text())
     ran = done(lab, "run", "--on", hosts, "--out", tmp_path / "run", script, *words)
     assert ran.returncode == 0, ran.stderr
-    found = sorted(match.groups() for match in LINE.finditer(ran.stdout))
-    assert [line[:4] for line in found] == [("0", "0", "2", "node1"), ("1", "1", "2", "node2")]
-    assert len({weights for *_, weights in found}) == 1
-    assert float(found[0][5]) == pytest.approx(loss_of_one_process(), abs=2e-6)
-    # It ran from its own copy there.
+    lines = sorted(match.groups() for match in LINE.finditer(ran.stdout))
+    assert [line[:4] for line in lines] == [("0", "0", "2", "node1"), ("1", "1", "2", "node2")]
+    assert len({weights for *_, weights in lines}) == 1
+    assert float(lines[0][5]) == pytest.approx(loss_of_one_process(), abs=2e-6)
+    # The script ran from its copy on each host.
     assert len(list(tmp_path.glob(f"disk?/projects/*/{name}"))) == 2
     assert "the script's store is torch's own and asks for no token" in ran.stderr
 
 
 @pytest.mark.long
-def test_a_machine_joins_by_one_line(lab: Lab, tmp_path: Path) -> None:
-    """Under another cache there, as on another machine; a wrong code is refused, and a used one too."""
+def test_a_machine_joins_with_one_command(lab: Lab, tmp_path: Path) -> None:
+    """The second node has another cache, as another machine has. Wrong and used codes are refused."""
     run, part = tmp_path / "host", tmp_path / "guest"
     words = at(lab, "node1", "host", "--steps", "4", "--out", run, "--json", *set_flags(*TINY))
     with ended(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True), run) as host:
-        said = wait_until(lambda: (run / "supervisor.jsonl").exists() and "works once" in notes(run) and notes(run))
-        place, code = said.split("shoal join ")[1].split()[0], said.split()[-1]
+        invitation = wait_until(
+            lambda: (run / "supervisor.jsonl").exists() and "works once" in notes(run) and notes(run)
+        )
+        place, code = invitation.split("shoal join ")[1].split()[0], invitation.split()[-1]
         wrong_code = code[:-1] + ("a" if code[-1] != "a" else "b")
         wrong = done(lab, "join", f"{place}#{wrong_code}", "--out", part, node="node2")
         assert wrong.returncode == 3

@@ -1,4 +1,4 @@
-"""Delays without netem: a process holds the packets back. Played on every kernel, also on one that has netem."""
+"""Delays without netem: a process delays the packets. Tested on every kernel, also on one that has netem."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def lab(no_netem: None) -> Iterator[Lab]:
 
 
 def shortest_ms(lab: Lab) -> float:
-    """The shortest of several round trips: on a busy machine single ones are late."""
-    said = run_on(lab, "node1", "ping", "-q", "-c", "8", "-i", "0.05", "node2").stdout
-    found = re.search(r"= ([0-9.]+)/", said)
-    assert found, said
-    return float(found[1])
+    """Return the shortest of several round trips: on a busy machine single ones are late."""
+    output = run_on(lab, "node1", "ping", "-q", "-c", "8", "-i", "0.05", "node2").stdout
+    summary = re.search(r"= ([0-9.]+)/", output)
+    assert summary, output
+    return float(summary[1])
 
 
-def test_a_delay_is_felt_changed_removed_and_kept_over_a_restart(lab: Lab) -> None:
+def test_a_delay_applies_can_be_changed_and_removed_and_survives_a_restart(lab: Lab) -> None:
     assert "a process" in lab.state.notes[0]
     assert 20 <= shortest_ms(lab) < 30
     lab.perform(set_link("node2", lambda link: link.model_copy(update={"delay_s": 0.03})))
@@ -57,8 +57,8 @@ def test_a_delay_is_felt_changed_removed_and_kept_over_a_restart(lab: Lab) -> No
     assert 20 <= shortest_ms(lab) < 35
 
 
-def test_a_delayed_link_carries_large_frames_and_what_is_sent_arrives_whole(lab: Lab) -> None:
-    """Bundles of 64 kB with unfinished checksums pass the process as they are."""
+def test_large_frames_arrive_whole_over_a_delayed_link(lab: Lab) -> None:
+    """Frames of 64 kB with partial checksums pass through the process unchanged."""
     program = (
         "import hashlib, socket, sys\n"
         "data = bytes(range(256)) * 40000\n"
@@ -78,7 +78,7 @@ def test_a_delayed_link_carries_large_frames_and_what_is_sent_arrives_whole(lab:
         server.wait()
 
 
-def test_a_lab_of_a_run_is_built_as_asked_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lab_of_a_run_that_cannot_be_built_as_specified_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     need_lab()
     poor: Features = replace(find_features(), netem=False, delay_line=False)
     monkeypatch.setattr(lab_lab, "find_features", lambda: poor)

@@ -1,4 +1,4 @@
-"""Faults on purpose: cuts, firewalls, lost packets, frozen and killed nodes; and all of it undone again."""
+"""Injected faults: cuts, firewalls, frozen and killed nodes, and their removal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.commands import ControlGroup, ControlGroups
 from shoal.cluster.lab.lab import Lab
 from shoal.errors import UsageError
-from tests.integration.cluster.test_lab_nodes import hears, on, said, wait_for
+from tests.integration.cluster.test_lab_nodes import can_ping, on, said, wait_for
 from tests.support.labs import standing_lab
 from tests.support.needs import need_tool
 
@@ -29,8 +29,8 @@ _SERVE = (
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with standing_lab(3, sshd=True) as found:
-        yield found
+    with standing_lab(3, sshd=True) as built:
+        yield built
 
 
 @pytest.fixture(autouse=True)
@@ -39,44 +39,44 @@ def healed(lab: Lab) -> Iterator[None]:
     lab.perform(lab_lab.heal_cuts(None, None))
 
 
-def test_a_cut_both_ways_and_healed(lab: Lab) -> None:
+def test_a_cut_in_both_directions_can_be_healed(lab: Lab) -> None:
     lab.perform(lab_lab.cut_off("node1", "node2", one_way=False))
-    assert not hears(lab, "node1", "node2")
-    assert not hears(lab, "node2", "node1")
-    assert hears(lab, "node1", "node3")
+    assert not can_ping(lab, "node1", "node2")
+    assert not can_ping(lab, "node2", "node1")
+    assert can_ping(lab, "node1", "node3")
     lab.perform(lab_lab.heal_cuts("node1", "node2"))
-    assert hears(lab, "node1", "node2")
+    assert can_ping(lab, "node1", "node2")
 
 
-def test_a_one_way_cut_lets_the_other_way_through(lab: Lab) -> None:
+def test_a_one_way_cut_keeps_the_other_direction(lab: Lab) -> None:
     lab.perform(lab_lab.cut_off("node1", "node2", one_way=True))
     assert not received(lab, "node1", "node2")
     assert received(lab, "node2", "node1")
 
 
-def received(lab: Lab, sender: str, hearer: str) -> bool:
-    """One datagram, which asks for no answer."""
+def received(lab: Lab, sender: str, receiver: str) -> bool:
+    """Return whether one datagram, which needs no reply, arrives."""
     script = (
         "import socket\ns = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\ns.bind(('', 7003)); s.settimeout(1)\n"
         "print('ready', flush=True)\nprint(s.recv(9).decode(), flush=True)"
     )
     send = "import socket, sys\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'hello', (sys.argv[1], 7003))"
-    words = lab.command(hearer, [sys.executable, "-c", script])
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as ear:
-        assert ear.stdout is not None
-        ear.stdout.readline()
-        said(lab, sender, sys.executable, "-c", send, lab.state.spec.node(hearer).address)
-        return ear.stdout.readline().strip() == "hello"
+    words = lab.command(receiver, [sys.executable, "-c", script])
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as listener:
+        assert listener.stdout is not None
+        listener.stdout.readline()
+        said(lab, sender, sys.executable, "-c", send, lab.state.spec.node(receiver).address)
+        return listener.stdout.readline().strip() == "hello"
 
 
-def test_a_cut_from_everybody(lab: Lab) -> None:
+def test_a_node_can_be_cut_off_from_all_others(lab: Lab) -> None:
     lab.perform(lab_lab.cut_off("node1", None, one_way=False))
-    assert not hears(lab, "node1", "node2")
-    assert not hears(lab, "node3", "node1")
-    assert hears(lab, "node2", "node3")
+    assert not can_ping(lab, "node1", "node2")
+    assert not can_ping(lab, "node3", "node1")
+    assert can_ping(lab, "node2", "node3")
 
 
-def test_a_firewall_keeps_strangers_out_and_answers_in(lab: Lab, tmp_path: Path) -> None:
+def test_a_firewall_blocks_new_connections_and_passes_replies(lab: Lab, tmp_path: Path) -> None:
     lab.perform(lab_lab.set_firewall("node2", ("7001",)))
     reach = (sys.executable, "-c", _REACHES)
     servers = [lab.start(node, [sys.executable, "-c", _SERVE], {}, tmp_path / node) for node in ("node1", "node2")]
@@ -100,23 +100,23 @@ def check_freezing(lab: Lab, log: Path, node: str) -> None:
     wait_for(lambda: log.stat().st_size > 5)
     lab.perform(lab_lab.set_frozen(node, frozen=True))
     time.sleep(0.1)
-    stood_at = log.stat().st_size
+    frozen_size = log.stat().st_size
     time.sleep(0.3)
-    assert log.stat().st_size == stood_at
+    assert log.stat().st_size == frozen_size
     with pytest.raises(UsageError, match="frozen"):
         lab.command(node, ["true"])
     lab.perform(lab_lab.set_frozen(node, frozen=False))
-    wait_for(lambda: log.stat().st_size > stood_at + 5)
+    wait_for(lambda: log.stat().st_size > frozen_size + 5)
     process.kill()
     process.wait(5)
 
 
-def test_the_version_2_freezer_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Beside version 1 the other one is mounted, without controllers; freezing needs none."""
+def test_the_version_2_freezer_freezes_a_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Version 2 is mounted beside version 1, without controllers; freezing needs none."""
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     places = [fields[1] for fields in mounts if fields[2] == "cgroup2" and os.access(fields[1], os.W_OK)]
     if not places:
-        pytest.skip("no version 2 control groups are mounted, or not for us")
+        pytest.skip("no writable version 2 control groups are mounted")
     groups = ControlGroups(freezer=ControlGroup(parent=Path(places[0]), version=2))
     monkeypatch.setattr("shoal.cluster.lab.kernel.read_groups", lambda: groups)
     with standing_lab(1) as lab:
@@ -127,7 +127,7 @@ def test_the_version_2_freezer_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 @pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_killed_node_is_gone_and_comes_back_as_it_was(lab: Lab, tmp_path: Path, silent: bool, frozen: bool) -> None:
+def test_a_killed_node_is_restarted_with_its_settings(lab: Lab, tmp_path: Path, silent: bool, frozen: bool) -> None:
     process = lab.start("node2", ["sleep", "60"], {}, tmp_path / "log")
     wait_for(lambda: any("sleep" in command for _, command in lab.processes("node2")))
     if frozen:
@@ -135,16 +135,16 @@ def test_a_killed_node_is_gone_and_comes_back_as_it_was(lab: Lab, tmp_path: Path
     lab.perform(lab_lab.kill_node("node2", silent))
     assert process.wait(5) != 0
     assert not lab.is_alive("node2")
-    assert not hears(lab, "node1", "node2")
+    assert not can_ping(lab, "node1", "node2")
     with pytest.raises(UsageError, match="not running"):
         lab.perform(lab_lab.kill_node("node2", silent))
     lab.perform(lab_lab.restart_node("node2"))
-    assert hears(lab, "node1", "node2")
+    assert can_ping(lab, "node1", "node2")
     assert "tbf" in said(lab, "node2", "tc", "qdisc", "show", "dev", "eth0")
 
 
 def test_a_silent_kill_closes_no_connection(lab: Lab) -> None:
-    """The peer of a killed process reads an end; behind a dead cable it reads nothing."""
+    """The peer of a killed process reads the end of the stream; after a silent kill it reads nothing."""
     assert end_seen(lab, silent=False)
     assert not end_seen(lab, silent=True)
 
@@ -169,7 +169,7 @@ def end_seen(lab: Lab, silent: bool) -> bool:
     return seen == "end"
 
 
-def test_ssh_to_a_node(lab: Lab) -> None:
+def test_ssh_logs_in_to_a_node(lab: Lab) -> None:
     need_tool("sshd")
     if not lab.state.spec.sshd:
         pytest.skip("; ".join(lab.state.notes))

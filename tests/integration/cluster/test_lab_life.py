@@ -1,4 +1,4 @@
-"""How labs begin and end: side by side, interrupted, owned by a run, without root, by hand."""
+"""How labs are built and removed: several at once, interrupted, owned by a run, without root, by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.cluster.lab.spec import make_spec
 from shoal.cluster.lab.state import LabOwner, LabState
 from shoal.errors import LabError, UsageError
 from shoal.host.proc import start_ticks
-from tests.integration.cluster.test_lab_nodes import hears, nearly, on, said, wait_for
+from tests.integration.cluster.test_lab_nodes import can_ping, nearly, on, said, wait_for
 from tests.support.labs import Traces, as_ordinary_user, assert_gone, need_lab, new_name, shoal, standing_lab
 
 _UP = "import sys\nfrom shoal.cluster.lab.lab import build_lab\nfrom shoal.cluster.lab.spec import make_spec\n"
@@ -33,15 +33,15 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, timeout=60)
 
 
-def test_two_labs_live_side_by_side_with_the_same_addresses() -> None:
+def test_two_labs_with_the_same_addresses_exist_side_by_side() -> None:
     with standing_lab(2) as one, standing_lab(2, link="100mbit") as other:
         assert one.nodes[0].address == other.nodes[0].address
         one.close()
-        assert hears(other, "node1", "node2")
+        assert can_ping(other, "node1", "node2")
         assert one.name not in lab_state.list_labs()
 
 
-def test_a_name_is_taken_once() -> None:
+def test_a_lab_name_in_use_is_refused() -> None:
     with standing_lab(1) as lab:
         with pytest.raises(UsageError, match="already up"):
             build_lab(make_spec(1, name=lab.name))
@@ -65,7 +65,7 @@ def test_an_up_killed_half_way_is_cleaned_by_down(file: str) -> None:
     remove_lab(name)
 
 
-def test_what_an_interrupted_up_left_does_not_block_the_next() -> None:
+def test_the_rest_of_an_interrupted_up_does_not_block_the_next() -> None:
     need_lab()
     name = new_name()
     builder = subprocess.Popen([sys.executable, "-c", _UP + "build_lab(make_spec(5, name=sys.argv[1]))", name])
@@ -73,24 +73,26 @@ def test_what_an_interrupted_up_left_does_not_block_the_next() -> None:
     builder.send_signal(signal.SIGKILL)
     builder.wait(5)
     lab = build_lab(make_spec(2, name=name))
-    assert hears(lab, "node1", "node2")
+    assert can_ping(lab, "node1", "node2")
     lab.close()
     assert_gone(Traces(name))
 
 
-def test_a_step_that_fails_takes_everything_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_step_that_fails_removes_the_whole_lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     need_lab()
     broken = tmp_path / "tc"
-    broken.write_text('#!/bin/sh\ncase "$*" in *node2*) echo no such luck >&2; exit 1; esac\nexec /sbin/tc "$@"\n')
+    broken.write_text(
+        '#!/bin/sh\ncase "$*" in *node2*) echo failed by the test >&2; exit 1; esac\nexec /sbin/tc "$@"\n'
+    )
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     name = new_name()
-    with pytest.raises(LabError, match="no such luck"):
+    with pytest.raises(LabError, match="failed by the test"):
         build_lab(make_spec(2, name=name))
     assert_gone(Traces(name))
 
 
-def test_a_lab_whose_switch_died_is_called_broken_and_goes_down() -> None:
+def test_a_lab_whose_switch_died_is_reported_as_broken_and_can_be_removed() -> None:
     with standing_lab(2) as lab:
         switch = first_process(lab.folder, "switch")
         assert switch is not None
@@ -101,7 +103,7 @@ def test_a_lab_whose_switch_died_is_called_broken_and_goes_down() -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_an_owned_lab_goes_with_its_owner(how: signal.Signals) -> None:
+def test_an_owned_lab_is_removed_when_its_owner_ends(how: signal.Signals) -> None:
     need_lab()
     name = new_name()
     owner = subprocess.Popen([sys.executable, "-c", _UP_AND_STAY, name])
@@ -114,7 +116,7 @@ def test_an_owned_lab_goes_with_its_owner(how: signal.Signals) -> None:
     assert_gone(traces)
 
 
-def test_unreadable_notes_are_no_obstacle() -> None:
+def test_a_lab_with_an_unreadable_state_file_can_be_removed() -> None:
     with standing_lab(1) as lab:
         (lab.folder / "lab.json").write_bytes(b"\xff{")
         with pytest.raises(LabError, match="unreadable"):
@@ -125,7 +127,7 @@ def test_unreadable_notes_are_no_obstacle() -> None:
 
 
 def note_lab(name: str, owner: int | None = None) -> None:
-    """The notes of a lab without the lab itself."""
+    """Write the state file of a lab that does not exist."""
     lab_state.lab_folder(name).mkdir(parents=True)
     held_by = None if owner is None else LabOwner(pid=owner, started=start_ticks(owner) or 0)
     lab_state.write_state(
@@ -141,7 +143,7 @@ def no_labs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_labs")
-def test_the_lab_of_a_run_is_never_taken_without_its_name() -> None:
+def test_the_lab_of_a_run_is_never_chosen_without_its_name() -> None:
     note_lab("run-77", owner=os.getpid())
     with pytest.raises(UsageError, match="no lab is up") as none:
         choose_lab(lab_state.list_labs())
@@ -157,7 +159,7 @@ def test_the_lab_of_a_run_is_never_taken_without_its_name() -> None:
 
 
 @pytest.mark.usefixtures("no_labs")
-def test_status_without_a_name_shows_every_lab_and_what_it_belongs_to(
+def test_status_without_a_name_shows_every_lab_and_its_owner(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(lab_module, "first_process", lambda folder, node: os.getpid())
@@ -166,7 +168,7 @@ def test_status_without_a_name_shows_every_lab_and_what_it_belongs_to(
     note_lab("run-78", owner=os.getpid())
     (lab_state.lab_folder("run-78") / "lab.json").write_text("{}")
     lab_cli.status(name=None, json=True)
-    labs = {each["name"]: each for each in json.loads(capsys.readouterr().out)["labs"]}
+    labs = {lab["name"]: lab for lab in json.loads(capsys.readouterr().out)["labs"]}
     assert labs["mine"]["belongs_to"] is None
     assert labs["run-77"]["belongs_to"].startswith(f"process {os.getpid()} (")
     assert labs["run-78"]["broken"] == "its state file is missing or unreadable"
@@ -218,7 +220,7 @@ def test_the_printed_commands_take_a_lab_down_by_hand() -> None:
         assert_gone(Traces(lab.name))
 
 
-def test_the_command_line_from_up_to_down() -> None:
+def test_lab_commands_from_up_to_down() -> None:
     need_lab()
     name = ("--name", new_name())
     assert "node3" in run(*shoal("lab", "up", "3", *name)).stdout
@@ -243,17 +245,17 @@ from shoal.cluster.lab.lab import build_lab
 from shoal.cluster.lab.spec import make_spec
 lab = build_lab(make_spec(2, name=sys.argv[1], cpu="0.5", link="100mbit", delay="20ms"))
 try:
-    said = lambda *argv: subprocess.run(lab.command("node1", argv), capture_output=True, text=True)
+    on_node1 = lambda *argv: subprocess.run(lab.command("node1", argv), capture_output=True, text=True)
     assert lab.state.rootless
-    assert said("hostname").stdout == "node1\\n", said("hostname").stderr
-    first = said("ping", "-q", "-c", "2", "-W", "1", "node2")
+    assert on_node1("hostname").stdout == "node1\\n", on_node1("hostname").stderr
+    first = on_node1("ping", "-q", "-c", "2", "-W", "1", "node2")
     assert first.returncode == 0, first
     # In a user namespace root's Python may be unreadable, and then no process delays packets.
     least_ms = 40 if lab.state.netem or lab.state.delay_line else 0
     assert float(first.stdout.rpartition("= ")[2].split("/")[0]) >= least_ms, first
     lab.perform(changes.cut_off("node1", None, one_way=False))
-    assert said("ping", "-c", "1", "-W", "1", "node2").returncode != 0
-    assert "tbf" in said("tc", "qdisc", "show", "dev", "eth0").stdout
+    assert on_node1("ping", "-c", "1", "-W", "1", "node2").returncode != 0
+    assert "tbf" in on_node1("tc", "qdisc", "show", "dev", "eth0").stdout
     sleepers = [lab.start(node, ["sleep", "60"], {}, Path("/dev/null")) for node in ("node1", "node2")]
     while len(lab.processes("node1") + lab.processes("node2")) < 2: pass
     lab.perform(changes.set_frozen("node1", frozen=True))
@@ -270,7 +272,7 @@ finally:
 """
 
 
-def test_a_lab_without_root() -> None:
+def test_a_lab_works_without_root() -> None:
     need_lab()
     name = new_name()
     done = run(*as_ordinary_user([sys.executable, "-c", _ROOTLESS, name]))
@@ -286,7 +288,7 @@ def test_a_lab_without_root() -> None:
 def test_many_labs_one_after_another_leave_nothing() -> None:
     for _ in range(15):
         with standing_lab(4) as lab:
-            assert hears(lab, "node1", "node4")
+            assert can_ping(lab, "node1", "node4")
 
 
 @pytest.mark.long
@@ -312,7 +314,7 @@ def test_a_gigabit_link_carries_a_gigabit() -> None:
 
 
 @pytest.mark.long
-def test_lost_packets_are_lost() -> None:
+def test_a_loss_rate_drops_packets_in_both_directions() -> None:
     need_lab()
     lab = build_lab(make_spec(2, name=new_name(), loss="20%"))
     try:

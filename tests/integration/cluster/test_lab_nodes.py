@@ -1,4 +1,4 @@
-"""Real nodes: they are machines of their own, joined by links that are as fast as was asked."""
+"""Real lab nodes: separate machines, connected by links of the configured speed."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ with socket.create_connection((sys.argv[1], 7000)) as peer:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with standing_lab(3, link="100mbit/100mbit/1gbit", cpu="none/none/0.5") as found:
-        yield found
+    with standing_lab(3, link="100mbit/100mbit/1gbit", cpu="none/none/0.5") as built:
+        yield built
 
 
 def on(lab: Lab, node: str, *argv: str) -> subprocess.CompletedProcess[str]:
@@ -55,50 +55,50 @@ def said(lab: Lab, node: str, *argv: str) -> str:
     return done.stdout.strip()
 
 
-def hears(lab: Lab, node: str, other: str) -> bool:
+def can_ping(lab: Lab, node: str, other: str) -> bool:
     return on(lab, node, "ping", "-c", "1", "-W", "1", other).returncode == 0
 
 
 def rate_bps(lab: Lab, sender: str, receiver: str, seconds: float = 2.0) -> float:
-    """What arrives, as the receiver counts it."""
+    """Return the rate that the receiver measures."""
     address = lab.state.spec.node(receiver).address
     with subprocess.Popen(
         lab.command(receiver, [sys.executable, "-c", _LISTEN]), stdout=subprocess.PIPE, text=True
-    ) as ear:
-        assert ear.stdout is not None
-        assert ear.stdout.readline().strip() == "ready"
+    ) as listener:
+        assert listener.stdout is not None
+        assert listener.stdout.readline().strip() == "ready"
         said(lab, sender, sys.executable, "-c", _SEND, address, str(seconds))
-        return float(ear.stdout.readline())
+        return float(listener.stdout.readline())
 
 
 def nearly(lab: Lab, sender: str, receiver: str, wanted_bps: float) -> bool:
-    """Within 5%. The machine may be busy with others, so the best of three counts."""
+    """Return whether one of three measured rates is within 5%; other work may slow single ones."""
     return any(abs(rate_bps(lab, sender, receiver) / wanted_bps - 1) < 0.05 for _ in range(3))
 
 
-def test_a_node_is_a_machine_of_its_own(lab: Lab) -> None:
+def test_a_node_has_its_own_hostname_network_and_processes(lab: Lab) -> None:
     assert said(lab, "node2", "hostname") == "node2"
     assert said(lab, "node2", "sh", "-c", "ls /sys/class/net").split() == ["eth0", "lo"]
     assert "10.77.0.2/24" in said(lab, "node2", "ip", "-brief", "address", "show", "eth0")
     assert said(lab, "node2", "cat", "/proc/1/comm") == "sleep"
     processes = said(lab, "node2", "sh", "-c", "ls /proc | grep -c '^[0-9]*$'")
-    assert int(processes) < 8, "it sees processes of others"
+    assert int(processes) < 8, "the node sees processes of others"
     assert said(lab, "node2", "pwd") == str(Path.cwd())
 
 
-def test_every_node_reaches_every_other_by_name(lab: Lab) -> None:
+def test_every_node_can_ping_every_other_by_name(lab: Lab) -> None:
     names = [node.name for node in lab.nodes]
-    assert all(hears(lab, one, other) for one in names for other in names)
-    assert hears(lab, "switch", "node3")
+    assert all(can_ping(lab, one, other) for one in names for other in names)
+    assert can_ping(lab, "switch", "node3")
 
 
-def test_orphans_on_a_node_are_buried(lab: Lab) -> None:
+def test_orphans_on_a_node_are_reaped(lab: Lab) -> None:
     said(lab, "node1", "sh", "-c", "(sleep 0.1 &)")
     time.sleep(0.4)
     assert lab.processes("node1") == []
 
 
-def test_a_link_is_as_fast_as_asked_in_both_directions(lab: Lab) -> None:
+def test_a_link_has_its_configured_rate_in_both_directions(lab: Lab) -> None:
     assert nearly(lab, "node1", "node2", 100e6)
     assert nearly(lab, "node3", "node1", 100e6)
 
@@ -128,7 +128,7 @@ def test_a_cpu_share_limits_a_busy_node(lab: Lab) -> None:
     lab.perform(lab_lab.set_cpu("node3", 0.5))
 
 
-def test_status_says_what_runs_where(lab: Lab, tmp_path: Path) -> None:
+def test_status_lists_the_processes_of_each_node(lab: Lab, tmp_path: Path) -> None:
     process = lab.start("node1", ["sleep", "30"], {}, tmp_path / "log")
     wait_for(lambda: [command for _, command in lab.processes("node1")] == ["sleep 30"])
     done = subprocess.run(
@@ -137,7 +137,7 @@ def test_status_says_what_runs_where(lab: Lab, tmp_path: Path) -> None:
     process.kill()
     process.wait(5)
     nodes = {node["name"]: node for node in json.loads(done.stdout)["nodes"]}
-    assert [each["command"] for each in nodes["node1"]["processes"]] == ["sleep 30"]
+    assert [running["command"] for running in nodes["node1"]["processes"]] == ["sleep 30"]
     assert nodes["node2"] | {"processes": []} == nodes["node2"]
     assert (nodes["node3"]["link"], nodes["node3"]["address"], nodes["node3"]["state"]) == ("1gbit", "10.77.0.3", "up")
 
@@ -153,18 +153,18 @@ def test_exec_passes_on_input_output_and_exit_code(lab: Lab) -> None:
     assert "no node 'node9'" in gone.stderr
 
 
-def test_whoever_ends_exec_ends_the_command(lab: Lab) -> None:
-    script = "trap 'echo asked; exit 4' TERM; echo begun; while :; do sleep 0.05; done"
+def test_ending_exec_ends_its_command(lab: Lab) -> None:
+    script = "trap 'echo ended; exit 4' TERM; echo begun; while :; do sleep 0.05; done"
     words = shoal("lab", "exec", "--name", lab.name, "node1", "--", "sh", "-c", script)
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as command:
         assert command.stdout is not None
         assert command.stdout.readline() == "begun\n"
         command.terminate()
-        assert command.stdout.readline() == "asked\n"
+        assert command.stdout.readline() == "ended\n"
         assert command.wait(5) == 4
 
 
-def test_what_cannot_run_on_a_node_says_so(lab: Lab) -> None:
+def test_a_command_that_cannot_run_on_a_node_is_an_error(lab: Lab) -> None:
     done = on(lab, "node1", "no-such-program")
     assert (done.returncode, done.stderr) == (
         127,
@@ -174,15 +174,15 @@ def test_what_cannot_run_on_a_node_says_so(lab: Lab) -> None:
 
 
 def test_a_started_process_has_its_log_its_variables_and_its_own_signals(lab: Lab, tmp_path: Path) -> None:
-    script = "trap 'echo $WORD asked; exit 5' INT; echo begun; while :; do sleep 0.05; done"
-    process = lab.start("node1", ["sh", "-c", script], {"WORD": "kindly"}, tmp_path / "logs/a.log")
+    script = "trap 'echo $WORD ended; exit 5' INT; echo begun; while :; do sleep 0.05; done"
+    process = lab.start("node1", ["sh", "-c", script], {"WORD": "cleanly"}, tmp_path / "logs/a.log")
     wait_for(lambda: "begun" in (tmp_path / "logs/a.log").read_text())
     process.send_signal(signal.SIGINT)
     assert process.wait(5) == 5
-    assert (tmp_path / "logs/a.log").read_text() == "begun\nkindly asked\n"
+    assert (tmp_path / "logs/a.log").read_text() == "begun\ncleanly ended\n"
 
 
-def test_a_killed_process_says_by_which_signal(lab: Lab, tmp_path: Path) -> None:
+def test_a_killed_process_returns_its_signal(lab: Lab, tmp_path: Path) -> None:
     process = lab.start("node1", ["sleep", "30"], {}, tmp_path / "log")
     wait_for(lambda: lab.processes("node1") != [])
     process.kill()
@@ -213,7 +213,7 @@ def test_an_open_file_is_passed_on(lab: Lab, tmp_path: Path) -> None:
     os.close(reading)
 
 
-def test_a_socket_that_listens_on_a_node_can_be_held_here(lab: Lab) -> None:
+def test_a_socket_that_listens_on_a_node_can_be_used_outside_it(lab: Lab) -> None:
     send = "import socket, sys\nsocket.create_connection(('10.77.0.2', int(sys.argv[1])), timeout=5).sendall(b'hello')"
     with lab.listen("node2") as server:
         address, port = server.getsockname()
@@ -224,7 +224,7 @@ def test_a_socket_that_listens_on_a_node_can_be_held_here(lab: Lab) -> None:
             assert (peer.recv(9), sender) == (b"hello", "10.77.0.1")
 
 
-def test_a_process_on_a_node_dies_with_whoever_started_it(lab: Lab, tmp_path: Path) -> None:
+def test_a_process_on_a_node_dies_with_the_process_that_started_it(lab: Lab, tmp_path: Path) -> None:
     script = (
         "import sys, time\nfrom pathlib import Path\nfrom shoal.cluster.lab.lab import Lab\n"
         "Lab.open(sys.argv[1]).start('node1', ['sleep', '30'], {}, Path(sys.argv[2]))\ntime.sleep(30)"
@@ -236,10 +236,10 @@ def test_a_process_on_a_node_dies_with_whoever_started_it(lab: Lab, tmp_path: Pa
     wait_for(lambda: lab.processes("node1") == [])
 
 
-def test_nodes_of_a_lab_are_nodes_like_any_other(lab: Lab) -> None:
-    found = lab.nodes[2]
-    assert (found.name, found.address, found.interface, found.slots) == ("node3", "10.77.0.3", "eth0", 1)
-    assert (found.cores or 0) >= 1
+def test_lab_nodes_have_the_fields_of_any_node(lab: Lab) -> None:
+    node = lab.nodes[2]
+    assert (node.name, node.address, node.interface, node.slots) == ("node3", "10.77.0.3", "eth0", 1)
+    assert (node.cores or 0) >= 1
     with pytest.raises(UsageError, match="no node 'node9'"):
         lab.command("node9", ["true"])
 
@@ -248,5 +248,5 @@ def wait_for(condition: object, seconds: float = 5.0) -> None:
     assert callable(condition)
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it never came true"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""A training on emulated nodes: the same command, the same result, and no lab left when it is over."""
+"""Training on emulated nodes: the same command, the same result, and no lab left afterwards."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from shoal.runs.manage import end_processes
 from tests.support.labs import need_lab, new_labs
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, train_tiny
 
-MEETING = Rendezvous("10.77.0.1", 4242)
+RENDEZVOUS = Rendezvous("10.77.0.1", 4242)
 
 
-def test_on_names_a_cluster() -> None:
+def test_on_is_parsed_into_a_cluster() -> None:
     assert parse_on("local:3") == LocalSpec(3)
     assert parse_on("lab") == ExistingLab(None)
     assert parse_on("lab:attic") == ExistingLab("attic")
@@ -36,9 +36,9 @@ def test_on_names_a_cluster() -> None:
             parse_on(wrong)
 
 
-def test_the_plan_counts_ranks_through_the_nodes() -> None:
+def test_the_plan_numbers_ranks_across_the_nodes() -> None:
     nodes = planned_nodes("lab:3,link=1gbit/1gbit/100mbit,cpu=0.5")
-    commands = plan_ranks(RunConfig(), lambda node: "run", nodes, MEETING, resume=False)
+    commands = plan_ranks(RunConfig(), lambda node: "run", nodes, RENDEZVOUS, resume=False)
     assert [command.node.name for command in commands] == ["node1", "node2", "node3"]
     assert [command.env["RANK"] for command in commands] == ["0", "1", "2"]
     assert {command.env["LOCAL_RANK"] for command in commands} == {"0"}
@@ -49,9 +49,9 @@ def test_the_plan_counts_ranks_through_the_nodes() -> None:
     assert all(command.uses_agent_store for command in commands)
 
 
-def test_other_launchers_stay_on_one_machine() -> None:
+def test_other_launchers_are_refused_on_several_nodes() -> None:
     with pytest.raises(ConfigError, match="this cluster has 3"):
-        plan_ranks(RunConfig(launcher="torchrun"), lambda node: "run", planned_nodes("lab:3"), MEETING, resume=False)
+        plan_ranks(RunConfig(launcher="torchrun"), lambda node: "run", planned_nodes("lab:3"), RENDEZVOUS, resume=False)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def no_lab_left() -> Iterator[None]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("no_lab_left")
-def test_three_nodes_train_to_the_same_bits(tmp_path: Path) -> None:
+def test_three_nodes_train_to_identical_replicas(tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = ("train.steps=12", "train.global_batch=12", "train.checkpoint_every=5")
     manifest = train_tiny(run, "--on", "lab:3,link=1gbit", sets=settings)
@@ -79,7 +79,7 @@ def test_three_nodes_train_to_the_same_bits(tmp_path: Path) -> None:
     ]
     assert sorted(path.name for path in (run / "logs").iterdir()) == ["node1", "node2", "node3"]
     assert [commit["step"] for commit in read_jsonl(run / "commits.jsonl")] == list(range(1, 13))
-    # Headers of every packet cross the link too.
+    # The wire bytes include the headers of every packet.
     assert manifest["theoretical_bytes_per_step"] < manifest["wire_bytes_per_step"]
     assert shoal("verify", run).returncode == 0
     assert shoal("train", "--resume", run, "--steps", "14").returncode == 0
@@ -89,7 +89,7 @@ def test_three_nodes_train_to_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "victim", [pytest.param("node", marks=pytest.mark.exhaustive), pytest.param("supervisor", marks=pytest.mark.long)]
 )
-def test_whatever_ends_the_run_ends_its_lab(victim: str, tmp_path: Path) -> None:
+def test_the_lab_of_a_run_ends_with_it(victim: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = set_flags(*TINY, "members.on_loss=end", "train.compile=off")
     command = shoal_command("train", "--on", "lab:2", "--out", run, "--steps", "1000000", *flags)

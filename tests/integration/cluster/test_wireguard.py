@@ -1,4 +1,4 @@
-"""The recipe of docs/security.md on two emulated machines: a tunnel between them, and a training inside it."""
+"""The recipe of docs/security.md on two emulated machines: training through a WireGuard tunnel."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ PORT = 51820
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    """With an interface `wg0` on its first node. The kernel is asked first: the tool may be there without it."""
+    """Build a lab with an interface `wg0` on its first node. The tool may exist without support in the kernel."""
     need_tool("sshd")
-    with standing_lab(2, sshd=True) as found:
-        if not found.state.spec.sshd:
-            pytest.skip("; ".join(found.state.notes))
-        tried = at(found, "node1", "ip", "link", "add", "wg0", "type", "wireguard")
+    with standing_lab(2, sshd=True) as built:
+        if not built.state.spec.sshd:
+            pytest.skip("; ".join(built.state.notes))
+        tried = at(built, "node1", "ip", "link", "add", "wg0", "type", "wireguard")
         if tried.returncode:
             pytest.skip(f"the kernel has no WireGuard: {tried.stderr.strip()}")
         need_tool("wg")
-        yield found
+        yield built
 
 
 def at(lab: Lab, node: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -46,7 +46,7 @@ def done(lab: Lab, node: str, *words: str | Path) -> str:
 
 
 def key_pair(private: Path) -> str:
-    """The private one goes into a file of its owner; the public one is the answer."""
+    """Write a private key to a file with mode 0600; return the public key."""
     wg = need_tool("wg")
     private.touch(0o600)
     private.write_text(subprocess.run([wg, "genkey"], capture_output=True, text=True, check=True).stdout)
@@ -54,7 +54,7 @@ def key_pair(private: Path) -> str:
         return subprocess.run([wg, "pubkey"], stdin=file, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def dig_tunnel(lab: Lab, folder: Path) -> None:
+def open_tunnel(lab: Lab, folder: Path) -> None:
     wg = need_tool("wg")
     done(lab, "node2", "ip", "link", "add", "wg0", "type", "wireguard")
     public = {number: key_pair(folder / f"key{number}") for number in (1, 2)}
@@ -66,8 +66,8 @@ def dig_tunnel(lab: Lab, folder: Path) -> None:
         done(lab, node, "ip", "link", "set", "wg0", "up")
 
 
-def test_a_training_inside_a_tunnel(lab: Lab, tmp_path: Path) -> None:
-    dig_tunnel(lab, tmp_path)
+def test_two_nodes_train_through_a_wireguard_tunnel(lab: Lab, tmp_path: Path) -> None:
+    open_tunnel(lab, tmp_path)
     tables = [
         f'[[host]]\nhost = "node{number}"\naddress = "10.8.0.{number}"\ninterface = "wg0"\n'
         f'python = "{shoal_command()[0]}"\nfolder = "{tmp_path}/disk{number}"\n'
@@ -79,10 +79,10 @@ def test_a_training_inside_a_tunnel(lab: Lab, tmp_path: Path) -> None:
         words = shoal_command("train", "--out", run, "--on", hosts, "--steps", "5", *set_flags(*TINY))
         done(lab, "switch", *words)
     finally:
-        end_processes([found for found in find_processes() if found.run.is_relative_to(tmp_path)])
+        end_processes([process for process in find_processes() if process.run.is_relative_to(tmp_path)])
     assert len(steps_of(run)) == 5
     for node in ("node1", "node2"):
         ready = [event for event in read_jsonl(run / "agents" / f"{node}.jsonl") if event["event"] == "ready"]
         assert [event["interface"] for event in ready] == ["wg0"]
         transfer = done(lab, node, need_tool("wg"), "show", "wg0", "transfer").split()
-        assert min(int(count) for count in transfer[1:3]) > 10_000, "gradients went another way"
+        assert min(int(count) for count in transfer[1:3]) > 10_000, "the gradients were not sent through the tunnel"

@@ -1,4 +1,4 @@
-"""The launcher's view of a run whose machines come and go: what it is told, and what it calls a failure."""
+"""The launcher of a run whose nodes leave and rejoin: what it logs, and what it reports as a failure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.runs import wait_until
 
 
 class TwoNodes:
-    """Two addresses of this machine. Their agents carry no marks: each would take the other for a leftover."""
+    """Use two addresses of this machine. The agents have no marks: each would report the other as an earlier launch."""
 
     def __init__(self) -> None:
         self.nodes = [Node(f"node{number}", f"127.0.0.{number}", "lo", 1, 1) for number in (1, 2)]
@@ -39,7 +39,7 @@ class TwoNodes:
 
 
 class RunningLaunch:
-    """A launcher at work in a thread of its own, while the test makes trouble."""
+    """Run a launcher in its own thread, while the test kills processes."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.run = RunFolder.create(folder)
@@ -105,25 +105,27 @@ def test_a_lost_agent_is_no_failure_when_the_others_finish(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_a_killed_rank_that_was_started_again_is_history(tmp_path: Path) -> None:
+def test_a_killed_rank_that_was_restarted_is_no_failure(tmp_path: Path) -> None:
     launch = RunningLaunch(tmp_path / "run", steps=1000)
     launch.await_commits(0)
-    os.kill(next(found.pid for found in find_processes(launch.run.path) if found.part == "rank-0"), signal.SIGKILL)
+    os.kill(
+        next(process.pid for process in find_processes(launch.run.path) if process.part == "rank-0"), signal.SIGKILL
+    )
     assert {ending.name: ending.code for ending in launch.end()} == {"rank-0": 0, "rank-1": 0}
-    told = launch.notes()
-    assert len(told) == len(set(told)) >= 2, "each sentence once, although two agents say it"
+    notes = launch.notes()
+    assert len(notes) == len(set(notes)) >= 2, "each note is logged once, although two agents report it"
 
 
 def ending(rank: int, code: int, lost: str = "", by_agent: bool = False) -> ProcessEnd:
     return ProcessEnd(f"rank-{rank}", f"node{rank + 1}", (rank,), code, rank, by_agent, lost=lost)
 
 
-def test_who_was_lost_on_the_way_is_outlived_by_those_that_ended_well() -> None:
+def test_lost_and_killed_ranks_are_dropped_when_others_ended_well() -> None:
     good, stopped = ending(0, 0), ending(0, 130)
     killed, gone, guest = ending(1, -9), ending(1, -9, lost="its agent was killed"), ending(1, -9, by_agent=True)
     raised = ending(1, 3)
     for lost in (killed, gone, guest):
         assert drop_survived([good, lost]) == [good]
         assert drop_survived([stopped, lost]) == [stopped]
-    assert drop_survived([good, raised]) == [good, raised], "a rank that raised is a failure all the same"
-    assert drop_survived([killed, gone]) == [killed, gone], "nobody finished"
+    assert drop_survived([good, raised]) == [good, raised], "a rank that raised is a failure"
+    assert drop_survived([killed, gone]) == [killed, gone], "no rank finished"

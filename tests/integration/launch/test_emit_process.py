@@ -1,4 +1,4 @@
-"""`shoal emit`: what it prints, and that what it prints really trains: what starts processes."""
+"""`shoal emit`: the shells can run and read what it prints."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.support.needs import need_tool
 from tests.unit.launch.test_emit import job, manifest
 
 
-def test_an_unknown_interface_is_found_where_the_command_runs() -> None:
+def test_an_unknown_interface_is_looked_up_where_the_command_runs() -> None:
     alone = (Node("here", "127.0.0.1", "", 1, 0),)
-    [each] = torchrun_commands(make_job(build_config(), alone, Path("run"), sys.executable), 29500)
-    find, _, start = each.command.partition(" && ")
-    said = subprocess.run(
-        ["/bin/sh", "-c", f"{find} && env {start.partition(sys.executable)[0]} env"], capture_output=True
+    [emitted] = torchrun_commands(make_job(build_config(), alone, Path("run"), sys.executable), 29500)
+    lookup, _, start = emitted.command.partition(" && ")
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"{lookup} && env {start.partition(sys.executable)[0]} env"], capture_output=True
     )
-    assert b"\nGLOO_SOCKET_IFNAME=lo\n" in said.stdout
-    assert b"\nNCCL_SOCKET_IFNAME=lo\n" in said.stdout
+    assert b"\nGLOO_SOCKET_IFNAME=lo\n" in done.stdout
+    assert b"\nNCCL_SOCKET_IFNAME=lo\n" in done.stdout
 
 
-def test_the_shell_can_read_the_pods_script_whatever_the_text_is_called() -> None:
+def test_the_shell_can_read_the_pods_script_for_any_data_path() -> None:
     for name in ("it's", '"q"', "a: b # c", "ü", 'tab\\tand "\\u007f"'):
         [pod] = manifest(f"data.path={json.dumps(name)}")[1]["spec"]["template"]["spec"]["containers"]
         subprocess.run(["/bin/sh", "-n"], input=pod["args"][0], text=True, check=True)

@@ -30,20 +30,20 @@ STEPS = 6
 
 
 @pytest.fixture(autouse=True)
-def in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All nodes see it: a lab's nodes share the disk, as the machines of a cluster must."""
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use a folder that all nodes share, as the machines of a cluster must."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONWARNINGS", "")
 
 
-def emitted(lab: Lab, slots: Sequence[int], *sets: str) -> EmitJob:
+def make_lab_job(lab: Lab, slots: Sequence[int], *sets: str) -> EmitJob:
     nodes = [replace(node, slots=count) for node, count in zip(lab.nodes, slots, strict=True)]
     settings = (*TINY, "train.global_batch=12", f"train.steps={STEPS}", "train.checkpoint_every=2", *sets)
     return make_job(build_config(sets=settings), nodes, RUN, sys.executable)
 
 
 def run_on_nodes(lab: Lab, argv: Mapping[str, Sequence[str]], env: Mapping[str, Mapping[str, str]]) -> list[int]:
-    """The exit codes, when all have ended; none outlives us."""
+    """Return the exit codes when all processes have ended; kill them on an error."""
     processes = [
         lab.start(node, words, env.get(node, {}), Path(f"{node}.log").absolute()) for node, words in argv.items()
     ]
@@ -59,12 +59,12 @@ def end(processes: Sequence[NodeProcess]) -> None:
         process.wait()
 
 
-def said() -> str:
+def read_logs() -> str:
     return "\n".join(f"{path.name}\n{path.read_text()}" for path in sorted(Path().glob("*.log")))
 
 
 def check_run(run: Path, ranks: Mapping[str, int]) -> dict[str, Any]:
-    """The world formed over the nodes, one of its ranks kept the files, and all have the same bits."""
+    """Check that all nodes trained, that one rank wrote the files, and that all replicas are identical."""
     manifest: dict[str, Any] = json.loads((run / "manifest.json").read_text())
     assert {node["name"]: node["ranks"] for node in manifest["nodes"]} == ranks
     assert {node["interface"] for node in manifest["nodes"]} == {"eth0"}
@@ -86,9 +86,9 @@ def kinds(run: Path, rank: int) -> list[str]:
 @pytest.mark.long
 def test_the_torchrun_commands_train_on_unequal_nodes() -> None:
     with standing_lab(2) as lab:
-        commands = torchrun_commands(emitted(lab, (2, 1)), 29500)
-        argv = {each.node: ["sh", "-c", each.command] for each in commands}
-        assert run_on_nodes(lab, argv, {}) == [0, 0], said()
+        commands = torchrun_commands(make_lab_job(lab, (2, 1)), 29500)
+        argv = {command.node: ["sh", "-c", command.command] for command in commands}
+        assert run_on_nodes(lab, argv, {}) == [0, 0], read_logs()
     manifest = check_run(RUN, {"node1": 2, "node2": 1})
     assert [node["link_mbps"] for node in manifest["nodes"]] == [1000, 1000]
 
@@ -99,7 +99,7 @@ def shim(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-# An srun for the lab: it tells us what it was asked to start, with which variables, and ends as we say.
+# An srun for the lab: it records the command and the variables, and exits with the code that the test writes.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 env -0 >bin/env
@@ -117,25 +117,25 @@ def test_the_slurm_script_trains_on_two_nodes() -> None:
         shim(Path("bin"), name, text)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_CPUS_PER_TASK": "1"}
     with standing_lab(2) as lab:
-        Path("job.sbatch").write_text(slurm_text(emitted(lab, (1, 1)), new_folder=True))
+        Path("job.sbatch").write_text(slurm_text(make_lab_job(lab, (1, 1)), new_folder=True))
         path = f"{Path('bin').absolute()}:{os.environ['PATH']}"
         batch = lab.start("node1", ["bash", "job.sbatch"], {**slurm, "PATH": path}, Path("batch.log").absolute())
         try:
-            words, variables = asked_of_srun(batch)
+            words, variables = srun_request(batch)
             assert variables["MASTER_ADDR"] == "10.77.0.1"
-            own = {
+            node_variables = {
                 node: {**variables, "SLURM_NODEID": str(number), "SLURMD_NODENAME": node}
                 for number, node in enumerate(("node1", "node2"))
             }
-            codes = run_on_nodes(lab, dict.fromkeys(own, words), own)
+            codes = run_on_nodes(lab, dict.fromkeys(node_variables, words), node_variables)
             Path("bin/code").write_text(str(max(codes)))
-            assert (codes, batch.wait(10)) == ([0, 0], 0), said()
+            assert (codes, batch.wait(10)) == ([0, 0], 0), read_logs()
         finally:
             end([batch])
     check_run(Path("runs/lab-7"), {"node1": 1, "node2": 1})
 
 
-def asked_of_srun(batch: NodeProcess) -> tuple[list[str], dict[str, str]]:
+def srun_request(batch: NodeProcess) -> tuple[list[str], dict[str, str]]:
     deadline = time.monotonic() + 20
     while not Path("bin/words").exists():
         assert batch.poll() is None, Path("batch.log").read_text()
@@ -148,17 +148,17 @@ def asked_of_srun(batch: NodeProcess) -> tuple[list[str], dict[str, str]]:
 @pytest.mark.long
 def test_the_pods_script_trains_on_two_nodes() -> None:
     with standing_lab(2) as lab:
-        job = emitted(lab, (1, 1))
+        job = make_lab_job(lab, (1, 1))
         _, work = yaml.safe_load_all(k8s_text(job, Pods("shoal:1")))
         [pod] = work["spec"]["template"]["spec"]["containers"]
-        given = {each["name"]: each["value"] for each in pod["env"] if "value" in each}
+        given = {entry["name"]: entry["value"] for entry in pod["env"] if "value" in entry}
         env = {
-            # What Kubernetes would put there, and what its DNS would make of the first pod's name.
+            # The variables of Kubernetes, and the address to which its DNS resolves the first pod's name.
             node.name: {**given, "MASTER_ADDR": "node1", "SHOAL_NODE": node.name, "JOB_COMPLETION_INDEX": str(number)}
             for number, node in enumerate(job.nodes)
         }
         argv = {node: [*pod["command"], *pod["args"]] for node in env}
-        assert run_on_nodes(lab, argv, env) == [0, 0], said()
+        assert run_on_nodes(lab, argv, env) == [0, 0], read_logs()
     check_run(RUN, {"node1": 1, "node2": 1})
 
 
@@ -173,7 +173,7 @@ exec "$@"
 
 
 def free_port() -> int:
-    """The script's ports are 10000 to 29999; below those that the kernel hands out, so nobody takes it meanwhile."""
+    """Return a free port of the script's range, 10000 to 29999, which is below the kernel's ephemeral ports."""
     for port in range(10_000 + os.getpid() % 19_000, 30_000):
         with socket.socket() as probe:
             try:
@@ -185,7 +185,7 @@ def free_port() -> int:
 
 
 class Slurm:
-    """One host that lets the tasks of one job through."""
+    """Replace Slurm on one host, for one job."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         for name, text in (("scontrol", ONE_HOST), ("srun", START_HERE)):
@@ -223,14 +223,14 @@ class Slurm:
             batch.wait()
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return (self._folder / "log").read_text()
 
 
 @pytest.mark.long
 def test_the_slurm_script_trains(tmp_path: Path) -> None:
     slurm = Slurm(tmp_path, steps=4)
-    assert slurm.finish(slurm.submit()) == 0, slurm.said
+    assert slurm.finish(slurm.submit()) == 0, slurm.output
     run = slurm.run
     manifest = json.loads((run / "manifest.json").read_text())
     assert [(node["name"], node["ranks"], node["threads"]) for node in manifest["nodes"]] == [("c1", 2, 1)]
@@ -240,14 +240,14 @@ def test_the_slurm_script_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_slurm_job_whose_time_is_over_saves_and_goes_on_in_the_next(tmp_path: Path) -> None:
+def test_a_slurm_job_saves_at_its_time_limit_and_resumes_in_the_next(tmp_path: Path) -> None:
     slurm = Slurm(tmp_path, steps=800)
     first = slurm.submit()
     wait_for_ledger(slurm.run, first)
-    # Every process of the script has become the next one: this is torchrun, whom Slurm would tell.
+    # Every process of the script was replaced by exec: this is torchrun, which would get Slurm's signal.
     first.terminate()
     assert slurm.finish(first) != 0
     assert 0 < len(read_jsonl(slurm.run / "commits.jsonl")) < 800
-    assert slurm.finish(slurm.submit(SHOAL_RESUME=str(slurm.run))) == 0, slurm.said
+    assert slurm.finish(slurm.submit(SHOAL_RESUME=str(slurm.run))) == 0, slurm.output
     assert [commit["step"] for commit in read_jsonl(slurm.run / "commits.jsonl")] == list(range(1, 801))
     assert shoal("verify", slurm.run).returncode == 0

@@ -21,12 +21,12 @@ from shoal.runs.manage import end_processes
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of, train_tiny
 
 TINY_FLAGS = set_flags(*TINY)
-# Compiling would be worth it for so many.
+# With so many steps `auto` would compile.
 LONG = ("--steps", "1000000", *set_flags("train.compile=off"))
 
 
 @pytest.mark.long
-def test_a_training_that_diverges_says_so_once(tmp_path: Path) -> None:
+def test_a_run_that_diverges_reports_it_once(tmp_path: Path) -> None:
     done = shoal("train", "--out", tmp_path / "run", "--steps", "20", *TINY_FLAGS, *set_flags("train.lr=1e30"))
     error = done.stderr[done.stderr.index("error: ") :]
     assert done.returncode == 3
@@ -37,8 +37,8 @@ def test_a_training_that_diverges_says_so_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_rank_that_raises_hands_its_error_to_the_launcher(tmp_path: Path) -> None:
-    """Only the ranks read the tokenizer that a run keeps."""
+def test_the_error_of_a_rank_that_raises_is_printed_by_the_launcher(tmp_path: Path) -> None:
+    """Only the ranks read the tokenizer of a run folder."""
     run = tmp_path / "run"
     train_tiny(run, "--steps", "1")
     os.truncate(run / "tokenizer.json", 100)
@@ -60,27 +60,27 @@ def fault(rank: int, kind: str, why: str = "") -> dict[str, Any]:
 
 def test_the_cause_is_named_even_when_its_consequence_was_seen_first() -> None:
     faults = {0: fault(0, "PeerLost"), 1: fault(1, "RunFailed")}
-    error = diagnose([ending(0, 3, order=0), ending(1, 3, order=1)], faults, {"rank-1": "its last words"})
+    error = diagnose([ending(0, 3, order=0), ending(1, 3, order=1)], faults, {"rank-1": "its last line"})
     assert error is not None
     assert error.seen == "rank 1 broke"
-    assert error.why == "rank 0 then ended because a peer was gone\nthe end of its log:\nits last words"
+    assert error.why == "rank 0 then ended because a peer was gone\nthe end of its log:\nits last line"
 
 
-def test_a_process_that_stands_for_many_ranks_is_explained_by_the_one_that_broke() -> None:
+def test_the_fault_of_one_rank_explains_the_exit_of_its_torchrun_process() -> None:
     faults = {0: fault(0, "PeerLost"), 1: fault(1, "DataError", why="cut short"), 2: fault(2, "PeerLost")}
     error = diagnose([ProcessEnd("torchrun", "here", (0, 1, 2), 1, 0)], faults, {"torchrun": "a long log"})
     assert error is not None
     assert (error.exit_code, error.seen, error.why) == (2, "rank 1 broke", "cut short")
 
 
-def test_ranks_that_we_ended_are_nobodys_failure() -> None:
+def test_ranks_that_shoal_ended_are_no_failure() -> None:
     assert diagnose([ending(0, 0, order=0), ending(1, -9, order=1, by_agent=True)], {}, {}) is None
 
 
 @pytest.mark.parametrize(
     ("code", "how"), [(7, "exit code 7"), (-11, "killed by SIGSEGV"), (-40, "killed by signal 40")]
 )
-def test_how_a_process_ended_is_said_in_words(code: int, how: str) -> None:
+def test_the_error_names_the_exit_code_or_the_signal(code: int, how: str) -> None:
     error = diagnose([ending(0, code, order=0, log="/a b/rank-0.log")], {}, {})
     assert error is not None
     assert error.seen.startswith("rank 0 on here")
@@ -89,7 +89,7 @@ def test_how_a_process_ended_is_said_in_words(code: int, how: str) -> None:
 
 
 class Training:
-    """`shoal train` under way: wait for what its ranks write, send it signals, see how it ended."""
+    """Run `shoal train`: wait for events of its ranks, send signals, read its exit code and errors."""
 
     def __init__(self, out: Path, *words: str) -> None:
         self.out = out
@@ -98,24 +98,24 @@ class Training:
             command = shoal_command("train", "--out", out, *TINY_FLAGS, *words)
             self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
 
-    def wait_until(self, happened: Callable[[], Any], deadline_s: float = 90.0) -> Any:
+    def wait_until(self, poll: Callable[[], Any], deadline_s: float = 90.0) -> Any:
         deadline = time.monotonic() + deadline_s
-        while not (value := happened()):
-            assert time.monotonic() < deadline, f"waited in vain: {self.stderr()}"
+        while not (value := poll()):
+            assert time.monotonic() < deadline, f"timeout: {self.stderr()}"
             assert self.process.poll() is None, f"ended early: {self.stderr()}"
             time.sleep(0.02)
         return value
 
     def starting(self) -> list[int]:
-        """The ranks as soon as there are two, long before they have imported torch."""
-        ranks: list[int] = self.wait_until(lambda: len(found := self._started()) == 2 and found)
+        """Return the pids of the ranks as soon as there are two, before they have imported torch."""
+        ranks: list[int] = self.wait_until(lambda: len(started := self._started()) == 2 and started)
         return ranks
 
     def _started(self) -> list[int]:
-        return [found.pid for found in find_processes(self.out) if found.part.startswith("rank-")]
+        return [process.pid for process in find_processes(self.out) if process.part.startswith("rank-")]
 
     def pids(self) -> list[int]:
-        """The ranks, once all of them train."""
+        """Return the pids of the ranks, once all of them train."""
         self.wait_until(lambda: all(self._events(rank, "step") for rank in (0, 1)))
         return [self._events(rank, "start")[0]["pid"] for rank in (0, 1)]
 
@@ -164,7 +164,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_killed_rank_is_named_and_the_other_folded_beneath(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_first_and_its_peer_in_the_reason(tmp_path: Path) -> None:
     with training(tmp_path / "run", *LONG, *set_flags("members.on_loss=end")) as run:
         pids = run.pids()
         os.kill(pids[1], signal.SIGKILL)
@@ -177,7 +177,7 @@ def test_a_killed_rank_is_named_and_the_other_folded_beneath(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_an_interrupt_saves_and_the_run_goes_on_later(tmp_path: Path) -> None:
+def test_an_interrupted_run_saves_and_can_be_resumed(tmp_path: Path) -> None:
     with training(tmp_path / "run", *LONG) as run:
         pids = run.pids()
         run.process.send_signal(signal.SIGINT)
@@ -195,7 +195,7 @@ def test_an_interrupt_saves_and_the_run_goes_on_later(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_second_interrupt_ends_everything_at_once(tmp_path: Path) -> None:
+def test_a_second_interrupt_ends_all_ranks_at_once(tmp_path: Path) -> None:
     """The ranks are stopped, so that none can finish its step: only the second interrupt can end them."""
     with training(tmp_path / "run", *LONG, *set_flags("train.checkpoint_every=1000000")) as run:
         pids = run.pids()
@@ -220,11 +220,11 @@ def test_an_interrupt_while_the_ranks_start_ends_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_agent_takes_its_ranks_along(tmp_path: Path) -> None:
-    """Ranks need seconds to import torch, and could then find themselves alone without ever having had a parent."""
+def test_the_ranks_of_a_killed_agent_end(tmp_path: Path) -> None:
+    """The agent dies while its ranks still import torch, before they have seen their parent."""
     with training(tmp_path / "run", *LONG) as run:
         ranks = run.starting()
-        agent = next(found for found in find_processes(run.out) if found.part == AGENT)
+        agent = next(process for process in find_processes(run.out) if process.part == AGENT)
         os.kill(agent.pid, signal.SIGKILL)
         assert run.end(within_s=5) == 3
         wait_gone(ranks, within_s=0.5)
@@ -255,7 +255,7 @@ def test_a_signal_to_one_rank_stops_all_of_them_in_order(tmp_path: Path) -> None
 
 
 @pytest.mark.exhaustive
-def test_a_run_that_is_alive_cannot_be_resumed_beside_itself(tmp_path: Path) -> None:
+def test_a_run_that_trains_cannot_be_resumed(tmp_path: Path) -> None:
     with training(tmp_path / "run", *LONG) as run:
         run.pids()
         beside = shoal("train", "--resume", run.out)
@@ -266,8 +266,8 @@ def test_a_run_that_is_alive_cannot_be_resumed_beside_itself(tmp_path: Path) -> 
 
 
 @pytest.mark.exhaustive
-def test_an_old_state_is_never_compared(tmp_path: Path) -> None:
-    """Finished, then resumed for more steps and interrupted: the states of the first end prove nothing now."""
+def test_states_of_an_earlier_end_are_never_compared(tmp_path: Path) -> None:
+    """After a resume that was interrupted, the states saved at the first end are out of date."""
     run = tmp_path / "run"
     train_tiny(run, "--steps", "2")
     command = shoal_command("train", "--resume", run, "--steps", "1000000")

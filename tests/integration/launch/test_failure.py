@@ -1,4 +1,4 @@
-"""Which rank of a script is named first when it fails, and what its exception was: told from the logs alone."""
+"""Which rank of a failed script is named first, and its exception, from the logs alone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Traceback (most recent call last):
 RuntimeError: [/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:41610
 """
 )
-RAISED_ANEW = (
+RAISED_FROM = (
     RAISED
     + """
 The above exception was the direct cause of the following exception:
@@ -81,14 +81,14 @@ SYNTAX = '  File "/home/me/oops.py", line 3\n    def f(:\n          ^\nSyntaxErr
     ("log", "expected"),
     [
         (RAISED, RaisedException("ValueError: negative learning rate", "oops.py line 9")),
-        # The program's own line, not the one of the library that raised.
+        # The program's own line, not that of the library that raised.
         (VICTIM, RaisedException(VICTIM.splitlines()[-1].removeprefix("[rank0]: "), "oops.py line 12")),
         (WHILE_HANDLED, RaisedException("ValueError: negative learning rate", "oops.py line 9")),
         (
             RAISED + WHILE_HANDLED.replace("ValueError", "KeyError"),
             RaisedException("KeyError: negative learning rate", "oops.py line 9"),
         ),
-        (RAISED_ANEW, RaisedException("RuntimeError: the configuration is wrong", "oops.py line 20")),
+        (RAISED_FROM, RaisedException("RuntimeError: the configuration is wrong", "oops.py line 20")),
         (MISMATCHES, RaisedException("ValueError: negative learning rate in load_state_dict:", "oops.py line 9")),
         (FAULT, None),
         # A progress bar or a prompt without a line end stands before the traceback.
@@ -134,7 +134,7 @@ def test_the_rank_that_raised_is_named_and_not_its_victim() -> None:
     assert error.fix == "read its log: less /logs/rank-1.log"
 
 
-def test_ranks_that_fail_alike_are_said_to() -> None:
+def test_ranks_that_fail_in_the_same_way_are_reported_together() -> None:
     endings = [ending(0, order=0), ending(1, order=1), ending(2, order=2)]
     other = RAISED.replace("ValueError: negative learning rate", "KeyError: 'x'")
     error = diagnose(endings, faults_of(endings, RAISED, RAISED, other), {})
@@ -153,13 +153,13 @@ def test_a_rank_that_was_killed_is_not_blamed_for_an_exception_that_it_handled(o
     assert "ValueError" not in error.seen
 
 
-def test_the_end_of_a_log_stands_alone_where_nothing_else_is_known() -> None:
-    error = diagnose([ProcessEnd("rank-1", "local", (1,), 3, 0)], {}, {"rank-1": "last words"})
+def test_the_end_of_a_log_is_the_only_reason_where_nothing_else_is_known() -> None:
+    error = diagnose([ProcessEnd("rank-1", "local", (1,), 3, 0)], {}, {"rank-1": "last line"})
     assert error is not None
-    assert error.why == "the end of its log:\nlast words"
+    assert error.why == "the end of its log:\nlast line"
 
 
-def test_the_end_of_a_log_has_one_state_of_each_progress_bar(tmp_path: Path) -> None:
+def test_the_end_of_a_log_has_only_the_last_state_of_a_progress_bar(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.log"
     log.write_bytes(b"begun\n" + b"".join(b"\r%d/14 it" % number for number in range(14)) + b"Traceback\r\nend\r")
     assert read_log_tail(log) == "begun\n13/14 itTraceback\nend"
@@ -173,7 +173,7 @@ def test_a_rank_without_an_exception_is_still_named() -> None:
     assert "rank 1 then ended because a peer was gone" in error.why
 
 
-def test_a_peer_that_ended_well_too_early_is_named() -> None:
+def test_a_peer_that_ended_early_with_exit_code_0_is_named() -> None:
     endings = [ending(1, order=0, code=0), ending(0, order=1)]
     text = explain_early_exit(endings, faults_of(endings, VICTIM, ""))
     assert text.startswith("rank 1 had ended before with exit code 0")
@@ -181,7 +181,7 @@ def test_a_peer_that_ended_well_too_early_is_named() -> None:
     assert explain_early_exit([], {}) == ""
 
 
-def test_the_error_of_a_script_says_what_was_raised_and_where(tmp_path: Path) -> None:
+def test_the_error_of_a_script_names_the_exception_and_its_line(tmp_path: Path) -> None:
     script = tmp_path / "oops.py"
     script.write_text("import os\nrank = os.environ['RANK']\nraise ValueError(f'no data for rank {rank}')\n")
     done = shoal("run", "--on", "local:1", "--out", tmp_path / "run", script)

@@ -1,4 +1,4 @@
-"""A rank that runs out of memory says so, says how much it wanted, and what to type."""
+"""A rank that runs out of memory reports how much it requested and which option to change."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ LARGE = (
 
 
 @pytest.mark.long
-def test_a_rank_without_memory_names_itself_and_the_next_micro_batch(tmp_path: Path) -> None:
-    """A limit on the address space refuses it what a machine of that size would."""
+def test_the_error_of_a_rank_without_memory_names_the_rank_and_a_smaller_micro_batch(tmp_path: Path) -> None:
+    """A limit on the address space stands for a machine with little memory."""
     text = tmp_path / "text.txt"
     text.write_text("".join(random.Random(1).choices(string.ascii_lowercase + " \n", k=700_000)))
     run = tmp_path / "run"
@@ -56,8 +56,8 @@ def test_a_rank_without_memory_names_itself_and_the_next_micro_batch(tmp_path: P
     assert any(fault["event"] == "fault" and fault["error"] == "OutOfMemory" for fault in faults)
 
 
-def test_lack_of_memory_is_recognised_from_inside_a_communication_hook() -> None:
-    """As seen of a rank that got no more memory: torch wraps what its hook raised."""
+def test_a_memory_error_in_a_communication_hook_is_recognised() -> None:
+    """torch wraps the exception of its hook, as observed."""
     wrapped = "Got the following error when running the callback: MemoryError: <EMPTY MESSAGE>"
     place = Placement(rank=2, world_size=3, local_rank=0, local_world_size=1, node="attic")
     fault = as_fault(RuntimeError(wrapped), place, relief="less")
@@ -83,6 +83,6 @@ def test_a_rank_that_the_kernel_killed_gets_the_same_advice() -> None:
         (1, "a shorter --seq-len than 64: the micro-batch is 1 already"),
     ],
 )
-def test_the_advice_is_one_that_the_batch_can_be_dealt_in(present: int, advice: str) -> None:
+def test_the_advised_micro_batch_divides_the_batch(present: int, advice: str) -> None:
     config = build_config("grammar", None, sets=("train.global_batch=20", f"train.micro_batch={present}"))
     assert advice in out_of_memory_advice(config, 2)

@@ -1,4 +1,4 @@
-"""Shoal's worker under elastic torchrun: whoever is started again goes on from the checkpoint, with whoever is left."""
+"""Shoal's worker under elastic torchrun: restarted workers resume from the checkpoint with the remaining nodes."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ SETTINGS = (
     "train.eval_every=400",
     "sync.timeout_s=5",
 )
-# Nodes that come later than the last call find a store each, and torchrun never brings them together again (seen).
-SHORT = "last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
+# Observed: nodes that join after the last call each open their own store, and torchrun never unites them again.
+RENDEZVOUS_SETTINGS = "last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
 
 
-def settle_all(store: dist.Store, ranks: list[int], world_size: int) -> list[int]:
+def agree_all(store: dist.Store, ranks: list[int], world_size: int) -> list[int]:
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(lambda rank: agree_on_attempt(store, rank, world_size, timeout_s=10), ranks))
 
 
-def test_ranks_settle_on_a_number_that_no_attempt_before_had() -> None:
+def test_ranks_agree_on_an_attempt_number_that_was_never_used() -> None:
     store = dist.HashStore()
-    assert settle_all(store, [0, 1, 2], 3) == [0, 0, 0]
-    assert settle_all(store, [1, 2, 0], 3) == [1, 1, 1]
-    assert settle_all(store, [1, 0], 2) == [2, 2], "a smaller world counts on"
+    assert agree_all(store, [0, 1, 2], 3) == [0, 0, 0]
+    assert agree_all(store, [1, 2, 0], 3) == [1, 1, 1]
+    assert agree_all(store, [1, 0], 2) == [2, 2], "a smaller world continues the count"
 
 
-def test_a_rank_that_is_early_does_not_go_on_with_the_last_attempt() -> None:
+def test_a_rank_that_is_early_does_not_reuse_the_last_attempt() -> None:
     store = dist.HashStore()
-    settle_all(store, [0, 1], 2)
+    agree_all(store, [0, 1], 2)
     with pytest.raises(RuntimeError, match="came in time"):
         agree_on_attempt(store, 1, 2, timeout_s=0.3)
     with pytest.raises(RuntimeError, match="came in time"):
         agree_on_attempt(store, 0, 3, timeout_s=0.3)
-    assert settle_all(store, [1, 0], 2) == [2, 2], "an attempt that failed has used its number"
+    assert agree_all(store, [1, 0], 2) == [2, 2], "an attempt that failed has used its number"
 
 
 def start_torchruns(lab: Lab, folder: Path) -> dict[str, NodeProcess]:
@@ -70,7 +70,7 @@ def torchrun(lab: Lab, node: str, folder: Path) -> list[str]:
     spec = lab.state.spec
     flags = [f"--nnodes=1:{len(spec.nodes)}", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d"]
     flags += [f"--rdzv-endpoint={spec.nodes[0].address}:29500", f"--local-addr={spec.node(node).address}"]
-    flags += [f"--rdzv-conf=is_host={str(node == spec.nodes[0].name).lower()},{SHORT}", "--rdzv-id=test"]
+    flags += [f"--rdzv-conf=is_host={str(node == spec.nodes[0].name).lower()},{RENDEZVOUS_SETTINGS}", "--rdzv-id=test"]
     worker = ["-m", WORKER, "grammar", "--out", str(folder / "run"), *set_flags(*SETTINGS)]
     return [sys.executable, "-m", "torch.distributed.run", *flags, *worker]
 
@@ -89,29 +89,29 @@ def starts(folder: Path) -> list[dict[str, Any]]:
 
 def has_reached(folder: Path, step: int) -> bool:
     path = folder / "run" / "events" / "rank-0.jsonl"
-    return path.exists() and any(each["event"] == "step" and each["step"] >= step for each in read_events(path))
+    return path.exists() and any(event["event"] == "step" and event["step"] >= step for event in read_events(path))
 
 
 def end(processes: Iterable[NodeProcess]) -> None:
-    for each in processes:
-        each.kill()
-        each.wait(10)
+    for process in processes:
+        process.kill()
+        process.wait(10)
 
 
 def rank_on(lab: Lab, node: str) -> int:
-    """torchrun's own command names the worker too."""
-    found = [(pid, command.split()) for pid, command in lab.processes(node)]
-    return next(pid for pid, words in found if WORKER in words and "torch.distributed.run" not in words)
+    """Return the pid of the worker; torchrun's own command line contains its name, too."""
+    commands = [(pid, command.split()) for pid, command in lab.processes(node)]
+    return next(pid for pid, words in commands if WORKER in words and "torch.distributed.run" not in words)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", ["rank", "node"])
-def test_a_killed_worker_goes_on_from_the_checkpoint(fault: str, tmp_path: Path) -> None:
+def test_a_killed_worker_resumes_from_the_checkpoint(fault: str, tmp_path: Path) -> None:
     with standing_lab(3) as lab, ExitStack() as stack:
         torchruns = start_torchruns(lab, tmp_path)
         stack.callback(end, torchruns.values())
-        # Not while one is written: a silent death is then waited for as long as a slow disk may take.
+        # Not while a checkpoint is written: the timeout for a silent peer is then that of a slow disk.
         wait_for(lambda: has_reached(tmp_path, EVERY + 2), "the first checkpoint", tmp_path)
         assert starts(tmp_path)[0]["world_size"] == 3
         if fault == "rank":
@@ -119,12 +119,12 @@ def test_a_killed_worker_goes_on_from_the_checkpoint(fault: str, tmp_path: Path)
         else:
             lab.perform(kill_node("node3", silent=False))
         left = [torchruns[node] for node in ("node1", "node2")]
-        wait_for(lambda: all(each.poll() is not None for each in left), "the rest of the training", tmp_path)
-    assert [each.returncode for each in left] == [0, 0], (tmp_path / "node1.log").read_text()[-3000:]
+        wait_for(lambda: all(process.poll() is not None for process in left), "the rest of the training", tmp_path)
+    assert [process.returncode for process in left] == [0, 0], (tmp_path / "node1.log").read_text()[-3000:]
     last = starts(tmp_path)[-1]
     assert last["resumed_from"] >= EVERY
     assert last["resumed_from"] % EVERY == 0
-    # On a busy machine torchrun begins without a rank that is slow to come again.
+    # On a busy machine torchrun starts without a rank that is slow to restart.
     assert last["world_size"] in ((2, 3) if fault == "rank" else (2,))
     assert f'on = "local:{last["world_size"]}"' in (tmp_path / "run" / "config.toml").read_text()
     done = [commit["step"] for commit in read_jsonl(tmp_path / "run" / "commits.jsonl")]

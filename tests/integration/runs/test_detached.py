@@ -1,4 +1,4 @@
-"""Runs that go on without a terminal, as their user meets them: detach, ps, logs, attach, stop."""
+"""Runs without a terminal, through the commands of their user: detach, ps, logs, attach, stop."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from tests.support.runs import ended_afterwards, front, parts_of, wait_until
 
 LONG = ("--steps", "1000000", *set_flags(*TINY, "train.compile=off"))
 LINES = 2000
-# Both streams of both ranks at once, and at the end words without a line's end.
-TALKATIVE = f"""
+# Both ranks write to both streams at once, and at the end a line without a newline.
+PRINTS_MUCH = f"""
 import os, sys, time
 for number in range({LINES}):
     print("out", number, "x" * (number % 90))
     print("err", number, "\\t[bold]", file=sys.stderr)
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.05)
-sys.stdout.write("last words of " + os.environ["RANK"])
+sys.stdout.write("last line of " + os.environ["RANK"])
 """
 
 
@@ -46,7 +46,7 @@ def script(folder: Path, text: str) -> Path:
 
 
 def state_of(run: Path) -> dict[str, Any] | None:
-    """What `shoal ps` says of one run; others may go on beside it."""
+    """Return what `shoal ps` prints about one run; other runs may exist on this machine."""
     done = shoal("ps", "--json")
     assert done.returncode == 0, done.stderr
     return next((state for state in json.loads(done.stdout)["runs"] if state["run"] == str(run)), None)
@@ -54,11 +54,11 @@ def state_of(run: Path) -> dict[str, Any] | None:
 
 def lines_of(rank: int) -> list[str]:
     pairs = ((f"out {number} {'x' * (number % 90)}", f"err {number} \t[bold]") for number in range(LINES))
-    return [f"[{rank}] {line}" for pair in pairs for line in pair] + [f"[{rank}] last words of {rank}"]
+    return [f"[{rank}] {line}" for pair in pairs for line in pair] + [f"[{rank}] last line of {rank}"]
 
 
 def check_whole(text: str) -> None:
-    """Every line of every rank, in its rank's order, none cut or mixed with another."""
+    """Check that every line of every rank is there, in the order of its rank, and none is cut or mixed."""
     lines = text.splitlines()
     assert len(lines) == 2 * (2 * LINES + 1)
     for rank in (0, 1):
@@ -76,29 +76,29 @@ REMOVED = "was removed while the run was writing to it"
     ],
 )
 @pytest.mark.timeout(300)
-def test_a_run_whose_folder_is_removed_ends_and_says_why(
+def test_a_run_whose_folder_is_removed_ends_with_an_error(
     words: tuple[str, ...], shown: tuple[str, str], tmp_path: Path
 ) -> None:
-    """It went on for ever, made the folder anew for its checkpoints, and `shoal stop` refused to end it."""
+    """Such a run never ended, created the folder again for its checkpoints, and `shoal stop` refused to end it."""
     run = tmp_path / "run"
     script(tmp_path, "import time\nprint('I am here', flush=True)\ntime.sleep(600)\n")
-    place = [str(tmp_path / word) if word == "mine.py" else word for word in words]
-    with ended_afterwards(run), front(tmp_path, place[0], "--out", run, *place[1:]) as started:
+    arguments = [str(tmp_path / word) if word == "mine.py" else word for word in words]
+    with ended_afterwards(run), front(tmp_path, arguments[0], "--out", run, *arguments[1:]) as started:
         started.await_words(shown[0], 200)
         with front(tmp_path, "attach", run) as attached, front(tmp_path, "logs", "-f", run) as followed:
             attached.await_words(shown[0], 60)
             followed.await_words(shown[1], 60)
-            heads = [parts_of(run)[part].pid for part in (SUPERVISOR, "agent")]
-            for pid in heads:
+            pids = [parts_of(run)[part].pid for part in (SUPERVISOR, "agent")]
+            for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
             shutil.rmtree(run)
             state = state_of(run)
             assert state is not None
             assert state["state"] == "folder removed"
-            for pid in heads:
+            for pid in pids:
                 os.kill(pid, signal.SIGCONT)
-            for each in (started, attached, followed):
-                assert (each.code(60), REMOVED in each.err) == (3, True), each.err
+            for command in (started, attached, followed):
+                assert (command.code(60), REMOVED in command.err) == (3, True), command.err
         assert find_processes(run) == []
 
 
@@ -108,7 +108,7 @@ def test_a_run_without_a_folder_can_be_stopped(tmp_path: Path) -> None:
         done = shoal("run", "--detach", "--out", run, script(tmp_path, "import time\ntime.sleep(600)\n"))
         assert done.returncode == 0, done.stderr
         agent = parts_of(run)["agent"].pid
-        # It does not notice by itself.
+        # A stopped agent does not notice the removal.
         os.kill(agent, signal.SIGSTOP)
         os.kill(parts_of(run)[SUPERVISOR].pid, signal.SIGKILL)
         shutil.rmtree(run)
@@ -120,28 +120,34 @@ def test_a_run_without_a_folder_can_be_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_script_goes_on_by_itself_and_nothing_it_prints_is_lost(tmp_path: Path) -> None:
-    run, enough = tmp_path / "run", tmp_path / "enough"
+def test_a_detached_script_runs_on_and_all_its_output_is_kept(tmp_path: Path) -> None:
+    run, end_file = tmp_path / "run", tmp_path / "end_file"
     with ended_afterwards(run):
-        done = shoal("run", "--detach", "--out", run, script(tmp_path, TALKATIVE), enough)
+        done = shoal("run", "--detach", "--out", run, script(tmp_path, PRINTS_MUCH), end_file)
         assert done.returncode == 0, done.stderr
         assert [f"shoal {verb} {run}" in done.stdout for verb in ("attach", "logs -f", "stop")] == [True] * 3
         state = state_of(run)
         assert state is not None
         assert (state["what"], state["on"], state["state"], state["step"]) == ("mine.py", "local:2", "running", None)
-        assert {each["part"] for each in state["processes"]} == {"supervisor", "agent", "store", "rank-0", "rank-1"}
-        assert all(psutil.pid_exists(each["pid"]) for each in state["processes"])
+        assert {process["part"] for process in state["processes"]} == {
+            "supervisor",
+            "agent",
+            "store",
+            "rank-0",
+            "rank-1",
+        }
+        assert all(psutil.pid_exists(process["pid"]) for process in state["processes"])
         listing = shoal("ps", "--all").stdout
         assert any(line.split()[:4] == [str(run), "mine.py", "local:2", "running"] for line in listing.splitlines())
         assert str(find_processes(run)[0].pid) in listing
         with front(tmp_path, "logs", "-f", run) as follower, front(tmp_path, "attach", run) as watcher:
-            for each in (follower, watcher):
-                each.await_words(f"[1] err {LINES - 1}")
+            for command in (follower, watcher):
+                command.await_words(f"[1] err {LINES - 1}")
             watcher.process.send_signal(signal.SIGINT)
             assert watcher.code() == 0
             assert f"shoal stop {run}\n" in watcher.err
             assert follower.process.poll() is None
-            enough.touch()
+            end_file.touch()
             assert follower.code() == 0
             check_whole(follower.out)
         wait_until(lambda: not find_processes(run), within_s=5)
@@ -152,22 +158,22 @@ def test_a_script_goes_on_by_itself_and_nothing_it_prints_is_lost(tmp_path: Path
     check_whole(attached.stdout)
     stopped = shoal("stop", run)
     assert (stopped.returncode, stopped.stdout) == (0, f"{run} was not running\n")
-    nobody = shoal("logs", run, "--rank", "9")
-    assert nobody.returncode == 2
-    assert "logs there are: rank-0.log, rank-1.log" in nobody.stderr
+    unknown = shoal("logs", run, "--rank", "9")
+    assert unknown.returncode == 2
+    assert "logs there are: rank-0.log, rank-1.log" in unknown.stderr
 
 
 @pytest.mark.long
-def test_attach_ends_as_the_run_does(tmp_path: Path) -> None:
-    run, enough = tmp_path / "run", tmp_path / "enough"
+def test_attach_ends_with_the_exit_code_of_the_run(tmp_path: Path) -> None:
+    run, end_file = tmp_path / "run", tmp_path / "end_file"
     text = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)\nsys.exit(7)\n"
     seen = "error: rank 0 on local ended with exit code 7\n"
     with ended_afterwards(run):
-        done = shoal("run", "--on", "local:1", "--detach", "--out", run, script(tmp_path, text), enough)
+        done = shoal("run", "--on", "local:1", "--detach", "--out", run, script(tmp_path, text), end_file)
         assert done.returncode == 0, done.stderr
         with front(tmp_path, "attach", run) as watcher:
             time.sleep(1)
-            enough.touch()
+            end_file.touch()
             assert watcher.code() == 7
             assert watcher.err.startswith(seen)
         again = shoal("attach", run)
@@ -181,7 +187,7 @@ class Screen:
         self._text = ""
 
     def read(self) -> str:
-        """Everything that has been shown so far."""
+        """Return everything that was printed so far."""
         with contextlib.suppress(OSError):
             while select.select([self._fd], [], [], 0)[0]:
                 self._text += os.read(self._fd, 65536).decode(errors="replace")
@@ -190,21 +196,21 @@ class Screen:
 
 @contextlib.contextmanager
 def terminal(*words: str | Path) -> Iterator[tuple[subprocess.Popen[bytes], Screen]]:
-    """A command in front of a terminal of its own, which is closed afterwards."""
-    ours, theirs = pty.openpty()
+    """Run a command in its own terminal, which is closed afterwards."""
+    terminal_fd, command_fd = pty.openpty()
     argv = [need_tool("setsid"), "--ctty", *shoal_command(*words)]
-    process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
+    process = subprocess.Popen(argv, stdin=command_fd, stdout=command_fd, stderr=command_fd)
+    os.close(command_fd)
     try:
-        yield process, Screen(ours)
+        yield process, Screen(terminal_fd)
     finally:
-        os.close(ours)
+        os.close(terminal_fd)
         process.wait(10)
 
 
 @pytest.mark.long
-def test_a_lost_terminal_loses_nothing(tmp_path: Path) -> None:
-    """A real terminal, and a training in front of it: the window is closed, and the run goes on until it is stopped."""
+def test_a_run_continues_when_its_terminal_is_closed(tmp_path: Path) -> None:
+    """Close the real terminal of `shoal train`: the run continues until it is stopped."""
     run = tmp_path / "run"
     with ended_afterwards(run):
         with terminal("train", "--out", run, *LONG) as (process, screen):
@@ -231,7 +237,7 @@ def test_a_lost_terminal_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_attach_shows_the_end_of_a_training_while_it_comes_and_afterwards(tmp_path: Path) -> None:
+def test_attach_shows_the_end_of_a_run_live_and_afterwards(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with ended_afterwards(run):
         done = shoal("train", "--detach", "--out", run, "--steps", "3", *set_flags(*TINY))
@@ -245,14 +251,14 @@ def test_attach_shows_the_end_of_a_training_while_it_comes_and_afterwards(tmp_pa
     start = json.loads(events.read_text().splitlines()[0])
     with events.open("a") as file:
         file.write(json.dumps({**start, "resumed_from": 3}, separators=(",", ":")) + "\n")
-    over = shoal("attach", run)
-    assert over.returncode == 0, over.stderr
-    assert over.stderr.count(" on 2 ranks × ") == 1, "the newest launch alone"
-    assert "going on after step 3\n" in over.stderr
-    assert "all 2 identical to the bit" in over.stdout
+    again = shoal("attach", run)
+    assert again.returncode == 0, again.stderr
+    assert again.stderr.count(" on 2 ranks × ") == 1, "only the newest launch is shown"
+    assert "going on after step 3\n" in again.stderr
+    assert "all 2 identical to the bit" in again.stdout
 
 
-STUBBORN = """
+IGNORES_SIGINT = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 print("ready")
@@ -261,9 +267,9 @@ time.sleep(300)
 
 
 @pytest.mark.long
-def test_a_killed_front_is_no_loss_and_a_stubborn_run_is_ended(tmp_path: Path) -> None:
+def test_a_run_survives_its_killed_command_and_is_ended_when_it_ignores_the_stop(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with ended_afterwards(run), front(tmp_path, "run", "--out", run, script(tmp_path, STUBBORN)) as first:
+    with ended_afterwards(run), front(tmp_path, "run", "--out", run, script(tmp_path, IGNORES_SIGINT)) as first:
         first.await_words("[0] ready")
         first.await_words("[1] ready")
         first.process.kill()
@@ -281,8 +287,8 @@ def test_a_killed_front_is_no_loss_and_a_stubborn_run_is_ended(tmp_path: Path) -
 @pytest.mark.long
 def test_a_run_whose_supervisor_was_killed_can_still_be_stopped(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    willing = "import time\nprint('ready')\ntry: time.sleep(300)\nexcept KeyboardInterrupt: print('good night')\n"
-    with ended_afterwards(run), front(tmp_path, "run", "--out", run, script(tmp_path, willing)) as first:
+    ends_on_sigint = "import time\nprint('ready')\ntry: time.sleep(300)\nexcept KeyboardInterrupt: print('stopped')\n"
+    with ended_afterwards(run), front(tmp_path, "run", "--out", run, script(tmp_path, ends_on_sigint)) as first:
         first.await_words("[1] ready")
         os.kill(parts_of(run)[SUPERVISOR].pid, signal.SIGKILL)
         assert first.code(within_s=5) == 3
@@ -294,16 +300,19 @@ def test_a_run_whose_supervisor_was_killed_can_still_be_stopped(tmp_path: Path) 
         stopped = shoal("stop", run)
         assert (stopped.returncode, stopped.stdout) == (0, f"{run} stopped when it was asked to\n")
         assert find_processes(run) == []
-    assert shoal("logs", run).stdout.count("good night\n") == 2
+    assert shoal("logs", run).stdout.count("stopped\n") == 2
 
 
 @pytest.mark.long
-def test_a_script_that_ignores_ctrl_c_is_ended_and_stop_says_so(tmp_path: Path) -> None:
+def test_a_script_that_ignores_ctrl_c_is_ended_and_stop_reports_it(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    deaf = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('deaf')\ntime.sleep(300)\n"
-    with ended_afterwards(run), front(tmp_path, "run", "--grace", "1", "--out", run, script(tmp_path, deaf)) as first:
-        first.await_words("[0] deaf")
-        first.await_words("[1] deaf")
+    text = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('ready')\ntime.sleep(300)\n"
+    with (
+        ended_afterwards(run),
+        front(tmp_path, "run", "--grace", "1", "--out", run, script(tmp_path, text)) as first,
+    ):
+        first.await_words("[0] ready")
+        first.await_words("[1] ready")
         stopped = shoal("stop", run)
         assert (stopped.returncode, stopped.stdout) == (0, f"{run} was ended\n")
         assert first.code() == 130
@@ -314,7 +323,7 @@ def test_a_script_that_ignores_ctrl_c_is_ended_and_stop_says_so(tmp_path: Path) 
 
 
 @pytest.mark.exhaustive
-def test_a_stopped_run_takes_its_lab_along(tmp_path: Path) -> None:
+def test_the_lab_of_a_stopped_run_is_removed(tmp_path: Path) -> None:
     need_lab()
     run = tmp_path / "run"
     with ended_afterwards(run):
@@ -333,10 +342,10 @@ def test_a_stopped_run_takes_its_lab_along(tmp_path: Path) -> None:
         assert_gone(lab)
 
 
-def test_an_interrupt_at_the_very_beginning_is_answered_in_words(tmp_path: Path) -> None:
-    """The supervisor is still importing what it needs."""
+def test_an_interrupt_before_the_ranks_start_is_reported(tmp_path: Path) -> None:
+    """The supervisor is still importing its modules."""
     run = tmp_path / "run"
-    with ended_afterwards(run), front(tmp_path, "run", "--out", run, script(tmp_path, STUBBORN)) as first:
+    with ended_afterwards(run), front(tmp_path, "run", "--out", run, script(tmp_path, IGNORES_SIGINT)) as first:
         wait_until(lambda: find_supervisor(run))
         first.process.send_signal(signal.SIGINT)
         assert first.code() == 130
@@ -344,24 +353,24 @@ def test_an_interrupt_at_the_very_beginning_is_answered_in_words(tmp_path: Path)
         assert find_processes(run) == []
 
 
-def test_what_keeps_a_run_from_starting_is_said_before_it_is_let_go(tmp_path: Path) -> None:
+def test_a_detached_run_that_cannot_start_is_an_error_of_the_command(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as owner:
         port = str(owner.getsockname()[1])
-        done = shoal("run", "--detach", "--port", port, "--out", tmp_path / "run", script(tmp_path, STUBBORN))
+        done = shoal("run", "--detach", "--port", port, "--out", tmp_path / "run", script(tmp_path, IGNORES_SIGINT))
     assert done.returncode == 3
     assert f"error: port {port} of 127.0.0.1 cannot be used: Address already in use" in done.stderr
     assert f"why:  process {os.getpid()} has it, for " in done.stderr
     assert find_processes(tmp_path / "run") == []
 
 
-def test_a_rank_that_says_it_was_interrupted_is_believed(tmp_path: Path) -> None:
+def test_exit_code_130_of_a_rank_counts_as_an_interrupt(tmp_path: Path) -> None:
     done = shoal("run", "--on", "local:1", "--out", tmp_path / "run", script(tmp_path, "raise SystemExit(130)"))
     assert done.returncode == 130
     assert "error: a rank reports that it was interrupted" in done.stderr
 
 
 @pytest.mark.parametrize("verb", ["attach", "logs", "stop"])
-def test_what_is_no_run_is_refused(verb: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_refused(verb: str, tmp_path: Path) -> None:
     done = shoal(verb, tmp_path)
     assert done.returncode == 2
     assert f"error: {tmp_path} is not a run folder" in done.stderr

@@ -1,4 +1,4 @@
-"""Attacks on joining: a host that lies to a machine, a machine that lies to its host, another user who looks."""
+"""Attacks on joining: by a malicious host, by a malicious joining machine, and by another user of that machine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 class Machine:
-    """The machine that joins: a home with a key in it, and what lies outside the places that shoal may write to."""
+    """Hold the folders of the joining machine: a home with a key, and the run folder that shoal may write to."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,45 +56,45 @@ class Machine:
         (self.home / ".ssh" / "id_ed25519").write_bytes(KEY)
 
     def outside(self) -> set[str]:
-        """Everything but the run folder and the cache."""
-        found = {str(path.relative_to(self.folder)) for path in self.folder.rglob("*")}
-        return {name for name in found if not name.startswith(("deep", "home/cache"))}
+        """Return all paths except those in the run folder and in the cache."""
+        names = {str(path.relative_to(self.folder)) for path in self.folder.rglob("*")}
+        return {name for name in names if not name.startswith(("deep", "home/cache"))}
 
 
-def lead_to(path: Path, start: Path) -> str:
+def relative_path(path: Path, start: Path) -> str:
     return os.path.relpath(path, start)
 
 
 def set_to(*path: str, value: object) -> Change:
-    """Change one field of a message, however deep."""
+    """Return a function that changes one field of a message, at any depth."""
 
     def change(message: dict[str, Any]) -> None:
-        place: Any = message
+        target: Any = message
         for name in path[:-1]:
-            place = place[int(name) if isinstance(place, list) else name]
-        place[int(path[-1]) if isinstance(place, list) else path[-1]] = value
+            target = target[int(name) if isinstance(target, list) else name]
+        target[int(path[-1]) if isinstance(target, list) else path[-1]] = value
 
     return change
 
 
 def attack(machine: Machine, host: LyingHost) -> subprocess.CompletedProcess[str]:
-    """Let the machine join, and see what the host got out of it."""
+    """Let the machine join, and check that it writes nothing outside and that the host gets no key."""
     before = machine.outside()
     with joining(f"127.0.0.1:{host.port}", machine.home, machine.out) as process:
         try:
             out, err = process.communicate(timeout=60)
         finally:
-            end_processes([found for found in find_processes() if found.run.is_relative_to(machine.folder)])
+            end_processes([running for running in find_processes() if running.run.is_relative_to(machine.folder)])
     assert machine.outside() == before, "something was written outside the run folder"
     assert not host.heard(KEY), "the host got the key"
     assert "Traceback" not in err
     return subprocess.CompletedProcess([], process.returncode, out, err)
 
 
-def test_a_host_does_not_reach_a_key_by_the_name_it_gives(tmp_path: Path, training: RunFolder) -> None:
-    """The host of version 0.1 received a private key: the name became `logs/NAME/`, which is sent home."""
+def test_a_host_does_not_get_a_key_through_a_node_name(tmp_path: Path, training: RunFolder) -> None:
+    """In version 0.1 a host could get a private key: the name became `logs/NAME/`, which is sent to the host."""
     machine = Machine(tmp_path)
-    name = lead_to(machine.home / ".ssh", machine.out / "logs")
+    name = relative_path(machine.home / ".ssh", machine.out / "logs")
     with LyingHost(training, {"welcome": set_to("node", value=name)}) as host:
         done = attack(machine, host)
     assert done.returncode == 3, done.stderr
@@ -123,8 +123,8 @@ WELCOMES: list[tuple[str, tuple[str, ...], object]] = [
 ]  # fmt: skip
 
 
-# These stand for the others, which are tried now and then.
-OFTEN = {
+# One case of each kind for the long tests; the others run with the exhaustive ones.
+LONG_CASES = {
     "node '..'",
     "text elsewhere",
     "size huge",
@@ -135,25 +135,23 @@ OFTEN = {
 }
 
 
-def marked(name: str, *values: object) -> ParameterSet:
-    return pytest.param(*values, id=name, marks=pytest.mark.long if name in OFTEN else pytest.mark.exhaustive)
+def make_case(name: str, *values: object) -> ParameterSet:
+    return pytest.param(*values, id=name, marks=pytest.mark.long if name in LONG_CASES else pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize(("path", "value"), [marked(*each) for each in WELCOMES])
-def test_a_welcome_that_lies_is_refused(
-    path: tuple[str, ...], value: object, tmp_path: Path, training: RunFolder
-) -> None:
+@pytest.mark.parametrize(("path", "value"), [make_case(*case) for case in WELCOMES])
+def test_a_false_welcome_is_refused(path: tuple[str, ...], value: object, tmp_path: Path, training: RunFolder) -> None:
     machine = Machine(tmp_path)
     with LyingHost(training, {"welcome": set_to(*path, value=value)}) as host:
         done = attack(machine, host)
     assert done.returncode in (2, 3), done.stderr
     assert done.stderr.startswith("error: ")
-    assert host.kinds()[-1] == "failed", "the host is told"
+    assert host.kinds()[-1] == "failed", "the host receives the failure"
     assert not machine.out.exists()
     assert not list(machine.home.rglob("*.part"))
 
 
-PLACES: list[tuple[str, str, tuple[str, ...], object]] = [
+ORDERS: list[tuple[str, str, tuple[str, ...], object]] = [
     ("piece too long", "piece", ("data",), "AAAA" * 400_000),
     ("piece of nothing", "piece", ("data",), ""),
     ("piece no base64", "piece", ("data",), "é"),
@@ -170,8 +168,8 @@ PLACES: list[tuple[str, str, tuple[str, ...], object]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "path", "value"), [marked(*each) for each in PLACES])
-def test_a_place_that_lies_is_refused(
+@pytest.mark.parametrize(("kind", "path", "value"), [make_case(*case) for case in ORDERS])
+def test_false_pieces_and_orders_are_refused(
     kind: str, path: tuple[str, ...], value: object, tmp_path: Path, training: RunFolder
 ) -> None:
     machine = Machine(tmp_path)
@@ -198,7 +196,7 @@ def test_a_host_does_not_start_more_ranks_than_one(tmp_path: Path, training: Run
 
 
 @pytest.mark.long
-def test_a_late_guest_refuses_the_place_of_another(tmp_path: Path, training: RunFolder) -> None:
+def test_a_late_joining_machine_refuses_the_member_id_of_another(tmp_path: Path, training: RunFolder) -> None:
     machine = Machine(tmp_path)
     with LyingHost(training, {"meet": set_to("member", value=0)}, late=True) as host:
         done = attack(machine, host)
@@ -207,8 +205,8 @@ def test_a_late_guest_refuses_the_place_of_another(tmp_path: Path, training: Run
 
 
 @pytest.mark.long
-def test_paths_in_a_hosts_configuration_count_for_nothing(tmp_path: Path, training: RunFolder) -> None:
-    """Neither as a cache to write to, nor as a text to read when the run is resumed here."""
+def test_paths_in_a_hosts_configuration_are_ignored(tmp_path: Path, training: RunFolder) -> None:
+    """Neither as a cache to write to, nor as a text to read at a resume on this machine."""
     machine, evil = Machine(tmp_path), tmp_path / "evil"
     text = training.config.read_text().replace(
         "[data]\n", f'[data]\npath = "{machine.home}/.ssh/id_ed25519"\ncache_dir = "{evil}"\n'
@@ -224,7 +222,7 @@ def test_paths_in_a_hosts_configuration_count_for_nothing(tmp_path: Path, traini
 
 
 class Cache:
-    """The texts of earlier runs on the machine that joins: here that of `training`."""
+    """Hold the cached texts of earlier runs on the joining machine: here that of `training`."""
 
     def __init__(self, machine: Machine, training: RunFolder) -> None:
         self.folder = machine.home / "cache" / "shoal" / "joined"
@@ -243,7 +241,7 @@ NOT_NAMED = "the text that the host sent is not the one that it names"
 
 
 def make_other_text(folder: Path, training: RunFolder) -> RunFiles:
-    """A usable text of another size, under the names of the one in `training`."""
+    """Make a valid text of another size, under the file names of the one in `training`."""
     config = build_config(flags=merge(map(parse_set, (*TINY, "data.sentences=900", "data.seed=9"))))
     files = training_files(create_run(config, folder, 2)).files
     by_part = {name.rpartition("-")[2]: path for name, path in files.items()}
@@ -252,7 +250,7 @@ def make_other_text(folder: Path, training: RunFolder) -> RunFiles:
 
 
 def end_before(part: int) -> Change:
-    """The host goes away when it should send this piece."""
+    """Return a change that closes the connection when the host should send this piece."""
     count = 0
 
     def change(_: dict[str, Any]) -> None:
@@ -267,8 +265,8 @@ def end_before(part: int) -> Change:
 @pytest.mark.long
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_a_host_does_not_replace_the_text_of_another_run(pieces: int, tmp_path: Path, training: RunFolder) -> None:
-    """It names the text that this machine trains on, gives the tokenizer of another one so that the text seems to be
-    missing, and sends other bytes. Then it closes after one file, or ends properly after both."""
+    """The host names a text that this machine has. With the tokenizer of another text that one seems to be missing, and
+    the host sends other bytes. It closes the connection after one file, or sends both."""
     machine = Machine(tmp_path)
     cache = Cache(machine, training)
     before = cache.content()
@@ -286,10 +284,10 @@ def test_a_host_does_not_replace_the_text_of_another_run(pieces: int, tmp_path: 
 
 
 @pytest.mark.long
-def test_a_cached_text_is_known_by_its_content_and_not_by_the_size_that_a_host_gives(
+def test_a_cached_text_is_identified_by_its_content_and_not_by_the_size_from_the_host(
     tmp_path: Path, training: RunFolder
 ) -> None:
-    """The right tokenizer and another size: nothing is asked for, so that nothing can be put in its place."""
+    """With the right tokenizer and another size no text is requested, so that none can be replaced."""
     machine = Machine(tmp_path)
     cache = Cache(machine, training)
     before = cache.content()
@@ -303,7 +301,7 @@ def test_a_cached_text_is_known_by_its_content_and_not_by_the_size_that_a_host_g
 
 @pytest.mark.long
 def test_a_host_does_not_remove_the_text_of_another_run(tmp_path: Path, training: RunFolder) -> None:
-    """Right names and sizes, and the tokenizer of another text."""
+    """The host sends the right names and sizes, and the tokenizer of another text."""
     machine = Machine(tmp_path)
     cache = Cache(machine, training)
     before = cache.content()
@@ -318,7 +316,7 @@ def test_a_host_does_not_remove_the_text_of_another_run(tmp_path: Path, training
 @pytest.mark.long
 @pytest.mark.parametrize("part", ["train", "val"])
 def test_a_damaged_text_in_the_cache_is_fetched_again(part: str, tmp_path: Path, training: RunFolder) -> None:
-    """Also when it has the right size."""
+    """The damaged text has the right size."""
     machine = Machine(tmp_path)
     cache = Cache(machine, training)
     before = cache.content()
@@ -332,8 +330,8 @@ def test_a_damaged_text_in_the_cache_is_fetched_again(part: str, tmp_path: Path,
 
 
 @pytest.mark.long
-def test_a_text_whose_header_lies_is_refused(tmp_path: Path, training: RunFolder) -> None:
-    """The digest is of the payload: read with another type it would be another text under the same name."""
+def test_a_text_with_a_false_header_is_refused(tmp_path: Path, training: RunFolder) -> None:
+    """The digest covers the payload: with another type in the header it is another text under the same name."""
     machine, true = Machine(tmp_path), training_files(training)
     name, path = next((name, path) for name, path in true.files.items() if name.endswith("-train"))
     text, forged = open_tokens(path), tmp_path / "forged"
@@ -349,8 +347,8 @@ def test_a_text_whose_header_lies_is_refused(tmp_path: Path, training: RunFolder
 
 
 @pytest.mark.long
-def test_a_text_that_is_not_what_it_is_called_is_not_left_in_the_cache(tmp_path: Path, training: RunFolder) -> None:
-    """Else the next run that has this text would find a wrong one there."""
+def test_a_text_that_does_not_match_its_name_is_not_left_in_the_cache(tmp_path: Path, training: RunFolder) -> None:
+    """The next run with this text would use the wrong one."""
 
     def rename(message: dict[str, Any]) -> None:
         message["files"] = {"0" * 64 + name[64:]: size for name, size in message["files"].items()}
@@ -374,15 +372,15 @@ def test_a_text_that_is_not_what_it_is_called_is_not_left_in_the_cache(tmp_path:
 
 @pytest.mark.long
 @pytest.mark.parametrize("field", ["digest", "train"])
-def test_the_facts_about_a_text_are_those_of_the_text_that_was_sent(
+def test_facts_about_another_text_than_the_one_sent_are_refused(
     field: str, tmp_path: Path, training: RunFolder
 ) -> None:
-    def lie(message: dict[str, Any]) -> None:
+    def falsify(message: dict[str, Any]) -> None:
         facts = json.loads(message["texts"]["data.json"])
         message["texts"]["data.json"] = json.dumps({**facts, field: facts["val"] if field == "train" else "0" * 64})
 
     machine = Machine(tmp_path)
-    with LyingHost(training, {"welcome": lie}) as host:
+    with LyingHost(training, {"welcome": falsify}) as host:
         done = attack(machine, host)
     assert done.returncode == 3, done.stderr
     assert "data.json is about another text" in done.stderr
@@ -390,7 +388,9 @@ def test_the_facts_about_a_text_are_those_of_the_text_that_was_sent(
 
 
 @pytest.mark.long
-def test_an_interrupted_join_leaves_no_part_and_sweeps_those_of_others(tmp_path: Path, training: RunFolder) -> None:
+def test_an_interrupted_join_leaves_no_part_file_and_removes_abandoned_ones(
+    tmp_path: Path, training: RunFolder
+) -> None:
     machine = Machine(tmp_path)
     folder = machine.home / "cache" / "shoal" / "joined"
     folder.mkdir(parents=True)
@@ -412,60 +412,60 @@ def test_an_interrupted_join_leaves_no_part_and_sweeps_those_of_others(tmp_path:
     assert not machine.out.exists()
 
 
-# A guest that lies
+# A malicious joining machine
 
 
-class Reception:
-    """A real doorstep on loopback; what it notes, and the last code that it showed."""
+class RunningServer:
+    """Run a real `JoinServer` on loopback; keep its notes and the codes that it showed."""
 
     def __init__(self, run: RunFolder, **options: Any) -> None:
         self.notes: list[str] = []
-        self.doorstep = JoinServer("127.0.0.1", 0, training_files(run), self.notes.append, **options)
+        self.join_server = JoinServer("127.0.0.1", 0, training_files(run), self.notes.append, **options)
 
     def codes(self) -> list[str]:
         return [note.split()[-1] for note in self.notes if "works once" in note]
 
     async def place(self, count: int = 1) -> tuple[int, str]:
-        """The port, and the newest code once so many have been shown."""
+        """Return the port and the newest code, once so many codes have been shown."""
         while len(self.codes()) < count:
             await asyncio.sleep(0.01)
         port = next(int(note.rpartition(":")[2]) for note in self.notes if "shoal join" in note)
         return port, self.codes()[-1].replace("-", "")
 
     async def receive(self) -> JoinedLink:
-        return await asyncio.wait_for(self.doorstep.receive_one(lambda: {"host"}, lambda: None), 30)
+        return await asyncio.wait_for(self.join_server.receive_one(lambda: {"host"}, lambda: None), 30)
 
 
-async def guest_of(reception: Reception, **facts: Any) -> tuple[JoinedLink, LyingGuest]:
-    receiving = asyncio.ensure_future(reception.receive())
-    liar = await LyingGuest.dial(*await reception.place(), **facts)
-    await liar.settle()
-    return await receiving, liar
+async def join_attacker(server: RunningServer, **facts: Any) -> tuple[JoinedLink, LyingGuest]:
+    receiving = asyncio.ensure_future(server.receive())
+    attacker = await LyingGuest.dial(*await server.place(), **facts)
+    await attacker.settle()
+    return await receiving, attacker
 
 
-def send_pieces(run: Path, training: RunFolder, pieces: list[tuple[object, object, bytes | str]]) -> Reception:
-    """From a machine that has rank 1, after a true piece and before another one."""
-    reception = Reception(training)
+def send_pieces(run: Path, training: RunFolder, pieces: list[tuple[object, object, bytes | str]]) -> RunningServer:
+    """Send pieces from a machine that has rank 1, between two valid ones."""
+    server = RunningServer(training)
 
-    async def play() -> None:
-        guest, liar = await guest_of(reception)
-        guest.listen(run, [1], reception.notes.append)
-        await liar.send_piece("events/rank-1.jsonl", 0, b"first\n")
+    async def run_attack() -> None:
+        guest, attacker = await join_attacker(server)
+        guest.listen(run, [1], server.notes.append)
+        await attacker.send_piece("events/rank-1.jsonl", 0, b"first\n")
         for piece in pieces:
-            await liar.send_piece(*piece)
-        await liar.send_piece("events/rank-1.jsonl", 6, b"last\n")
-        await liar.channel.send({"type": "end"})
+            await attacker.send_piece(*piece)
+        await attacker.send_piece("events/rank-1.jsonl", 6, b"last\n")
+        await attacker.channel.send({"type": "end"})
         while guest.ended() is None:
             await asyncio.sleep(0.01)
-        assert guest.ended() == "its agent ended", "a lie ended the connection"
-        liar.channel.close()
+        assert guest.ended() == "its agent ended", "a refused piece ended the connection"
+        attacker.channel.close()
         guest.channel.close()
 
-    asyncio.run(play())
-    return reception
+    asyncio.run(run_attack())
+    return server
 
 
-LIES: list[tuple[object, object, bytes | str]] = [
+REFUSED_PIECES: list[tuple[object, object, bytes | str]] = [
     ("events/rank-0.jsonl", 0, b"x"),
     ("events/rank-11.jsonl", 0, b"x"),
     ("agents/host.jsonl", 0, b"x"),
@@ -491,37 +491,39 @@ LIES: list[tuple[object, object, bytes | str]] = [
 ]
 
 
-@pytest.mark.parametrize("lie", LIES, ids=lambda lie: f"{lie[0]!s:.30} {lie[1]!s:.8} {len(lie[2])}")
-def test_a_guest_writes_its_own_ranks_files_and_nothing_else(
-    lie: tuple[object, object, bytes | str], tmp_path: Path, training: RunFolder
+@pytest.mark.parametrize("piece", REFUSED_PIECES, ids=lambda piece: f"{piece[0]!s:.30} {piece[1]!s:.8} {len(piece[2])}")
+def test_a_joining_machine_can_write_only_the_files_of_its_own_ranks(
+    piece: tuple[object, object, bytes | str], tmp_path: Path, training: RunFolder
 ) -> None:
-    """What it may not write is refused and noted once, and what it may write still comes."""
+    """Other pieces are refused and noted once, and later valid ones are still written."""
     run = tmp_path / "run"
     (run / "events").mkdir(parents=True)
     (run / "token").write_text("secret")
-    reception = send_pieces(run, training, [lie, lie])
+    server = send_pieces(run, training, [piece, piece])
     assert {str(path.relative_to(run)) for path in run.rglob("*")} == {"events", "events/rank-1.jsonl", "token"}
     assert (run / "events/rank-1.jsonl").read_text() == "first\nlast\n"
     assert (run / "token").read_text() == "secret"
-    assert sum(note.startswith("refused: den") for note in reception.notes) == 1, reception.notes
+    assert sum(note.startswith("refused: den") for note in server.notes) == 1, server.notes
     assert list(tmp_path.iterdir()) == [run]
 
 
 @pytest.mark.parametrize("link", ["logs", "logs/den", "logs/den/rank-1.log", "agents/den.log"])
-def test_no_piece_of_a_guest_follows_a_link(link: str, tmp_path: Path, training: RunFolder) -> None:
+def test_no_piece_of_a_joining_machine_is_written_through_a_link(
+    link: str, tmp_path: Path, training: RunFolder
+) -> None:
     run, outside = tmp_path / "run", tmp_path / "outside"
     (run / link).parent.mkdir(parents=True)
     outside.mkdir()
     (outside / "rank-1.log").write_text("before")
     (run / link).symlink_to(outside / "rank-1.log" if "." in link else outside)
-    reception = send_pieces(run, training, [("logs/den/rank-1.log", 0, b"x"), ("agents/den.log", 0, b"x")])
+    server = send_pieces(run, training, [("logs/den/rank-1.log", 0, b"x"), ("agents/den.log", 0, b"x")])
     assert [path.name for path in outside.iterdir()] == ["rank-1.log"]
     assert (outside / "rank-1.log").read_text() == "before"
-    assert sum("something else lies at its place" in note for note in reception.notes) == 1, reception.notes
+    assert sum("something else lies at its place" in note for note in server.notes) == 1, server.notes
 
 
-def test_files_that_are_sent_home_are_no_links(tmp_path: Path) -> None:
-    """Neither a file nor a folder: a link in the run folder would make any file of the machine the host's."""
+def test_links_are_not_sent_to_the_host(tmp_path: Path) -> None:
+    """Neither files nor folders: through a link in the run folder the host could get any file of the machine."""
     run, secret = RunFolder(tmp_path / "run"), tmp_path / "secret"
     secret.mkdir()
     (secret / "rank-1.log").write_bytes(KEY)
@@ -536,14 +538,14 @@ def test_files_that_are_sent_home_are_no_links(tmp_path: Path) -> None:
     run.commits.symlink_to(secret / "rank-1.log")
     (run.checkpoints / "step-00000002").symlink_to(secret)
     sent: dict[str, bytes] = {}
-    freight = FileSender(run, "den", {1}, {}, True, lambda name, offset, piece: sent.update({name: piece}))
-    freight.reset()
-    freight.add_newest_checkpoint()
-    freight.send_new()
+    sender = FileSender(run, "den", {1}, {}, True, lambda name, offset, piece: sent.update({name: piece}))
+    sender.reset()
+    sender.add_newest_checkpoint()
+    sender.send_new()
     assert sent == {"agents/den.jsonl": b"true\n", "logs/den/rank-1.times": b"1 2\n"}
     (run.path / "logs/den").rename(run.path / "logs/other")
     (run.path / "logs/den").symlink_to(secret)
-    freight.send_new()
+    sender.send_new()
     assert KEY not in sent.values()
 
 
@@ -558,55 +560,55 @@ def test_files_that_are_sent_home_are_no_links(tmp_path: Path) -> None:
         ({"hello": {}}, "a hello without"),
     ],
 )
-def test_a_guest_whose_facts_are_none_is_refused(facts: dict[str, Any], seen: str, training: RunFolder) -> None:
-    reception = Reception(training)
+def test_a_joining_machine_with_invalid_facts_is_refused(facts: dict[str, Any], seen: str, training: RunFolder) -> None:
+    server = RunningServer(training)
 
-    async def play() -> None:
-        receiving = asyncio.ensure_future(reception.receive())
-        liar = await LyingGuest.dial(*await reception.place(), **facts)
+    async def run_attack() -> None:
+        receiving = asyncio.ensure_future(server.receive())
+        attacker = await LyingGuest.dial(*await server.place(), **facts)
         with pytest.raises(EOFError):
-            await liar.channel.receive()
-        liar.channel.close()
+            await attacker.channel.receive()
+        attacker.channel.close()
         receiving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await receiving
 
-    asyncio.run(play())
-    assert any(note.startswith("refused 127.0.0.1") and seen in note for note in reception.notes), reception.notes
+    asyncio.run(run_attack())
+    assert any(note.startswith("refused 127.0.0.1") and seen in note for note in server.notes), server.notes
 
 
-def test_a_guest_is_shown_with_its_own_claims_marked_as_such(training: RunFolder) -> None:
-    reception = Reception(training)
+def test_unverified_claims_of_a_joining_machine_are_marked_as_claims(training: RunFolder) -> None:
+    server = RunningServer(training)
 
-    async def play() -> str:
+    async def run_attack() -> str:
         user = "root\x1b[2J\n' (10.0.0.1) has joined" + "x" * 500
-        guest, liar = await guest_of(reception, name="../../\x1b[31mden", user=user, address="10.9.9.9")
-        liar.channel.close()
+        guest, attacker = await join_attacker(server, name="../../\x1b[31mden", user=user, address="10.9.9.9")
+        attacker.channel.close()
         guest.channel.close()
         return str(guest)
 
-    shown = asyncio.run(play())
+    shown = asyncio.run(run_attack())
     assert shown.isprintable()
     assert shown.startswith("31mden (10.9.9.9, connected from 127.0.0.1; it says its user is "), shown
     assert len(shown) < 150
 
 
-def test_the_owner_says_who_joins(training: RunFolder) -> None:
-    """Before anything is sent. After a no the code counts no more: it is in the wrong hands."""
+def test_the_owner_confirms_each_joining_machine(training: RunFolder) -> None:
+    """The question comes before any file is sent. After a no the code is invalid: it may be stolen."""
     asked: list[str] = []
 
     async def confirm(question: str) -> bool:
         asked.append(question)
         return len(asked) > 1
 
-    reception = Reception(training, confirm=confirm)
+    server = RunningServer(training, confirm=confirm)
 
-    async def play() -> None:
-        receiving = asyncio.ensure_future(reception.receive())
-        port, code = await reception.place()
+    async def run_attack() -> None:
+        receiving = asyncio.ensure_future(server.receive())
+        port, code = await server.place()
         thief = await LyingGuest.dial(port, code, user="mallory")
         assert (await thief.channel.receive())["type"] == "refused"
-        _, newer = await reception.place(2)
+        _, newer = await server.place(2)
         assert newer != code
         with pytest.raises(ControlError):
             await LyingGuest.dial(port, code)
@@ -616,23 +618,23 @@ def test_the_owner_says_who_joins(training: RunFolder) -> None:
         for channel in (thief.channel, owner.channel, guest.channel):
             channel.close()
 
-    asyncio.run(play())
+    asyncio.run(run_attack())
     assert "may den (127.0.0.1; it says its user is 'mallory') take part in this run?" in asked
-    assert any("did not let den in" in note for note in reception.notes)
+    assert any("did not let den in" in note for note in server.notes)
 
 
-# Another user of the machine that joins
+# Another user of the joining machine
 
-# Reads the secrets from its standard input, looks until that is closed, and prints in which files it found one.
-LOOK = """
+# Reads the secrets from its standard input, searches until that is closed, and prints the names of files with one.
+SEARCH = """
 import glob, os, select, sys
 user = int(sys.argv[1])
 if user:
-    # Not before the interpreter runs: it may lie where only root can read.
+    # Only after the interpreter has started: its file may be readable by root alone.
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-secrets, found, rounds = sys.stdin.readline().encode().split(), set(), 0
+secrets, names, rounds = sys.stdin.readline().encode().split(), set(), 0
 while not select.select([sys.stdin], [], [], 0)[0]:
     for name in glob.glob("/proc/[0-9]*/cmdline") + glob.glob("/proc/[0-9]*/environ"):
         try:
@@ -641,84 +643,89 @@ while not select.select([sys.stdin], [], [], 0)[0]:
         except OSError:
             continue
         if any(secret in text for secret in secrets):
-            found.add(os.path.basename(name))
+            names.add(os.path.basename(name))
     rounds += 1
-print(",".join(sorted(found)) or "nothing", rounds)
+print(",".join(sorted(names)) or "nothing", rounds)
 """
 
 
-class Looker:
-    """Somebody who looks through /proc for the code, as a user without rights or as root."""
+class CodeSearch:
+    """Search /proc for the code, as an unprivileged user or as root."""
 
     def __init__(self, user: int) -> None:
         words: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._process: subprocess.Popen[str] = subprocess.Popen([sys.executable, "-I", "-c", LOOK, str(user)], **words)
+        self._process: subprocess.Popen[str] = subprocess.Popen(
+            [sys.executable, "-I", "-c", SEARCH, str(user)], **words
+        )
         assert self._process.stdin is not None
         self._process.stdin.write(f"{CODE} {'-'.join(re.findall('....', CODE))}\n")
         self._process.stdin.flush()
 
-    def found(self) -> str:
+    def result(self) -> str:
         out, _ = self._process.communicate(timeout=60)
         what, rounds = out.split()
-        assert int(rounds) > 1, "it has hardly looked"
+        assert int(rounds) > 1, "/proc was searched at most once"
         return str(what)
 
 
 @contextlib.contextmanager
-def typed(way: str, port: int, machine: Machine) -> Iterator[subprocess.Popen[bytes]]:
-    """A real `shoal join` that gets the code in one of the ways there are."""
+def joining_with_code(way: str, port: int, machine: Machine) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a real `shoal join` that gets the code in one of the possible ways."""
     env = {**os.environ, "PYTHONWARNINGS": "", "HOME": str(machine.home), "XDG_CACHE_HOME": str(machine.home / "cache")}
     file, err = machine.folder / "code", machine.folder / "err"
     file.write_text(f"{CODE}\n")
     file.chmod(0o600)
     place = f"127.0.0.1:{port}" + (f"#{CODE}" if way == "argument" else "")
     words = shoal_command("join", place, "--out", machine.out, *(("--code-file", file) if way == "file" else ()))
-    ours, theirs = os.openpty() if way == "terminal" else os.pipe()[::-1]
+    input_fd, stdin_fd = os.openpty() if way == "terminal" else os.pipe()[::-1]
     env |= {"SHOAL_JOIN_CODE": CODE} if way == "environment" else {}
     with err.open("wb") as errors:
-        process = subprocess.Popen(words, env=env, stdin=theirs, stderr=errors, start_new_session=True)
-    os.close(theirs)
+        process = subprocess.Popen(words, env=env, stdin=stdin_fd, stderr=errors, start_new_session=True)
+    os.close(stdin_fd)
     try:
         if way == "terminal":
             wait_until(lambda: b"code: " in err.read_bytes(), 60)
         if way in ("terminal", "stdin"):
-            os.write(ours, f"{CODE}\n".encode())
+            os.write(input_fd, f"{CODE}\n".encode())
         yield process
     finally:
         process.kill()
         process.wait(20)
-        os.close(ours)
-        end_processes([found for found in find_processes() if found.run.is_relative_to(machine.folder)])
+        os.close(input_fd)
+        end_processes([running for running in find_processes() if running.run.is_relative_to(machine.folder)])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["argument", "stdin", "environment", "file", "terminal"])
-def test_another_user_does_not_find_the_code(way: str, tmp_path: Path, training: RunFolder) -> None:
-    """In the whole life of `shoal join`. As an argument it is found, which proves that the other user can look."""
+def test_another_user_cannot_find_the_code(way: str, tmp_path: Path, training: RunFolder) -> None:
+    """During all of `shoal join`. As an argument the code is found, which proves that the search works."""
     if os.geteuid() != 0:
-        pytest.skip("to be another user takes root")
-    machine, other = Machine(tmp_path), Looker(65534)
-    with LyingHost(training, {"roster": set_to("roster", value=[])}) as host, typed(way, host.port, machine) as process:
+        pytest.skip("only root can act as another user")
+    machine, other = Machine(tmp_path), CodeSearch(65534)
+    with (
+        LyingHost(training, {"roster": set_to("roster", value=[])}) as host,
+        joining_with_code(way, host.port, machine) as process,
+    ):
         wait_until(host.greeted.is_set, 60, why=lambda: (tmp_path / "err").read_text())
         assert process.wait(60) == 3
-    assert other.found() == ("cmdline" if way == "argument" else "nothing")
-    said = (tmp_path / "err").read_text()
-    assert ("other users of this machine can read a code" in said) is (way == "argument")
-    assert CODE not in said, "it was shown on the terminal"
+    assert other.result() == ("cmdline" if way == "argument" else "nothing")
+    error_text = (tmp_path / "err").read_text()
+    assert ("other users of this machine can read a code" in error_text) is (way == "argument")
+    assert CODE not in error_text, "the code was shown on the terminal"
 
 
 @pytest.mark.long
 def test_no_process_of_the_run_inherits_the_code(tmp_path: Path, training: RunFolder) -> None:
-    """Root looks from the moment on when the host has accepted the code, until the agent has started and ended."""
+    """Search as root from the time when the host has accepted the code until the agent has ended."""
     machine = Machine(tmp_path)
-    with LyingHost(training, {}, hold_s=1.0) as host, typed("environment", host.port, machine) as process:
+    with LyingHost(training, {}, hold_s=1.0) as host, joining_with_code("environment", host.port, machine) as process:
         wait_until(host.greeted.is_set, 60)
-        root = Looker(0)
-        agents = wait_until(lambda: [found for found in find_processes(machine.out) if found.part == "agent"], 60)
+        root = CodeSearch(0)
+        agents = wait_until(lambda: [running for running in find_processes(machine.out) if running.part == "agent"], 60)
         variables = (
             Path(f"/proc/{agents[0].pid}/environ").read_bytes() + Path(f"/proc/{process.pid}/environ").read_bytes()
         )
-    assert root.found() == "nothing"
+    assert root.result() == "nothing"
     assert b"SHOAL_JOIN_CODE" not in Path("/proc/self/environ").read_bytes()
     assert CODE.encode() not in variables
 
@@ -751,44 +758,44 @@ def test_confirm_needs_a_terminal_and_machines_that_join(tmp_path: Path) -> None
 @pytest.mark.long
 @pytest.mark.timeout(180)
 def test_the_owner_is_asked_at_the_terminal_of_shoal_host(tmp_path: Path) -> None:
-    """Through the supervisor, which has none: a no, then a yes."""
+    """The question passes through the supervisor, which has no terminal. Answer no, then yes."""
     run = tmp_path / "run"
-    ours, theirs = os.openpty()
+    terminal_fd, command_fd = os.openpty()
     words = ("host", "--address", "127.0.0.1", "--confirm", "--out", str(run), *set_flags(*TINY))
     shown = bytearray()
 
     def screen() -> str:
-        while select.select([ours], [], [], 0)[0]:
+        while select.select([terminal_fd], [], [], 0)[0]:
             with contextlib.suppress(OSError):
-                shown.extend(os.read(ours, 4096))
+                shown.extend(os.read(terminal_fd, 4096))
         return shown.decode(errors="replace")
 
     def read(pattern: str) -> list[str]:
         return wait_until(lambda: re.findall(pattern, screen()), 90, why=screen)
 
-    async def come(port: str, code: str, answer: bytes, user: str) -> str:
+    async def join_and_answer(port: str, code: str, answer: bytes, user: str) -> str:
         guest = await LyingGuest.dial(int(port), code.replace("-", ""), user=user)
         await asyncio.to_thread(read, rf"may den \(127.0.0.1; it says its user is '{user}'\) take part.*\[y/N\]")
-        os.write(ours, answer)
+        os.write(terminal_fd, answer)
         message = await asyncio.wait_for(guest.channel.receive(), 30)
         guest.channel.close()
         return str(message["type"])
 
     env = {**os.environ, "PYTHONWARNINGS": "", "COLUMNS": "200", "TERM": "dumb"}
     process = subprocess.Popen(
-        shoal_command(*words), env=env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        shoal_command(*words), env=env, stdin=command_fd, stdout=command_fd, stderr=command_fd, start_new_session=True
     )
-    os.close(theirs)
+    os.close(command_fd)
     try:
         port = read(r"shoal join 127.0.0.1:(\d+)")[0]
         first = read(r"works once: (\S+)")[0]
-        assert asyncio.run(come(port, first, b"n\n", "mallory")) == "refused"
+        assert asyncio.run(join_and_answer(port, first, b"n\n", "mallory")) == "refused"
         wait_until(lambda: len(read(r"works once: (\S+)")) > 1, 60, why=screen)
-        assert asyncio.run(come(port, read(r"works once: (\S+)")[-1], b"y\n", "anna")) == "welcome"
+        assert asyncio.run(join_and_answer(port, read(r"works once: (\S+)")[-1], b"y\n", "anna")) == "welcome"
         assert (run / "supervisor.jsonl").stat().st_mode & 0o777 == 0o600
     finally:
         process.send_signal(signal.SIGINT)
         end_processes(find_processes(run))
         process.kill()
         process.wait(20)
-        os.close(ours)
+        os.close(terminal_fd)

@@ -1,4 +1,4 @@
-"""A machine that joins meets a host whose words are not those it knows: an error in words, whatever was said."""
+"""Unknown messages of a host are an error with a message on the joining machine; so are wrong join codes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ FILES = {"0" * 64 + "-train": 3, "0" * 64 + "-val": 3}
 TEXTS = {"config.toml": "", "tokenizer.json": "{}", "data.json": "{}"}
 
 
-async def arrive(welcome: dict[str, Any], out: Path) -> list[dict[str, Any]]:
-    """What the host hears after its welcome."""
-    heard: list[dict[str, Any]] = []
+async def join_with_welcome(welcome: dict[str, Any], out: Path) -> list[dict[str, Any]]:
+    """Join a host that sends this welcome; return the messages that it receives afterwards."""
+    received: list[dict[str, Any]] = []
 
     async def host(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = await accept(reader, writer, CODE)
@@ -34,7 +34,7 @@ async def arrive(welcome: dict[str, Any], out: Path) -> list[dict[str, Any]]:
         await channel.send({"type": "welcome", **welcome})
         try:
             while True:
-                heard.append(await channel.receive())
+                received.append(await channel.receive())
         except EOFError:
             channel.close()
 
@@ -48,7 +48,7 @@ async def arrive(welcome: dict[str, Any], out: Path) -> list[dict[str, Any]]:
         finally:
             channel.close()
         await asyncio.sleep(0.05)
-    return heard
+    return received
 
 
 @pytest.mark.parametrize(
@@ -67,29 +67,27 @@ async def arrive(welcome: dict[str, Any], out: Path) -> list[dict[str, Any]]:
     ],
     ids=lambda welcome: json.dumps(welcome)[:40],
 )
-def test_a_welcome_of_other_words_is_an_error_in_words(welcome: dict[str, Any], tmp_path: Path) -> None:
-    [*_, last] = asyncio.run(arrive(welcome, tmp_path / "run"))
-    assert last["type"] == "failed", "the host is told, too"
+def test_a_malformed_welcome_is_a_readable_error(welcome: dict[str, Any], tmp_path: Path) -> None:
+    [*_, last] = asyncio.run(join_with_welcome(welcome, tmp_path / "run"))
+    assert last["type"] == "failed", "the host receives the failure, too"
 
 
-# What `shoal join` says about the code that it is given.
+# What `shoal join` prints about the code that it gets.
 
 PLACE = "127.0.0.1:9"
-RIGHT = "abcd-efgh-jkmn-pqrs"
+VALID_CODE = "abcd-efgh-jkmn-pqrs"
 
 
-def type_join(
-    *words: str | Path, stdin: Any = subprocess.DEVNULL, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """At no terminal. No host listens at `PLACE`, so that a code that is accepted ends with exit code 3."""
+def run_join(*words: str | Path, stdin: Any = subprocess.DEVNULL, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `shoal join` without a terminal. No host listens at `PLACE`: an accepted code ends with exit code 3."""
     env = {**os.environ, "PYTHONWARNINGS": "", **variables}
     return subprocess.run(
         shoal_command("join", *words), env=env, stdin=stdin, capture_output=True, text=True, timeout=60, check=False
     )
 
 
-def test_an_empty_standard_input_is_named_with_the_other_ways() -> None:
-    done = type_join(PLACE)
+def test_an_empty_standard_input_is_an_error_that_names_the_other_ways() -> None:
+    done = run_join(PLACE)
     assert done.returncode == 2
     assert "error: there is no code: standard input was empty" in done.stderr
     assert "without a terminal" in done.stderr
@@ -97,7 +95,7 @@ def test_an_empty_standard_input_is_named_with_the_other_ways() -> None:
     assert "SHOAL_JOIN_CODE" in done.stderr
 
 
-def test_a_program_started_without_standard_input_says_the_same() -> None:
+def test_a_closed_standard_input_is_the_same_error() -> None:
     command = shlex.join(map(str, shoal_command("join", PLACE)))
     done = subprocess.run(
         ["/bin/sh", "-c", f"exec {command} <&-"], capture_output=True, text=True, timeout=60, check=False
@@ -106,18 +104,18 @@ def test_a_program_started_without_standard_input_says_the_same() -> None:
     assert "error: there is no code: standard input was empty" in done.stderr
 
 
-def test_a_join_that_waits_for_the_code_says_so() -> None:
-    ours, theirs = os.pipe(), subprocess.PIPE
-    process = subprocess.Popen(shoal_command("join", PLACE), stdin=ours[0], stdout=theirs, stderr=theirs, text=True)
+def test_a_join_that_waits_for_the_code_prints_a_note() -> None:
+    stdin, pipe = os.pipe(), subprocess.PIPE
+    process = subprocess.Popen(shoal_command("join", PLACE), stdin=stdin[0], stdout=pipe, stderr=pipe, text=True)
     try:
-        os.close(ours[0])
+        os.close(stdin[0])
         assert process.stderr is not None
-        assert select.select([process.stderr], [], [], 30)[0], "it says nothing"
+        assert select.select([process.stderr], [], [], 30)[0], "nothing was printed"
         assert process.stderr.readline() == "note: waiting for the code on standard input\n"
-        os.write(ours[1], f"{RIGHT}\n".encode())
+        os.write(stdin[1], f"{VALID_CODE}\n".encode())
         _, err = process.communicate(timeout=60)
     finally:
-        os.close(ours[1])
+        os.close(stdin[1])
         process.kill()
         process.wait(20)
     assert process.returncode == 3
@@ -125,17 +123,17 @@ def test_a_join_that_waits_for_the_code_says_so() -> None:
 
 
 def test_a_code_after_the_address_is_taken_with_a_warning() -> None:
-    for words in ((PLACE, RIGHT), (PLACE, *RIGHT.split("-"))):
-        done = type_join(*words)
+    for words in ((PLACE, VALID_CODE), (PLACE, *VALID_CODE.split("-"))):
+        done = run_join(*words)
         assert done.returncode == 3, done.stderr
         assert "other users of this machine can read a code given as an argument" in done.stderr
         assert f"no shoal answers at {PLACE}" in done.stderr
-    assert "CODE" not in type_join("--help").stdout.partition("Join a run")[0]
+    assert "CODE" not in run_join("--help").stdout.partition("Join a run")[0]
 
 
 def test_a_code_that_is_too_short_is_refused_before_the_network() -> None:
-    for words in ((f"{PLACE}#{RIGHT[:-1]}",), (PLACE, RIGHT[:-1])):
-        done = type_join(*words)
+    for words in ((f"{PLACE}#{VALID_CODE[:-1]}",), (PLACE, VALID_CODE[:-1])):
+        done = run_join(*words)
         assert done.returncode == 2, done.stderr
         assert "that is no code of an invitation: 15 of 16 letters" in done.stderr
 
@@ -145,18 +143,18 @@ def test_a_code_that_is_too_short_is_refused_before_the_network() -> None:
 )
 def test_a_code_that_is_given_in_two_ways_is_refused(ways: tuple[str, str], tmp_path: Path) -> None:
     file = tmp_path / "code"
-    file.write_text(RIGHT)
+    file.write_text(VALID_CODE)
     file.chmod(0o600)
-    words: list[str | Path] = [f"{PLACE}#{RIGHT}" if "argument" in ways else PLACE]
-    words += [RIGHT] if "second" in ways else []
+    words: list[str | Path] = [f"{PLACE}#{VALID_CODE}" if "argument" in ways else PLACE]
+    words += [VALID_CODE] if "second" in ways else []
     words += ["--code-file", file] if "file" in ways else []
-    done = type_join(*words, **({"SHOAL_JOIN_CODE": RIGHT} if "variable" in ways else {}))
+    done = run_join(*words, **({"SHOAL_JOIN_CODE": VALID_CODE} if "variable" in ways else {}))
     assert done.returncode == 2, done.stderr
     assert "error: the code is given in two ways: " in done.stderr
-    assert RIGHT not in done.stderr
+    assert VALID_CODE not in done.stderr
 
 
 def test_a_run_folder_takes_no_code(tmp_path: Path) -> None:
-    done = type_join(tmp_path, RIGHT)
+    done = run_join(tmp_path, VALID_CODE)
     assert done.returncode == 2
     assert "is a run folder: rejoining a run needs no code" in done.stderr

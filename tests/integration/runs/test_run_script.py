@@ -1,4 +1,4 @@
-"""`shoal run`: other people's scripts, unmodified, on local ranks and on emulated nodes."""
+"""`shoal run`: unmodified scripts on local ranks and on emulated nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.labs import need_lab
 from tests.support.paths import SCRIPTS
 from tests.support.programs import shoal, shoal_command
 
-# What a tutorial has: nothing of shoal in them. All three train the same model on the same data.
+# Scripts as in a tutorial, without shoal. All three train the same model on the same data.
 SAMPLES = 120
 LINE = re.compile(r"\[(\d)] rank (\d) of (\d) on (\S+): samples (\d+) loss (\S+) weights (\w+)")
 
@@ -35,7 +35,7 @@ def run_script(folder: Path, on: str, name: str, *words: str) -> subprocess.Comp
 
 @cache
 def loss_of_one_process() -> float:
-    """What the scripts end with when one process has every batch whole."""
+    """Return the last loss of the scripts in one process, which has every batch whole."""
     torch.manual_seed(0)
     inputs = torch.linspace(-1, 1, 48).reshape(24, 2)
     targets = inputs.prod(dim=1, keepdim=True)
@@ -59,46 +59,46 @@ def loss_of_one_process() -> float:
         pytest.param("fabric_train.py", "lab:3", ["--num-nodes", "3"], marks=pytest.mark.long),
     ],
 )
-def test_a_script_trains_as_it_is_in_one_world(name: str, on: str, words: list[str], tmp_path: Path) -> None:
+def test_an_unmodified_script_trains_in_one_world(name: str, on: str, words: list[str], tmp_path: Path) -> None:
     if on.startswith("lab"):
         need_lab()
     ranks = int(on[-1])
     hosts = [f"node{rank + 1}" for rank in range(ranks)] if on.startswith("lab") else [socket.gethostname()] * ranks
     done = run_script(tmp_path, on, name, *words)
     assert done.returncode == 0, done.stderr
-    found = sorted(match.groups() for match in LINE.finditer(done.stdout))
+    lines = sorted(match.groups() for match in LINE.finditer(done.stdout))
     expected = [(str(rank), str(rank), str(ranks), hosts[rank], str(SAMPLES // ranks)) for rank in range(ranks)]
-    assert [line[:5] for line in found] == expected
-    assert len({weights for *_, weights in found}) == 1, "replicas differ"
+    assert [line[:5] for line in lines] == expected
+    assert len({weights for *_, weights in lines}) == 1, "replicas differ"
     # Each rank had only its share of every batch, so this holds only if they exchanged gradients.
-    assert float(found[0][5]) == pytest.approx(loss_of_one_process(), abs=2e-6)
+    assert float(lines[0][5]) == pytest.approx(loss_of_one_process(), abs=2e-6)
     if name == "plain_ddp.py":
         assert done.stdout.count(f"was asked for {' '.join(words)}\n") == ranks
 
 
 @pytest.mark.long
-def test_fabric_is_told_how_large_the_world_is(tmp_path: Path) -> None:
-    """A script that says three, started as two: refused at once, where it would wait for a third."""
+def test_fabric_gets_the_world_size(tmp_path: Path) -> None:
+    """A script for three ranks that is started as two is refused at once; it would wait for a third."""
     done = run_script(tmp_path, "local:2", "fabric_train.py", "--devices", "3")
     assert done.returncode == 1
     assert "does not match the world size (2)" in done.stdout
 
 
 @pytest.mark.long
-def test_it_ends_with_the_code_of_the_first_rank_to_fail(tmp_path: Path) -> None:
+def test_shoal_run_ends_with_the_exit_code_of_the_first_rank_to_fail(tmp_path: Path) -> None:
     file = script(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)\n")
     done = shoal("run", "--out", tmp_path / "run", file, timeout_s=20)
     assert done.returncode == 7
     assert "error: rank 1 on local ended with exit code 7" in done.stderr
 
 
-def test_nothing_that_is_printed_is_lost(tmp_path: Path) -> None:
-    """Both streams, a long line whole, and last words without a line's end."""
-    text = "import sys\nprint('x' * 5000)\nprint('to stderr', file=sys.stderr)\nsys.stdout.write('last words')\n"
+def test_all_output_of_a_script_is_printed_and_logged(tmp_path: Path) -> None:
+    """Both streams, a long line, and a last line without a newline."""
+    text = "import sys\nprint('x' * 5000)\nprint('to stderr', file=sys.stderr)\nsys.stdout.write('last line')\n"
     done = shoal("run", "--on", "local:1", "--out", tmp_path / "run", script(tmp_path, text))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[0] " + "x" * 5000, "[0] to stderr", "[0] last words"]
-    assert "last words" in (tmp_path / "run/logs/local/rank-0.log").read_text()
+    assert done.stdout.splitlines() == ["[0] " + "x" * 5000, "[0] to stderr", "[0] last line"]
+    assert "last line" in (tmp_path / "run/logs/local/rank-0.log").read_text()
 
 
 BAR = """
@@ -113,23 +113,23 @@ sys.stderr.write("\\n")
 
 @pytest.mark.long
 def test_a_progress_bar_moves_on_a_terminal(tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
+    terminal_fd, command_fd = pty.openpty()
     command = shoal_command("run", "--on", "local:1", "--out", tmp_path / "run", script(tmp_path, BAR))
     with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"}
+        command, stdin=command_fd, stdout=command_fd, stderr=command_fd, env={**os.environ, "TERM": "xterm"}
     ) as process:
-        os.close(theirs)
-        seen = b""
+        os.close(command_fd)
+        output = b""
         # Reading from a terminal that no process has open any more is an error.
         with contextlib.suppress(OSError):
-            while block := os.read(ours, 1 << 16):
-                seen += block
-        os.close(ours)
-        assert process.wait(20) == 0, seen
-    states = re.findall(r"\[0\] (\d+)%\r\n\x1b\[1A\r\x1b\[J", seen.decode())
-    assert len(states) > 3, seen
+            while block := os.read(terminal_fd, 1 << 16):
+                output += block
+        os.close(terminal_fd)
+        assert process.wait(20) == 0, output
+    states = re.findall(r"\[0\] (\d+)%\r\n\x1b\[1A\r\x1b\[J", output.decode())
+    assert len(states) > 3, output
     assert list(map(int, states)) == sorted(map(int, states))
-    assert seen.decode().endswith("100%\r\n"), "its last state stays as a line"
+    assert output.decode().endswith("100%\r\n"), "the last state of the bar stays as a line"
 
 
 def test_a_module_runs_too(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_module_runs_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [("no.py",), ("-m",)])
-def test_what_cannot_be_started_is_refused(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_missing_script_or_module_is_refused(words: tuple[str, ...], tmp_path: Path) -> None:
     done = shoal("run", *words, cwd=tmp_path)
     assert done.returncode == 2
     assert "next: " in done.stderr

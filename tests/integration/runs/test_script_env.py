@@ -1,4 +1,4 @@
-"""What a script under `shoal run` finds: torchrun's variables, the user's own, its standard input and its Python."""
+"""The environment of a script under `shoal run`: torchrun's and the user's variables, standard input, Python."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from tests.support.programs import shoal, shoal_command
 
 HERE = Node("local", LOOPBACK, "lo", 2, 8)
 LAB = [Node("node1", "10.77.0.1", "eth0", 1, 2), Node("node2", "10.77.0.2", "eth0", 1, 2)]
-MEETING = Rendezvous(LOOPBACK, 4711)
-THEIRS = {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "wlan0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+RENDEZVOUS = Rendezvous(LOOPBACK, 4711)
+USER_ENV = {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "wlan0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 
 
 def variables(run: RunConfig, nodes: list[Node], user_env: dict[str, str]) -> list[dict[str, str]]:
-    return [command.env for command in plan_script(run, ["a.py"], nodes, MEETING, user_env=user_env)]
+    return [command.env for command in plan_script(run, ["a.py"], nodes, RENDEZVOUS, user_env=user_env)]
 
 
 def test_every_variable_of_torchrun_is_set(tmp_path: Path) -> None:
-    """Read from torch's own agent. The file for errors is torchrun's too, and set where it keeps its logs."""
+    """The names are read from torch's agent. The error file is set, too, in the folder of the logs."""
     source = inspect.getsource(LocalElasticAgent._start_workers) + inspect.getsource(
         LocalElasticAgent._set_local_rank_env
     )
@@ -46,15 +46,15 @@ def test_every_variable_of_torchrun_is_set(tmp_path: Path) -> None:
     for env in variables(RunConfig(), LAB, {}):
         assert names - env.keys() <= {"CUDA_VISIBLE_DEVICES"}
     first, second = variables(RunConfig(), LAB, {})
-    assert [each["ROLE_RANK"] for each in (first, second)] == ["0", "1"]
+    assert [variables_of_rank["ROLE_RANK"] for variables_of_rank in (first, second)] == ["0", "1"]
     assert (first["ROLE_WORLD_SIZE"], first["GROUP_WORLD_SIZE"], first["ROLE_NAME"]) == ("2", "2", "default")
 
 
 def test_the_users_own_variables_win_on_this_machine() -> None:
-    for env in variables(RunConfig(), [HERE], THEIRS):
-        assert env.items() >= THEIRS.items()
+    for env in variables(RunConfig(), [HERE], USER_ENV):
+        assert env.items() >= USER_ENV.items()
         assert env["NCCL_SOCKET_IFNAME"] == "lo"
-    assert list(settings_notes(RunConfig(), [HERE], THEIRS)) == [
+    assert list(settings_notes(RunConfig(), [HERE], USER_ENV)) == [
         "GLOO_SOCKET_IFNAME=wlan0 of your environment is used; shoal would set lo",
         "OMP_NUM_THREADS=3 of your environment is used; shoal would set 4",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 of your environment is used; shoal would set 1",
@@ -63,23 +63,25 @@ def test_the_users_own_variables_win_on_this_machine() -> None:
     assert list(settings_notes(RunConfig(), [HERE], {"OMP_NUM_THREADS": "4"})) == []
 
 
-def test_an_option_wins_over_the_environment_and_says_so() -> None:
+def test_an_option_wins_over_the_environment_with_a_note() -> None:
     run = RunConfig(threads=2)
-    assert variables(run, [HERE], THEIRS)[0]["OMP_NUM_THREADS"] == "2"
-    assert "OMP_NUM_THREADS=3 of your environment is not used: --threads says 2" in settings_notes(run, [HERE], THEIRS)
+    assert variables(run, [HERE], USER_ENV)[0]["OMP_NUM_THREADS"] == "2"
+    assert "OMP_NUM_THREADS=3 of your environment is not used: --threads says 2" in settings_notes(
+        run, [HERE], USER_ENV
+    )
 
 
-def test_the_name_of_an_interface_does_not_travel() -> None:
+def test_interface_names_of_this_machine_are_not_used_on_other_nodes() -> None:
     """wlan0 of the laptop does not exist on an emulated node: gloo would refuse to start."""
-    assert {env["GLOO_SOCKET_IFNAME"] for env in variables(RunConfig(), LAB, THEIRS)} == {"eth0"}
-    assert {env["OMP_NUM_THREADS"] for env in variables(RunConfig(), LAB, THEIRS)} == {"3"}
-    notes = list(settings_notes(RunConfig(), LAB, THEIRS))
+    assert {env["GLOO_SOCKET_IFNAME"] for env in variables(RunConfig(), LAB, USER_ENV)} == {"eth0"}
+    assert {env["OMP_NUM_THREADS"] for env in variables(RunConfig(), LAB, USER_ENV)} == {"3"}
+    notes = list(settings_notes(RunConfig(), LAB, USER_ENV))
     assert len(notes) == 3
     assert notes[0].startswith("GLOO_SOCKET_IFNAME=wlan0 of your environment is not used: interfaces have other names")
 
 
 def environment(folder: Path, has_torch: bool) -> Path:
-    """A prefix whose python answers the question about torch."""
+    """Make a prefix whose python exits with 0 if it has torch."""
     (folder / "bin").mkdir(parents=True)
     python = folder / "bin" / "python"
     python.write_text(f"#!/bin/sh\nexit {0 if has_torch else 3}\n")
@@ -111,7 +113,7 @@ def test_an_activated_environment_without_torch_is_named(tmp_path: Path) -> None
         {"CONDA_PREFIX": "/", "CONDA_DEFAULT_ENV": "base"},
     ],
 )
-def test_without_another_environment_shoals_own_python_runs_it(env: dict[str, str]) -> None:
+def test_without_another_environment_shoals_own_python_runs_the_script(env: dict[str, str]) -> None:
     assert active_environment(env) is None
     assert choose_python("", "local:2", env) == ("", "")
 
@@ -129,8 +131,8 @@ def test_a_python_that_cannot_run_the_script_is_refused(tmp_path: Path) -> None:
         choose_python(str(broken), "local:2", {})
 
 
-def test_a_python_is_used_by_its_own_name() -> None:
-    """The one of an environment is a link; where it points to, there are no packages."""
+def test_a_python_that_is_a_link_is_not_resolved() -> None:
+    """The python of an environment is a link; its target has no packages."""
     assert choose_python(sys.executable, "local:2", {}) == (sys.executable, "")
 
 
@@ -145,7 +147,7 @@ def pipe(text: bytes) -> Iterator[int]:
         os.close(writing)
 
 
-def test_who_reads_the_standard_input() -> None:
+def test_standard_input_is_passed_on_only_to_local_foreground_runs() -> None:
     with pipe(b"hello") as fd:
         assert choose_stdin("local:2", False, fd) == (StdinSource.INHERITED, "")
         passes, note = choose_stdin("lab:2", False, fd)
@@ -153,7 +155,7 @@ def test_who_reads_the_standard_input() -> None:
         passes, note = choose_stdin("local:2", True, fd)
         assert (passes, "is not passed on: the run is detached" in note) == (StdinSource.NONE, True)
     with pipe(b"") as fd:
-        # A CI's or cron's pipe that says nothing is nothing to speak of.
+        # An empty pipe of a CI or of cron needs no note.
         assert choose_stdin("lab:2", False, fd) == (StdinSource.NONE, "")
     with Path(os.devnull).open() as null:
         assert choose_stdin("local:2", False, null.fileno()) == (StdinSource.NONE, "")
@@ -177,13 +179,13 @@ def test_a_terminal_is_read_only_in_the_foreground() -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", CHOOSE])  # noqa: S606
-    said = b""
+    output = b""
     with contextlib.suppress(OSError):
         while part := os.read(terminal, 1000):
-            said += part
+            output += part
     os.waitpid(pid, 0)
     os.close(terminal)
-    assert said.decode().split() == ["TERMINAL", "NONE"], said
+    assert output.decode().split() == ["TERMINAL", "NONE"], output
 
 
 RELAY = """
@@ -210,16 +212,16 @@ with relay_terminal() as reading:
 """
 
 
-def test_what_is_typed_for_another_job_is_not_passed_on() -> None:
+def test_input_for_another_foreground_job_is_not_passed_on() -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", RELAY])  # noqa: S606
-    said = b""
+    output = b""
 
     def read_until(word: bytes) -> None:
-        nonlocal said
-        while word not in said:
-            said += os.read(terminal, 1000)
+        nonlocal output
+        while word not in output:
+            output += os.read(terminal, 1000)
 
     try:
         read_until(b"ready")
@@ -231,11 +233,11 @@ def test_what_is_typed_for_another_job_is_not_passed_on() -> None:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(terminal)
-    assert b"got for the rank" in said
-    assert b"shell for the shell" in said
+    assert b"got for the rank" in output
+    assert b"shell for the shell" in output
 
 
-SHOW = """
+PRINT_ENVIRONMENT = """
 import os, sys
 print(os.environ["RANK"], repr(sys.stdin.read()), os.environ["OMP_NUM_THREADS"], sys.executable, flush=True)
 assert os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]).endswith("run/logs/local")
@@ -243,9 +245,9 @@ assert "SHOAL_STDIN_FD" not in os.environ
 """
 
 
-def test_rank_0_reads_what_is_piped_in(tmp_path: Path) -> None:
+def test_rank_0_reads_the_piped_input(tmp_path: Path) -> None:
     script = tmp_path / "show.py"
-    script.write_text(SHOW)
+    script.write_text(PRINT_ENVIRONMENT)
     done = subprocess.run(
         shoal_command("run", "--on", "local:2", "--out", tmp_path / "run", "--python", sys.executable, script),
         input="two\nlines\n",
@@ -270,14 +272,14 @@ def test_rank_0_reads_what_is_piped_in(tmp_path: Path) -> None:
         (("--grase=3", "a.py"), "shoal run has no option --grase", "did you mean '--grace'?"),
     ],
 )
-def test_an_unknown_option_is_no_script(words: tuple[str, ...], seen: str, why: str, tmp_path: Path) -> None:
+def test_an_unknown_option_is_not_read_as_a_script(words: tuple[str, ...], seen: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "a.py").touch()
     done = shoal("run", *words, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {seen}\n  why:  {why}\n")
 
 
-def test_a_folder_that_exists_is_not_to_be_resumed(tmp_path: Path) -> None:
+def test_an_existing_run_folder_is_refused_without_advice_to_resume(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").touch()
     (tmp_path / "a.py").touch()

@@ -1,4 +1,4 @@
-"""A training as the rest of the network and the machine see it: its ports, its secrets, and a flood at its doors."""
+"""Ports and secrets of a run as others see them, and a flood of connections at its ports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GARBAGE, IDLE = 1000, 200
 
 @contextlib.contextmanager
 def training(folder: Path, on: str) -> Iterator[Path]:
-    """A run of two ranks that has done some steps and goes on."""
+    """Start a run of two ranks and wait for its first steps."""
     run = folder / "run"
     words = ("--on", on, *LONG, *set_flags(*TINY))
     with ended_afterwards(run), front(folder, "train", "--out", run, *words) as started:
@@ -57,42 +57,42 @@ def has_steps(run: Path, count: int) -> bool:
 
 
 def pids_of(run: Path) -> dict[int, str]:
-    """Every process of the run and their children, with its part."""
-    return {found.pid: found.part for found in find_processes(run)}
+    """Return the part of every process of the run and of their children, by pid."""
+    return {process.pid: process.part for process in find_processes(run)}
 
 
 def ports_of(run: Path) -> dict[Listening, str]:
-    return {each: part for pid, part in pids_of(run).items() for each in listening(pid)}
+    return {address: part for pid, part in pids_of(run).items() for address in listening(pid)}
 
 
 @pytest.mark.parametrize("on", ["local:2", "lab:2,link=1gbit"])
-def test_nothing_listens_on_every_address(tmp_path: Path, on: str) -> None:
-    """Gloo's own ports included, which each rank opens at its interface's address."""
+def test_no_process_listens_on_every_address(tmp_path: Path, on: str) -> None:
+    """This includes Gloo's ports, which each rank opens at the address of its interface."""
     if on.startswith("lab"):
         need_lab()
     with training(tmp_path, on) as run:
         ports = ports_of(run)
         parts = set(pids_of(run).values())
     assert {"agent", "supervisor"} <= {part.partition("-")[0] for part in parts}
-    assert {part for each, part in ports.items() if each.kind == "tcp"} >= {"agent", "rank-0", "rank-1"}
-    assert [f"{part}: {each}" for each, part in ports.items() if each.is_everywhere] == []
+    assert {part for address, part in ports.items() if address.kind == "tcp"} >= {"agent", "rank-0", "rank-1"}
+    assert [f"{part}: {address}" for address, part in ports.items() if address.is_everywhere] == []
 
 
-def test_the_token_is_in_files_of_our_own_and_nowhere_else(tmp_path: Path) -> None:
-    """Its own file, and the orders by which an agent can be started again."""
+def test_the_token_is_only_in_private_files_of_the_run(tmp_path: Path) -> None:
+    """Only the token file and the orders with which an agent can be restarted contain it."""
     with training(tmp_path, "local:2") as run:
         secret = RunFolder(run).token.read_text()
         assert len(secret) == 64
         expected = {RunFolder(run).token, RunFolder(run).orders("local")}
         assert {stat.S_IMODE(path.stat().st_mode) for path in expected} == {0o600}
         with_it = [path for path in run.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
-        everybody = [Path(f"/proc/{pid}") for pid in psutil.pids()]
-        told = [str(path) for process in everybody for path in knows(process, secret.encode())]
+        proc_folders = [Path(f"/proc/{pid}") for pid in psutil.pids()]
+        leaks = [str(path) for process in proc_folders for path in files_with(process, secret.encode())]
     assert set(with_it) == expected
-    assert told == []
+    assert leaks == []
 
 
-def knows(process: Path, secret: bytes) -> Iterator[Path]:
+def files_with(process: Path, secret: bytes) -> Iterator[Path]:
     for name in ("cmdline", "environ"):
         with contextlib.suppress(OSError):
             if secret in (process / name).read_bytes():
@@ -100,7 +100,7 @@ def knows(process: Path, secret: bytes) -> Iterator[Path]:
 
 
 def quiet_step_s(run: Path) -> float:
-    """The best of some medians over the next steps: whatever else this machine does can only make one slower."""
+    """Return the best of some medians over the next steps: other work on this machine only makes steps slower."""
     return min(median_step_s(run, 60) for _ in range(5))
 
 
@@ -110,24 +110,24 @@ def median_step_s(run: Path, count: int) -> float:
     return float(statistics.median(step["step_s"] for step in steps_of(run)[before:]))
 
 
-def test_a_flood_at_every_port_slows_nothing_and_leaves_nothing(tmp_path: Path) -> None:
-    """The flood itself is over when steps are timed: on one machine it would take the ranks' own cores. Its idle
-    connections are not. Gloo's own ports are shut by then (`shoal.sync.interruptible`), so nothing comes in there."""
+def test_a_flood_at_every_port_neither_slows_steps_nor_leaves_open_files(tmp_path: Path) -> None:
+    """Steps are timed after the flood, which would take the ranks' cores on one machine; its idle connections stay
+    open. Gloo's ports are closed by then (`shoal.sync.interruptible`), so no connection is accepted there."""
     with training(tmp_path, "local:2") as run:
         ports = ports_of(run)
         files = {pid: open_files(pid) for pid in pids_of(run)}
         before_s = quiet_step_s(run)
-        idle = {each: [knock(each) for _ in range(IDLE)] for each in ports if is_open(each)}
-        for each in idle:
+        idle = {address: [connect(address) for _ in range(IDLE)] for address in ports if is_open(address)}
+        for address in idle:
             for _ in range(GARBAGE):
-                with contextlib.suppress(OSError), knock(each) as connection:
+                with contextlib.suppress(OSError), connect(address) as connection:
                     connection.sendall(os.urandom(200))
         during_s = quiet_step_s(run)
-        agents = [each for each, part in ports.items() if part == "agent"]
+        agents = [address for address, part in ports.items() if part == "agent"]
         assert agents
-        for each in agents:
-            assert all(is_closed(connection, 10.0) for connection in idle[each]), "an idle connection was kept"
-        for connection in (connection for some in idle.values() for connection in some):
+        for address in agents:
+            assert all(is_closed(connection, 10.0) for connection in idle[address]), "an idle connection was kept"
+        for connection in (connection for connections in idle.values() for connection in connections):
             connection.close()
         after_s = quiet_step_s(run)
         wait_until(
@@ -140,7 +140,7 @@ def test_a_flood_at_every_port_slows_nothing_and_leaves_nothing(tmp_path: Path) 
 
 
 def grown(files: dict[int, int]) -> dict[int, int]:
-    """By how many files each process has more open; two may be a moment's business."""
+    """Return how many more files each process has open; up to two may be temporary."""
     now = {pid: open_files(pid) - count for pid, count in files.items()}
     return {pid: more for pid, more in now.items() if more > 2}
 
@@ -151,7 +151,7 @@ def is_open(at: Listening) -> bool:
         return probe.connect_ex((at.address, at.port)) == 0
 
 
-def knock(at: Listening) -> socket.socket:
+def connect(at: Listening) -> socket.socket:
     return socket.create_connection((at.address, at.port), timeout=10)
 
 
