@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from shoal.tools.report.page import write_report
-from tests.integration.test_whole_runs import opened
+from tests.integration.test_whole_runs import rendered_document
 from tests.support.programs import shoal
 from tests.unit.tools.report.test_membership import ABANDONED, parted_run, with_equal_states
 
@@ -40,6 +40,6 @@ def test_a_real_browser_draws_who_took_part(tmp_path: Path) -> None:
     run = parted_run(tmp_path / "run", ABANDONED)
     first = run.events(0).read_text().replace('"here"', '"<b>here"')
     run.events(0).write_text(first)
-    document = opened(write_report(run), tmp_path / "profile")
+    document = rendered_document(write_report(run), tmp_path / "profile")
     for label in ("lineage 3-1, abandoned", "rank 0 (&lt;b&gt;here)", "rank 1 (here)"):
         assert label in document
