@@ -36,7 +36,7 @@ from shoal.sync.process_groups import (
 from shoal.sync.world import RankIdentity, World, barrier, form_world, with_second_group
 from shoal.tools.doctor import gloo_worker
 from tests.integration.sync.test_group_forming import order
-from tests.integration.train.test_recover import judge, make_run
+from tests.integration.train.test_recover import check_run, make_run
 from tests.support.paths import SCRIPTS
 from tests.support.ranks import run_ranks
 from tests.support.scripted_agent import ScriptedAgent
@@ -326,7 +326,7 @@ def test_a_training_continues_when_its_regrouping_is_attacked(tmp_path: Path) ->
         agent.regroup((0, 1))
         agent.await_end((0, 1))
     assert attacked == {0, 1}
-    judge(run, (0, 1))
+    check_run(run, (0, 1))
     assert agent.events(0, "membership")[-1]["formed_s"] < 20
     warnings = [event for event in agent.events(0, "warning") if event["error"] == "ForeignConnection"]
     assert "between rank 0 on local and rank 1 on local" in warnings[0]["seen"]
