@@ -308,7 +308,7 @@ def test_a_training_continues_when_its_regrouping_is_attacked(tmp_path: Path) ->
     run = make_run(tmp_path / "run", "sync.inside=gloo")
     with attacker("silent") as name, ScriptedAgent(run, 3) as agent:
         agent.start(0, 1, 2)
-        agent.found((0, 1, 2))
+        agent.form((0, 1, 2))
         agent.await_step(0, 5)
         seen = {end.port for rank in agent.ranks.values() for end in listening(rank.process.pid)}
         attacked = set()

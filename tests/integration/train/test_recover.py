@@ -56,7 +56,7 @@ def agent(tmp_path: Path) -> Iterator[ScriptedAgent]:
     run = make_run(tmp_path / "run", "sync.inside=gloo")
     with ScriptedAgent(run, 3) as agent:
         agent.start(0, 1, 2)
-        agent.found((0, 1, 2))
+        agent.form((0, 1, 2))
         yield agent
 
 
@@ -91,7 +91,7 @@ def test_a_machine_that_joins_with_its_own_disk_writes_every_line_once(tmp_path:
     with ScriptedAgent(run, 3) as agent:
         agent.own_folders[2] = RunFolder(own)
         agent.start(0, 1)
-        agent.found((0, 1))
+        agent.form((0, 1))
         agent.start(2)
         agent.await_step(0, 10)
         agent.regroup((0, 1, 2), joining=(2,), at_edge=True)
@@ -161,7 +161,7 @@ def test_every_way_of_exchanging_survives_a_loss_and_a_rejoin(way: str, tmp_path
     run = make_run(tmp_path / "run", *WAYS[way])
     with ScriptedAgent(run, 3) as agent:
         agent.start(0, 1, 2)
-        agent.found((0, 1, 2))
+        agent.form((0, 1, 2))
         agent.await_step(0, 7)
         agent.kill(1)
         agent.regroup((0, 2))
@@ -196,7 +196,7 @@ def test_without_a_state_all_ranks_return_to_the_newest_checkpoint(way: str, tmp
     run = make_run(tmp_path / "run", *WAYS[way], "train.checkpoint_every=10", ranks=2)
     with ScriptedAgent(run, 2) as agent:
         agent.start(0, 1)
-        agent.found((0, 1))
+        agent.form((0, 1))
         lose_all(agent, 13, (0, 1))
         agent.recover((0, 1))
         lose_all(agent, 33, (0, 1))
@@ -228,7 +228,7 @@ def test_before_the_first_checkpoint_the_training_starts_over(tmp_path: Path) ->
     run = make_run(tmp_path / "run", "train.checkpoint_every=40", ranks=2)
     with ScriptedAgent(run, 2) as agent:
         agent.start(0, 1)
-        agent.found((0, 1))
+        agent.form((0, 1))
         lose_all(agent, 9, (0, 1))
         agent.recover((0, 1))
         agent.await_end((0, 1))
@@ -246,7 +246,7 @@ def test_a_run_whose_checkpoints_are_gone_ends_with_an_error(tmp_path: Path) -> 
     run = make_run(tmp_path / "run", "train.checkpoint_every=10", ranks=2)
     with ScriptedAgent(run, 2) as agent:
         agent.start(0, 1)
-        agent.found((0, 1))
+        agent.form((0, 1))
         agent.await_step(0, 15)
         lose_all(agent, 15, (0, 1))
         shutil.rmtree(run / "checkpoints")
@@ -266,7 +266,7 @@ def test_fewer_ranks_resume_with_the_batch_and_learning_rate_of_the_launch(tmp_p
     run = make_run(tmp_path / "run", *settings, "train.micro_batch=1")
     with ScriptedAgent(run, 3) as agent:
         agent.start(0, 1, 2)
-        agent.found((0, 1, 2))
+        agent.form((0, 1, 2))
         lose_all(agent, 23, (0, 1, 2))
         agent.kill(1)
         newest = run / "checkpoints" / "step-00000020" / "model.safetensors"
@@ -316,7 +316,7 @@ def test_the_ledger_writer_gets_missing_steps_from_the_furthest_rank(tmp_path: P
     run = make_run(tmp_path / "run", *WAYS["streaming"])
     with ScriptedAgent(run, 3) as agent:
         agent.start(0, 1, 2)
-        agent.found((0, 1, 2))
+        agent.form((0, 1, 2))
         agent.await_step(0, 11)
         agent.kill(0, signal.SIGSTOP)
         agent.await_standstill(2)
@@ -337,7 +337,7 @@ def test_ranks_continue_together_after_a_break_at_any_point(inside: str, tmp_pat
     pauses = random.Random(7)
     with ScriptedAgent(run, 3) as agent:
         agent.start(0, 1, 2)
-        agent.found((0, 1, 2))
+        agent.form((0, 1, 2))
         for _ in range(15):
             last = max(record["step"] for record in read_jsonl(run / "commits.jsonl") or [{"step": 0}])
             agent.await_step(0, last + 2)
@@ -352,12 +352,12 @@ def test_a_rejoining_rank_compiles_before_the_others_wait_for_it(tmp_path: Path)
     run = make_run(tmp_path / "run", "train.compile=on", "train.steps=100000", ranks=2)
     with ScriptedAgent(run, 2) as agent:
         agent.start(0, 1)
-        agent.found((0, 1))
+        agent.form((0, 1))
         agent.await_step(0, 5)
         agent.kill(1)
         agent.regroup((0,))
         agent.start(1)
-        agent.ranks[1].hear(RankReady)
+        agent.ranks[1].receive(RankReady)
         agent.regroup((0, 1), joining=(1,), at_edge=True)
         _, joined = wait_until(lambda: agent.events(1, "membership")[1:] and agent.events(1, "membership"))
         agent.await_step(1, joined["step"] + 1)

@@ -1,8 +1,8 @@
-"""A rank without torch: it speaks to its agent like a worker, and its training is to count steps together.
+"""A rank without torch: it uses a worker's protocol with its agent, and its training counts steps together.
 
-An exchange is a key to which every rank of the generation adds; it succeeds when all have. What it committed it writes
-into its own ledger, with a digest of how it came there: which generation did each step. The wish to end after a step
-travels in the exchange, so all end after the same one.
+An exchange is a key to which every rank of the generation adds; it succeeds when all have. The rank writes committed
+steps to its own ledger, with a digest of their history: which generation did every step. The request to end after a
+step is part of the exchange, so all ranks end after the same step.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from shoal.control.rank_messages import (
 )
 from shoal.host.facts import boot_clock
 
-# In an exchange: how many have added, how many wish to end the generation, how many were asked to stop altogether.
+# In an exchange: the number of ranks that have added, that want to end the generation, that were asked to stop.
 EDGE, STOP = 1000, 1_000_000
 
 
-class SupervisorGone(Exception):
+class StoreFailed(Exception):
     pass
 
 
@@ -61,10 +61,10 @@ class Rank:
 
     def main(self) -> int:
         signal.signal(signal.SIGINT, self.stop)
-        # As one does that meets a bug of its own.
+        # Exit as after an internal error.
         signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
         self.note(event="here")
-        self.say(RankReady(committed=0))
+        self.send(RankReady(committed=0))
         while True:
             self.listen(wait_s=0.05)
             if self.asked_to_stop and self.order is None:
@@ -76,7 +76,7 @@ class Rank:
         self.asked_to_stop = True
 
     def take_part(self, order: EnterGeneration) -> int | None:
-        """One generation, to its end; an exit code when the training is over."""
+        """Run one generation to its end; return an exit code when the training is over."""
         self.note(event="enter", generation=str(order.generation), holds=order.holds, ids=order.ids, rank=order.rank)
         try:
             if not self.form(order):
@@ -92,15 +92,15 @@ class Rank:
                     return self.leave(order)
             if self.exchange(order, "end") is None:
                 return self.leave(order)
-        except SupervisorGone as error:
-            self.say(GenerationBroken(generation=order.generation, why=str(error)))
+        except StoreFailed as error:
+            self.send(GenerationBroken(generation=order.generation, why=str(error)))
             return self.leave(order)
-        self.say(TrainingFinished())
+        self.send(TrainingFinished())
         self.note(event="finished")
         return 0
 
     def form(self, order: EnterGeneration) -> bool:
-        """Whoever has the generation's state shows it; of a machine that has it, a rank may be new all the same."""
+        """Publish the generation's state if this rank has it, otherwise copy it. Its machine may have it already."""
         has_it = self.state is not None and order.holds and self.state.step == order.state.step
         if self.state is not None and (order.first or has_it):
             self.ask(op="set", key=f"{order.prefix}/state", value=text(self.state.model_dump_json()))
@@ -108,28 +108,28 @@ class Rank:
             return False
         if self.exchange(order, "formed") is None:
             return False
-        self.say(GroupFormed(generation=order.generation))
+        self.send(GroupFormed(generation=order.generation))
         return True
 
     def copy(self, order: EnterGeneration) -> bool:
         self.state = None
-        while (found := self.ask(op="get", key=f"{order.prefix}/state", wait_s=0.2)["value"]) is None:
+        while (stored := self.ask(op="get", key=f"{order.prefix}/state", wait_s=0.2)["value"]) is None:
             self.listen()
             if self.is_halted_at_once():
                 return False
-        self.state = State.model_validate_json(untext(found))
+        self.state = State.model_validate_json(untext(stored))
         self.note(event="copied", step=self.state.step)
         return True
 
     def exchange(self, order: EnterGeneration, name: str, edge: bool = False) -> int | None:
-        """The sum when everybody has added; None when we are told to give up first."""
+        """Return the sum when every rank has added, or None if this rank is halted first."""
         time.sleep(self.step_s)
         self.listen()
         if self.is_halted_at_once():
             return None
-        wish = EDGE * (self.halt is not None) + STOP * self.asked_to_stop if edge else 0
+        request = EDGE * (self.halt is not None) + STOP * self.asked_to_stop if edge else 0
         key = f"{order.prefix}/{name}"
-        total = int(self.ask(op="add", key=key, amount=1 + wish)["total"])
+        total = int(self.ask(op="add", key=key, amount=1 + request)["total"])
         while total % EDGE < order.size:
             self.listen(wait_s=0.005)
             if self.is_halted_at_once():
@@ -149,12 +149,12 @@ class Rank:
         if before.step:
             lineage = str(order.lineage.name)
             self.note(event="commit", step=before.step, digest=before.digest, generation=generation, lineage=lineage)
-            self.say(StepCommitted(step=before.step))
+            self.send(StepCommitted(step=before.step))
 
     def leave(self, order: EnterGeneration) -> None:
         while self.halt is None:
             self.listen(wait_s=0.2)
-        self.say(LeftGeneration(generation=order.generation, state=self.state))
+        self.send(LeftGeneration(generation=order.generation, state=self.state))
         self.note(event="halted", generation=str(order.generation), step=self.state and self.state.step)
         self.order = self.halt = None
 
@@ -176,7 +176,7 @@ class Rank:
                     pass
             wait_s = 0.0
 
-    def say(self, message: ToAgent) -> None:
+    def send(self, message: ToAgent) -> None:
         self.line.sendall(to_frame(message))
 
     def ask(self, **request: object) -> dict[str, object]:
@@ -184,7 +184,7 @@ class Rank:
         self.keys.sendall(len(payload).to_bytes(4, "big") + payload)
         answer: dict[str, object] = json.loads(self.receive(self.keys))
         if "error" in answer:
-            raise SupervisorGone(answer["error"])
+            raise StoreFailed(answer["error"])
         return answer
 
     def receive(self, connection: socket.socket) -> bytes:
