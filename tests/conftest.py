@@ -1,4 +1,4 @@
-"""Every test must leave the machine as it found it: no process, no variable, no file outside its own folder."""
+"""Check that a test leaves no process, no changed variable and no file outside its own folder."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from tests.support.paths import ROOT
 from tests.support.ranks import standing_helpers
 
 _GRACE_S = 5.0
-# pytest names the running test in one; torch sets the other when the first optimizer is made.
-_NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+# pytest stores the running test in the first; torch sets the second when the first optimizer is created.
+_IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
-# How long one example takes says more about the other programs of a shared machine than about ours; pytest-timeout ends
-# a test that hangs.
+# The duration of one example depends on the other programs of a shared machine; pytest-timeout ends a test that hangs.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
 
@@ -37,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Encoded corpora go to one folder of this session, shared by its tests, never to the user's own cache."""
+    """Write encoded corpora to one folder of this session, shared by its tests, never to the user's cache."""
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     yield
@@ -52,7 +51,7 @@ def leaves_nothing_behind() -> Iterator[None]:
     variables, files, children = dict(os.environ), _files(), _children()
     yield
     changed = {name for name in variables.keys() | os.environ.keys() if variables.get(name) != os.environ.get(name)}
-    assert not changed - _NOT_OURS, f"left variables changed: {changed}"
+    assert not changed - _IGNORED_VARIABLES, f"left variables changed: {changed}"
     assert _files() <= files, f"left files: {_files() - files}"
     _wait_for_children(children)
 
@@ -66,7 +65,7 @@ def _wait_for_children(before: set[int]) -> None:
 
 
 def _children() -> set[int]:
-    """Asked twice for each of thousands of tests: only of our own processes, not of all that the machine has."""
+    """Return the living descendants of this process. It runs twice per test, so it does not scan all of /proc."""
     return {pid for pid in _descendants(os.getpid()) if _alive(pid)}
 
 
@@ -93,5 +92,5 @@ def _describe(pid: int) -> str:
 
 
 def _files() -> set[Path]:
-    """The project's own folder and the one tests run from; caches of the tools aside."""
+    """List the project folder and the current folder, without caches of tools."""
     return {path for folder in (ROOT, Path.cwd()) for path in folder.iterdir() if not path.name.startswith(".")}

@@ -1,7 +1,7 @@
-"""scripts/bootstrap, really run: in a copy, with a PATH and a package index of its own, so nothing big is fetched.
+"""Run scripts/bootstrap in a copy of the project, with its own PATH and package index, so no large file is downloaded.
 
-The index offers a torch of a few bytes that claims to be a CUDA build, as the real one does; a second index has its CPU
-build. The copy's path has a blank in it.
+The index offers a torch of a few bytes that is labelled as a CUDA build, as the real one is; a second index has its CPU
+build. The copy's path contains a space.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def write_program(file: Path, text: str) -> None:
 
 
 class Copy:
-    """A project folder with the script in it, and the little world the script sees."""
+    """A project folder with the script in it, and the PATH, home folder and package indexes that the script uses."""
 
     def __init__(self, base: Path) -> None:
         self.root, self.bin = base / "a clone", base / "bin"
@@ -105,10 +105,10 @@ class Copy:
         }
 
     def python(self, name: str, before: str) -> None:
-        """A Python on the PATH; `before` is code that runs ahead of anything given with -c."""
-        itself = self.bin / name
-        pretend = f"-c 'import sys; sys._base_executable = \"{itself}\"; {before}; exec(sys.argv[2])'" if before else ""
-        write_program(itself, f"exec '{REAL_PYTHON}' {pretend} \"$@\"")
+        """Put a Python on the PATH; the code `before` runs ahead of any program given with -c."""
+        program = self.bin / name
+        words = f"-c 'import sys; sys._base_executable = \"{program}\"; {before}; exec(sys.argv[2])'" if before else ""
+        write_program(program, f"exec '{REAL_PYTHON}' {words} \"$@\"")
 
     def start(self, **env: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -154,7 +154,7 @@ def copy(tmp_path: Path) -> Copy:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """A finished set-up, made by two bootstraps that were started together."""
+    """Create an environment with two bootstraps that start at the same time."""
     copy = Copy(tmp_path_factory.mktemp("made"))
     both = [copy.start(), copy.start()]
     return copy, [finish(process) for process in both]
@@ -163,7 +163,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 OLD = "sys.version_info = (3, 9, 2)"
 
 
-def test_old_python_is_named_with_the_command_that_brings_a_new_one(copy: Copy) -> None:
+def test_an_old_python_is_reported_with_the_install_command(copy: Copy) -> None:
     copy.python("python3", OLD)
     code, output = copy.run()
     assert code == 1
@@ -173,7 +173,7 @@ def test_old_python_is_named_with_the_command_that_brings_a_new_one(copy: Copy) 
     assert not copy.venv.exists()
 
 
-def test_no_python_at_all(copy: Copy) -> None:
+def test_a_missing_python_is_reported(copy: Copy) -> None:
     (copy.bin / "python3").unlink()
     code, output = copy.run()
     assert code == 1
@@ -188,14 +188,14 @@ def test_a_newer_python_beside_an_old_python3_is_found(copy: Copy) -> None:
     assert "Python 3.12.1" in output
 
 
-def test_the_python_asked_for_is_not_replaced_by_another(copy: Copy) -> None:
+def test_the_requested_python_is_not_replaced(copy: Copy) -> None:
     copy.python("old", OLD)
     code, output = copy.run(PYTHON="old")
     assert code == 1
     assert "old is 3.9.2" in output
 
 
-def test_missing_venv_module_names_the_package_of_this_python(copy: Copy) -> None:
+def test_a_missing_venv_module_is_reported_with_its_package(copy: Copy) -> None:
     copy.python("python3", 'sys.version_info = (3, 13, 5); sys.modules["ensurepip"] = None')
     code, output = copy.run()
     assert code == 1
@@ -203,26 +203,26 @@ def test_missing_venv_module_names_the_package_of_this_python(copy: Copy) -> Non
     assert not copy.venv.exists()
 
 
-def test_a_folder_in_the_way_is_left_alone(copy: Copy) -> None:
+def test_an_existing_foreign_venv_folder_is_not_changed(copy: Copy) -> None:
     copy.venv.mkdir()
-    (copy.venv / "mine").write_text("precious")
+    (copy.venv / "notes.txt").write_text("user data")
     code, output = copy.run()
     assert code == 1
     assert f"mv '{copy.venv}'" in output
-    assert (copy.venv / "mine").read_text() == "precious"
+    assert (copy.venv / "notes.txt").read_text() == "user data"
 
 
 @pytest.mark.long
-def test_unreachable_index_is_told_from_other_failures(copy: Copy) -> None:
+def test_an_unreachable_index_has_its_own_error(copy: Copy) -> None:
     code, output = copy.run(PIP_INDEX_URL="http://127.0.0.1:9/simple")
     assert code == 1
     assert "the package index cannot be reached" in output
-    assert "No matching distribution found for torch==2.13.0" in output, "pip's own words belong to a failure"
+    assert "No matching distribution found for torch==2.13.0" in output, "pip's error is not shown"
     assert copy.state.read_text().splitlines()[1] == "incomplete"
 
 
 @pytest.mark.long
-def test_two_bootstraps_at_once_make_it_once(made: Made) -> None:
+def test_two_concurrent_bootstraps_create_one_environment(made: Made) -> None:
     _, results = made
     assert [code for code, _ in results] == [0, 0], results
     assert sum("making .venv" in output for _, output in results) == 1
@@ -231,7 +231,7 @@ def test_two_bootstraps_at_once_make_it_once(made: Made) -> None:
 
 @pytest.mark.long
 @needs_no_gpu
-def test_cuda_build_without_a_gpu_gives_way_to_the_cpu_build_aloud(made: Made) -> None:
+def test_without_a_gpu_the_cpu_build_is_installed_and_reported(made: Made) -> None:
     copy, results = made
     output = max((output for _, output in results), key=len)
     assert "a CUDA build of about 3 GB, but there is no NVIDIA GPU here" in output
@@ -240,7 +240,7 @@ def test_cuda_build_without_a_gpu_gives_way_to_the_cpu_build_aloud(made: Made) -
 
 
 @pytest.mark.long
-def test_second_run_needs_neither_python_nor_index(made: Made) -> None:
+def test_a_second_run_needs_neither_python_nor_index(made: Made) -> None:
     copy, _ = made
     before = copy.state.stat().st_mtime_ns
     (copy.bin / "python3").rename(copy.bin / "hidden")
@@ -255,24 +255,24 @@ def test_second_run_needs_neither_python_nor_index(made: Made) -> None:
 @pytest.mark.long
 def test_changed_requirements_are_installed_into_the_same_venv(made: Made) -> None:
     copy, _ = made
-    (copy.venv / "mine").write_text("kept")
+    (copy.venv / "notes.txt").write_text("kept")
     with (copy.root / "constraints.txt").open("a") as constraints:
         constraints.write("# renewed\n")
     code, output = copy.run()
     assert code == 0, output
     assert "making .venv" not in output
     assert "installing shoal" in output
-    assert (copy.venv / "mine").exists()
+    assert (copy.venv / "notes.txt").exists()
 
 
 @pytest.mark.long
-def test_interrupted_setup_is_made_anew_and_a_gpu_keeps_the_cuda_build(copy: Copy) -> None:
+def test_an_interrupted_setup_is_recreated_and_a_gpu_keeps_the_cuda_build(copy: Copy) -> None:
     write_program(copy.bin / "nvidia-smi", "echo 'GPU 0: a test'")
     first = copy.start()
-    wait_for(lambda: copy.state.exists() and f"{copy.root} /" in copy.state.read_text())  # .venv is made, pip at work
+    wait_for(lambda: copy.state.exists() and f"{copy.root} /" in copy.state.read_text())  # .venv exists, pip runs
     os.killpg(first.pid, signal.SIGKILL)
     assert finish(first)[0] == -signal.SIGKILL
-    (copy.venv / "half").write_text("a package cut off in the middle")
+    (copy.venv / "half").write_text("a truncated package")
     code, output = copy.run()
     assert code == 0, output
     assert "making it anew" in output

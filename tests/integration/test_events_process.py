@@ -1,4 +1,4 @@
-"""Files of records on a disk that is full for a while: no line is lost, none is torn, and th: what starts processes."""
+"""An event log of a process that ends while its disk is full."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.unit.test_events import numbers
 
 
-def test_a_process_that_ends_without_closing_writes_what_it_kept(tmp_path: Path) -> None:
+def test_kept_lines_are_written_when_the_process_ends_without_closing(tmp_path: Path) -> None:
     program = """
 import resource, sys, threading
 from pathlib import Path

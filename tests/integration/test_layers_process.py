@@ -1,4 +1,4 @@
-"""The shape of the program: imports point one way, the tool half never imports torch, nothin: what starts processes."""
+"""Import rules checked in fresh processes: which verbs load torch, numpy or pickle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.test_layers import (
 )
 
 
-def test_every_help_answers_without_torch() -> None:
+def test_every_help_works_without_torch() -> None:
     words = verbs_and_subverbs()
     answers = json.loads(python(HELP, json.dumps(words)))
     assert ["bench", "scaling"] in words
@@ -38,9 +38,9 @@ def test_importing_shoal_alone_imports_neither_torch_nor_numpy() -> None:
 
 @pytest.mark.parametrize("tokenizer", ["bpe", "char"])
 def test_texts_checkpoints_and_replicas_are_read_without_unpickling(tmp_path: Path, tokenizer: str) -> None:
-    """The hook ends the program at the first class that anything unpickles, which its last lines prove."""
-    said = python(WORK_WITHOUT_PICKLE, str(tmp_path), tokenizer)
-    assert said == "tripped: unpickled ('collections', 'OrderedDict')\n"
+    """Run with a hook that ends the program at the first unpickled class; its last lines check the hook."""
+    output = python(WORK_WITHOUT_PICKLE, str(tmp_path), tokenizer)
+    assert output == "tripped: unpickled ('collections', 'OrderedDict')\n"
 
 
 def test_the_overview_lists_every_verb_and_loads_none() -> None:

@@ -1,4 +1,4 @@
-"""Whoever unpickles runs what the sender wrote. Nothing here does: not in the source, and not in a training."""
+"""Unpickling runs code chosen by the sender: no source file and no training run unpickles data."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "sh
 # Both send their arguments as pickle to a child of the same process; see `ALLOWED`.
 MODULES |= {"multiprocessing", "torch.multiprocessing"}
 CALLS = {"torch.load", "torch.save", "np.save", "numpy.save", "eval", "exec"}
-# Collectives that pickle what they are given, for everybody in the group to unpickle.
+# Collectives that pickle their arguments; every rank of the group unpickles them.
 OBJECTS = "_object"
-# `spawn` hands three numbers and two strings to its own children over a pipe that nobody else has.
+# `spawn` passes three numbers and two strings to its own children over a pipe that no other process has.
 ALLOWED = {("train/spawn.py", "torch.multiprocessing")}
 
 
-def found_in(tree: ast.AST) -> Iterator[str]:
+def forbidden_uses(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if is_forbidden_module(alias.name))
@@ -53,10 +53,12 @@ def forbidden_call(node: ast.Call) -> Iterator[str]:
 def test_no_source_file_reads_or_writes_pickle() -> None:
     files = sorted(SOURCE.rglob("*.py"))
     assert len(files) > 200
-    found = {
-        (str(path.relative_to(SOURCE)), what) for path in files for what in found_in(ast.parse(path.read_text("utf-8")))
+    uses_by_file = {
+        (str(path.relative_to(SOURCE)), use)
+        for path in files
+        for use in forbidden_uses(ast.parse(path.read_text("utf-8")))
     }
-    assert found == ALLOWED
+    assert uses_by_file == ALLOWED
 
 
 @pytest.mark.parametrize(
@@ -72,11 +74,11 @@ def test_no_source_file_reads_or_writes_pickle() -> None:
         "np.load(path, allow_pickle=True)",
     ],
 )
-def test_the_audit_sees_it(program: str) -> None:
-    assert list(found_in(ast.parse(program)))
+def test_the_source_check_finds_every_kind_of_pickle_use(program: str) -> None:
+    assert list(forbidden_uses(ast.parse(program)))
 
 
-def test_the_watch_sees_it(tmp_path: Path) -> None:
+def test_the_pickle_watch_records_every_use(tmp_path: Path) -> None:
     variables = watch(tmp_path / "watch")
     program = "import pickle, decimal; pickle.loads(pickle.dumps(1)); pickle.loads(pickle.dumps(decimal.Decimal))"
     subprocess.run([sys.executable, "-P", "-c", program], env={**os.environ, **variables}, check=True, timeout=20)
@@ -87,7 +89,7 @@ def test_the_watch_sees_it(tmp_path: Path) -> None:
     "launcher", [pytest.param("shoal", marks=pytest.mark.long), pytest.param("spawn", marks=pytest.mark.exhaustive)]
 )
 def test_no_process_of_a_training_unpickles_anything(tmp_path: Path, launcher: str) -> None:
-    """Save, evaluate, resume and report included."""
+    """Cover save, evaluation, resume and report too."""
     variables = watch(tmp_path / "watch")
     variables["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
     words = ("--on", "local:2", "--steps", "6", "--set", f"run.launcher={launcher}")
@@ -95,12 +97,12 @@ def test_no_process_of_a_training_unpickles_anything(tmp_path: Path, launcher: s
     assert any(
         f"shoal.train.{'worker' if launcher == 'shoal' else 'spawn'}" in argv for argv in watched(tmp_path / "watch")
     )
-    ours = [use for use in uses(tmp_path / "watch") if not is_torchs_own(use)]
-    assert ours == [], ours[0]
+    unexpected = [use for use in uses(tmp_path / "watch") if not is_expected_in_torch(use)]
+    assert unexpected == [], unexpected[0]
 
 
-def is_torchs_own(use: str) -> bool:
-    """What inductor keeps in the user's private cache, and what a spawning parent hands its own child."""
+def is_expected_in_torch(use: str) -> bool:
+    """Recognize inductor's files in the user's private cache and the arguments of a spawned child."""
     return any(
         place in use
         for place in (

@@ -39,7 +39,7 @@ from tests.support.needs import need_tool
 from tests.support.programs import TINY, set_flags, shoal, shoal_command
 from tests.support.run_samples import make_run
 
-STRANGER = 65534
+OTHER_USER = 65534
 SOURCE = Path(package.__file__).parent
 SHORT = ("train.steps=2", "train.global_batch=4", "train.eval_every=2", "train.precision=fp32")
 
@@ -61,49 +61,49 @@ def make_folder(path: Path, mode: int = 0o700, owner: int | None = None) -> Path
     return path
 
 
-def test_a_folder_of_our_own_is_no_danger(tmp_path: Path) -> None:
+def test_a_folder_of_the_user_is_safe(tmp_path: Path) -> None:
     assert find_danger(make_folder(tmp_path / "a/b")) == ""
     (tmp_path / "link").symlink_to(tmp_path / "a")
     assert find_danger(tmp_path / "link" / "b") == ""
     assert find_danger(tmp_path / "a/b/../b") == ""
 
 
-def test_a_sticky_parent_is_no_danger_and_a_sticky_folder_is(tmp_path: Path) -> None:
+def test_a_sticky_parent_is_safe_and_a_sticky_folder_is_not(tmp_path: Path) -> None:
     shared = make_folder(tmp_path / "shared", 0o1777)
-    assert find_danger(make_folder(shared / "ours")) == ""
+    assert find_danger(make_folder(shared / "own")) == ""
     assert find_danger(shared) == f"other users can write to {shared}"
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o757])
-def test_a_parent_that_others_can_write_to_is_a_danger(tmp_path: Path, mode: int) -> None:
+def test_a_parent_that_others_can_write_to_is_unsafe(tmp_path: Path, mode: int) -> None:
     parent = make_folder(tmp_path / "parent", mode)
-    assert find_danger(make_folder(parent / "ours")) == f"other users can write to {parent}"
+    assert find_danger(make_folder(parent / "own")) == f"other users can write to {parent}"
 
 
-def test_a_folder_or_link_of_another_user_is_a_danger(tmp_path: Path, as_root: None) -> None:
-    theirs = make_folder(tmp_path / "theirs", owner=STRANGER)
-    assert "belongs to user" in find_danger(theirs)
-    assert "belongs to user" in find_danger(make_folder(theirs / "ours"))
-    make_folder(tmp_path / "ours")
+def test_a_folder_or_link_of_another_user_is_unsafe(tmp_path: Path, as_root: None) -> None:
+    foreign = make_folder(tmp_path / "foreign", owner=OTHER_USER)
+    assert "belongs to user" in find_danger(foreign)
+    assert "belongs to user" in find_danger(make_folder(foreign / "own"))
+    make_folder(tmp_path / "own")
     link = tmp_path / "link"
-    link.symlink_to(tmp_path / "ours")
-    os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
+    link.symlink_to(tmp_path / "own")
+    os.chown(link, OTHER_USER, OTHER_USER, follow_symlinks=False)
     assert find_danger(link).startswith(f"{link} is a symbolic link of user ")
-    # Also where a link of ours leads through one of theirs.
+    # A link of the user may lead through a link of another user.
     (tmp_path / "first").symlink_to(link)
     assert find_danger(tmp_path / "first").startswith(f"{link} is a symbolic link of user ")
 
 
-def test_a_group_that_may_write_is_a_danger_unless_it_is_the_owners_own(tmp_path: Path, as_root: None) -> None:
+def test_group_write_permission_is_unsafe_except_for_the_owners_group(tmp_path: Path, as_root: None) -> None:
     folder = make_folder(tmp_path / "folder", 0o770)
-    os.chown(folder, 0, STRANGER)
+    os.chown(folder, 0, OTHER_USER)
     assert find_danger(folder) == f"other users can write to {folder}"
     os.chown(folder, 0, 0)
     folder.chmod(0o770)
     assert find_danger(folder) == ""
 
 
-def test_a_file_a_loop_and_nothing_are_dangers(tmp_path: Path) -> None:
+def test_a_file_a_link_loop_and_a_missing_path_are_unsafe(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert find_danger(tmp_path / "file") == f"{tmp_path / 'file'} is not a folder"
@@ -111,7 +111,7 @@ def test_a_file_a_loop_and_nothing_are_dangers(tmp_path: Path) -> None:
     assert "cannot be examined" in find_danger(tmp_path / "none")
 
 
-def test_an_earlier_folder_of_ours_becomes_private(tmp_path: Path) -> None:
+def test_an_existing_cache_folder_becomes_private(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "cache", 0o755)
     assert stat.S_IMODE(make_private(folder).stat().st_mode) == 0o700
     assert stat.S_IMODE(make_private(tmp_path / "new").stat().st_mode) == 0o700
@@ -126,21 +126,21 @@ def test_the_compiler_cache_is_a_private_folder_of_the_user(tmp_path: Path) -> N
     assert caches.note == ""
     assert stat.S_IMODE((tmp_path / "shoal/torch/inductor").stat().st_mode) == 0o700
     claimed = tmp_path / f"torchinductor_{getpass.getuser()}"
-    assert stat.S_IMODE(claimed.stat().st_mode) == 0o700, "torch keeps headers here whatever the variable says"
+    assert stat.S_IMODE(claimed.stat().st_mode) == 0o700, "torch keeps headers here even if the variable is set"
 
 
-def test_temporary_files_go_elsewhere_when_another_user_could_write_torchs_default_folder(tmp_path: Path) -> None:
+def test_temporary_files_move_when_others_can_write_to_torchs_default_folder(tmp_path: Path) -> None:
     make_folder(tmp_path / f"torchinductor_{getpass.getuser()}", 0o777)
     caches = choose_caches({"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)})
     assert caches.variables["TMPDIR"] == str(tmp_path / "shoal/torch/tmp")
     assert "other users can write to" in caches.note
 
 
-def test_root_with_the_environment_of_another_user_claims_nothing_of_his(
+def test_root_with_another_users_environment_creates_nothing_in_that_users_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_root: None
 ) -> None:
-    """As with `sudo -E`: what root creates there, that user could never use again."""
-    home = make_folder(tmp_path / "home", owner=STRANGER)
+    """Act as with `sudo -E`: the other user could not use files that root creates there."""
+    home = make_folder(tmp_path / "home", owner=OTHER_USER)
     monkeypatch.setenv("LOGNAME", "alice")
     caches = choose_caches({"XDG_CACHE_HOME": str(home), "TMPDIR": str(tmp_path)})
     assert list(home.iterdir()) == []
@@ -148,15 +148,15 @@ def test_root_with_the_environment_of_another_user_claims_nothing_of_his(
     assert f"{home} belongs to user" in caches.note
 
 
-def test_in_a_user_namespace_links_of_other_users_are_a_danger(tmp_path: Path, as_root: None) -> None:
-    """All users outside of it have one number there, the real root included."""
+def test_in_a_user_namespace_links_of_other_users_are_unsafe(tmp_path: Path, as_root: None) -> None:
+    """All users outside the namespace share one user id inside it, the real root included."""
     shared = make_folder(tmp_path / "shared", 0o1777)
     own = make_folder(tmp_path / "own", 0o700)
     (shared / "link").symlink_to(own)
     os.chown(shared / "link", 12345, 12345, follow_symlinks=False)
     program = (
         "import sys; from pathlib import Path; from shoal.control.rank_env import find_danger\n"
-        "print([find_danger(Path(each)) for each in sys.argv[1:]])"
+        "print([find_danger(Path(path)) for path in sys.argv[1:]])"
     )
     words = [
         "unshare",
@@ -172,27 +172,27 @@ def test_in_a_user_namespace_links_of_other_users_are_a_danger(tmp_path: Path, a
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"no user namespaces here: {done.stderr.strip()[-80:]}")
-    safe, hostile = ast.literal_eval(done.stdout)
+    safe, unsafe = ast.literal_eval(done.stdout)
     assert safe == ""
-    assert "is a symbolic link of user" in hostile
+    assert "is a symbolic link of user" in unsafe
 
 
 @pytest.mark.parametrize("name", CACHE_VARIABLES)
-def test_a_cache_that_the_user_named_is_used_if_it_is_safe(tmp_path: Path, name: str) -> None:
-    env = {name: str(tmp_path / "mine"), "XDG_CACHE_HOME": str(tmp_path)}
+def test_a_cache_named_by_the_user_is_used_if_it_is_safe(tmp_path: Path, name: str) -> None:
+    env = {name: str(tmp_path / "own"), "XDG_CACHE_HOME": str(tmp_path)}
     assert name not in choose_caches(env).variables
-    (tmp_path / "mine").chmod(0o777)
+    (tmp_path / "own").chmod(0o777)
     with pytest.raises(UsageError, match="other users can write to") as caught:
         choose_caches(env)
-    assert caught.value.seen.startswith(f"{name}={tmp_path / 'mine'} cannot be used: ")
+    assert caught.value.seen.startswith(f"{name}={tmp_path / 'own'} cannot be used: ")
 
 
-def test_without_a_safe_home_the_caches_are_temporary_and_removed(tmp_path: Path) -> None:
+def test_without_a_safe_home_folder_caches_are_temporary_and_removed(tmp_path: Path) -> None:
     make_folder(tmp_path / "home", 0o777)
     program = (
         "import os, sys; from shoal.control.rank_env import torch_caches\n"
-        "found = torch_caches(); print(found.note); print(*found.variables.values(), sep='\\n')\n"
-        "print(oct(os.stat(os.path.dirname(found.variables['TRITON_CACHE_DIR'])).st_mode)[-3:])"
+        "caches = torch_caches(); print(caches.note); print(*caches.variables.values(), sep='\\n')\n"
+        "print(oct(os.stat(os.path.dirname(caches.variables['TRITON_CACHE_DIR'])).st_mode)[-3:])"
     )
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
     env.pop("TORCHINDUCTOR_CACHE_DIR", None)
@@ -216,30 +216,30 @@ def test_every_process_of_an_agent_gets_the_private_cache(tmp_path: Path) -> Non
     assert agent.run.log(agent.node, "rank-0").read_text() == f"{cache / 'shoal/torch/inductor'}\n"
 
 
-def test_an_agent_refuses_a_cache_of_another_user_before_it_starts_anything(tmp_path: Path, as_root: None) -> None:
-    hostile = make_folder(tmp_path / "hostile", owner=STRANGER)
-    with agents(tmp_path / "run", TORCHINDUCTOR_CACHE_DIR=str(hostile)) as (agent,):
+def test_an_agent_refuses_a_cache_of_another_user_before_starting_processes(tmp_path: Path, as_root: None) -> None:
+    foreign = make_folder(tmp_path / "foreign", owner=OTHER_USER)
+    with agents(tmp_path / "run", TORCHINDUCTOR_CACHE_DIR=str(foreign)) as (agent,):
         assert agent.code(30) == 2
-    (refused,) = agent.said("refused")
-    assert refused["seen"].startswith(f"TORCHINDUCTOR_CACHE_DIR={hostile} cannot be used: ")
-    assert "unset TORCHINDUCTOR_CACHE_DIR" in refused["fix"]
+    (refusal,) = agent.said("refused")
+    assert refusal["seen"].startswith(f"TORCHINDUCTOR_CACHE_DIR={foreign} cannot be used: ")
+    assert "unset TORCHINDUCTOR_CACHE_DIR" in refusal["fix"]
 
 
 def test_every_worker_program_protects_its_caches_itself() -> None:
-    """A worker may be started by torchrun typed by hand."""
+    """A user may start a worker with torchrun directly."""
     paths = [path for part in ("train", "sync", "tools") for path in (SOURCE / part).rglob("*.py")]
     texts = {str(path.relative_to(SOURCE)): path.read_text() for path in paths}
     programs = {
         name: text for name, text in texts.items() if "__main__" in text and re.search(r"(import|from) torch", text)
     }
-    careless = [name for name, text in programs.items() if "use_private_caches()" not in text]
-    # It compiles nothing: it only keeps torch's keys.
-    assert careless == ["sync/script_store.py"]
+    unprotected = [name for name, text in programs.items() if "use_private_caches()" not in text]
+    # It compiles nothing: it only stores torch's keys.
+    assert unprotected == ["sync/script_store.py"]
     assert len(programs) > 4
 
 
 class Exploit:
-    """Runs when it is unpickled."""
+    """Run a shell command when unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -257,13 +257,13 @@ print(torch.compile(lambda x: x * 2 + 1)(torch.ones(4)).sum().item())
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_planted_pickles_in_the_predictable_cache_never_run(tmp_path: Path, as_root: None) -> None:
-    """The other user knows what is compiled: he has run the same script, and replaces everything that it cached."""
+    """The other user has run the same script and replaced every file that it cached."""
     need_tool("g++")
     temporary, marker = make_folder(tmp_path / "tmp", 0o1777), tmp_path / "exploited"
     script = tmp_path / "compiles.py"
     script.write_text(_COMPILES)
     planted = temporary / "torchinductor_root"
-    # Whose name is in the folder's name, torch reads from these.
+    # torch takes the user name in the folder's name from these variables.
     env = {**os.environ, "TMPDIR": str(temporary), "LOGNAME": "root", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     env["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     env.pop("TORCHINDUCTOR_CACHE_DIR", None)
@@ -278,13 +278,13 @@ def test_planted_pickles_in_the_predictable_cache_never_run(tmp_path: Path, as_r
     for path in files:
         path.write_bytes(pickle.dumps(Exploit(marker)))
     for path in (planted, *planted.rglob("*")):
-        os.chown(path, STRANGER, STRANGER)
+        os.chown(path, OTHER_USER, OTHER_USER)
     output_of(sys.executable, str(script))
-    assert marker.exists(), "the attack works where nothing protects from it"
+    assert marker.exists(), "without protection the attack must succeed"
     marker.unlink()
     before = sorted(planted.rglob("*"))
     shown = output_of(*shoal_command("run", "--on", "local:1", "--out", tmp_path / "run", script))
-    assert not marker.exists(), "code of the other user ran"
+    assert not marker.exists(), "the other user's code ran"
     assert shown == "[0] 12.0\n"
     assert sorted(planted.rglob("*")) == before, "the other user's folder was used"
     assert any((tmp_path / "cache/shoal/torch/inductor").iterdir())
@@ -292,7 +292,7 @@ def test_planted_pickles_in_the_predictable_cache_never_run(tmp_path: Path, as_r
 
 # Modules in the current folder.
 
-# Names that Python, torch or shoal import early, late, or only if they are there.
+# Modules that Python, torch or shoal import early, late, or only if present.
 PLANTED = (
     "random", "numpy", "runpy", "torch", "pydantic", "sitecustomize", "psutil", "pdb", "optree", "shoal",
     "__future__", "typing",
@@ -309,7 +309,7 @@ def plant_modules(folder: Path, marker: Path) -> Path:
 
 
 def from_planted_folder(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """As a user types it: the console script's own folder comes first in its search path, never the current one."""
+    """Run as from a shell: the console script's own folder is first in the search path, never the current folder."""
     marker = folder / "marker"
     cwd = plant_modules(folder / "planted", marker)
     argv = [sys.executable, "-P", *shoal_command(*words)[1:]]
@@ -336,8 +336,8 @@ def test_ranks_import_nothing_from_the_current_folder(tmp_path: Path, launcher: 
         assert done.returncode == 0, done.stderr
 
 
-def test_a_worker_started_without_protection_leaves_the_current_folder_out(tmp_path: Path) -> None:
-    """As torchrun starts it when a person types that. What Python imports before shoal itself cannot be helped."""
+def test_a_worker_started_without_safe_path_does_not_import_from_the_current_folder(tmp_path: Path) -> None:
+    """Start it as plain torchrun does. Modules that Python imports before shoal cannot be protected."""
     cwd = plant_modules(tmp_path / "planted", marker := tmp_path / "marker")
     for name in ("runpy", "shoal"):
         (cwd / f"{name}.py").unlink()
@@ -348,8 +348,8 @@ def test_a_worker_started_without_protection_leaves_the_current_folder_out(tmp_p
     assert not marker.exists(), f"ran: {marker.read_text()}"
 
 
-def test_a_script_imports_from_its_own_folder_and_never_from_the_current_one(tmp_path: Path) -> None:
-    """So do the Python scripts that it starts: PYTHONSAFEPATH is not passed on."""
+def test_a_script_imports_from_its_own_folder_only(tmp_path: Path) -> None:
+    """Its child Python scripts do the same: PYTHONSAFEPATH is not passed on."""
     home = make_folder(tmp_path / "project")
     (home / "helper.py").write_text("text = 'from the project'\n")
     (home / "child.py").write_text("import helper; print('child:', helper.text)\n")
@@ -362,23 +362,23 @@ def test_a_script_imports_from_its_own_folder_and_never_from_the_current_one(tmp
     assert done.stdout.splitlines() == ["[0] script: from the project", "[0] child: from the project"]
 
 
-def test_a_module_is_searched_in_the_current_folder_unless_others_can_write_there(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("print('mine')\n")
-    done = shoal("run", "--on", "local:1", "--out", tmp_path / "run", "-m", "mine", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "[0] mine\n"), done.stderr
+def test_modules_are_found_in_the_current_folder_unless_others_can_write_there(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("print('module')\n")
+    done = shoal("run", "--on", "local:1", "--out", tmp_path / "run", "-m", "own", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[0] module\n"), done.stderr
     notes: list[str] = []
-    script = ("-m", "mine", "--flag")
+    script = ("-m", "own", "--flag")
     assert python_words(script, tmp_path, notes.append) == script
     shared = make_folder(tmp_path / "shared", 0o1777)
     assert python_words(script, shared, notes.append) == ("-P", *script)
     assert python_words(("/a/script.py",), shared, notes.append) == ("/a/script.py",)
     assert len(notes) == 1
     assert f"other users can write to {shared}" in notes[0]
-    assert f"PYTHONPATH={shared} shoal run -m mine" in notes[0]
+    assert f"PYTHONPATH={shared} shoal run -m own" in notes[0]
 
 
-# A program that may leave -P out, and why.
-MAY_LEAVE_OUT = {
+# Files that may start Python without -P, and why.
+MAY_OMIT_SAFE_PATH = {
     "plan.py": "a user's script",
     "remote_setup.py": "in a new environment, from the folder /",
 }
@@ -386,19 +386,19 @@ MAY_LEAVE_OUT = {
 
 def test_no_python_is_started_without_a_safe_path() -> None:
     start = re.compile(r"(?:\bsys\.executable|\.python)\)?,\s*[\x27\"]-[mc][\x27\"]")
-    careless = {
-        path.name: found
+    unprotected = {
+        path.name: starts
         for path in sorted(SOURCE.rglob("*.py"))
-        if path.name not in MAY_LEAVE_OUT and (found := start.findall(path.read_text()))
+        if path.name not in MAY_OMIT_SAFE_PATH and (starts := start.findall(path.read_text()))
     }
-    assert careless == {}
+    assert unprotected == {}
 
 
 # Processes that claim to belong to a run.
 
 
 @contextlib.contextmanager
-def claiming(run: Path, user: int, *words: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+def forged_process(run: Path, user: int, *words: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
     env = {"PATH": os.environ["PATH"], "SHOAL_RUN": str(run), "SHOAL_PART": "supervisor", **variables}
     with subprocess.Popen(words or ("sleep", "60"), env=env, user=user, group=user, cwd="/") as process:
         try:
@@ -407,44 +407,44 @@ def claiming(run: Path, user: int, *words: str, **variables: str) -> Iterator[su
             process.kill()
 
 
-def listed(run: Path) -> list[RunProcess]:
-    return [found for found in find_processes() if found.run == run]
+def processes_of(run: Path) -> list[RunProcess]:
+    return [process for process in find_processes() if process.run == run]
 
 
 @pytest.mark.usefixtures("as_root")
 class TestForgedMarks:
-    def test_only_processes_of_the_folders_owner_count(self, tmp_path: Path) -> None:
-        ours, theirs = make_folder(tmp_path / "ours"), make_folder(tmp_path / "theirs", owner=STRANGER)
-        with claiming(ours, STRANGER), claiming(tmp_path / "none", STRANGER):
-            assert listed(ours) == listed(tmp_path / "none") == []
-        with claiming(ours, 0) as own, claiming(theirs, STRANGER) as other:
-            assert [found.pid for found in listed(ours)] == [own.pid]
-            assert [found.pid for found in listed(theirs)] == [other.pid]
+    def test_only_processes_of_the_folders_owner_are_listed(self, tmp_path: Path) -> None:
+        own_run, foreign = make_folder(tmp_path / "own"), make_folder(tmp_path / "foreign", owner=OTHER_USER)
+        with forged_process(own_run, OTHER_USER), forged_process(tmp_path / "none", OTHER_USER):
+            assert processes_of(own_run) == processes_of(tmp_path / "none") == []
+        with forged_process(own_run, 0) as own, forged_process(foreign, OTHER_USER) as other:
+            assert [process.pid for process in processes_of(own_run)] == [own.pid]
+            assert [process.pid for process in processes_of(foreign)] == [other.pid]
 
-    def test_a_link_to_another_users_folder_does_not_help(self, tmp_path: Path) -> None:
-        ours = make_folder(tmp_path / "ours")
+    def test_a_foreign_link_to_the_run_folder_is_not_followed(self, tmp_path: Path) -> None:
+        own_run = make_folder(tmp_path / "own")
         link = tmp_path / "link"
-        link.symlink_to(ours)
-        os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
-        with claiming(link, STRANGER):
-            assert listed(link) == listed(ours) == []
+        link.symlink_to(own_run)
+        os.chown(link, OTHER_USER, OTHER_USER, follow_symlinks=False)
+        with forged_process(link, OTHER_USER):
+            assert processes_of(link) == processes_of(own_run) == []
 
-    def test_a_set_user_id_program_is_not_believed(self, tmp_path: Path) -> None:
-        """As sudo while it asks for a password: all its user numbers are 0, its environment is another user's."""
+    def test_the_environment_of_a_set_user_id_program_is_ignored(self, tmp_path: Path) -> None:
+        """Act as sudo at its password prompt: all its user ids are 0, its environment is another user's."""
         compiler = need_tool("g++")
         folder = make_folder(tmp_path / "bin", 0o755)
         program = folder / "asks"
         source = '#include <unistd.h>\nint main() { if (setuid(0)) return 1; write(1, "x", 1); pause(); }\n'
         subprocess.run([compiler, "-x", "c++", "-o", str(program), "-"], input=source, text=True, check=True)
         program.chmod(0o4755)
-        # Not by its path, which another user cannot enter here.
+        # Not by its path: another user cannot enter this folder.
         descriptor = os.open(program, os.O_PATH)
         reading, writing = os.pipe()
-        run = make_folder(tmp_path / "ours")
+        run = make_folder(tmp_path / "own")
         env = {"SHOAL_RUN": str(run), "SHOAL_PART": "supervisor"}
         with subprocess.Popen(
             [f"/proc/self/fd/{descriptor}"],
-            env=env, user=STRANGER, group=STRANGER, cwd="/", stdout=writing, pass_fds=(descriptor,),
+            env=env, user=OTHER_USER, group=OTHER_USER, cwd="/", stdout=writing, pass_fds=(descriptor,),
         ) as process:  # fmt: skip
             os.close(writing)
             try:
@@ -456,11 +456,11 @@ class TestForgedMarks:
                 os.close(reading)
                 os.close(descriptor)
 
-    def test_forged_marks_delay_and_prevent_nothing(self, tmp_path: Path) -> None:
+    def test_forged_marks_neither_delay_nor_block_a_run(self, tmp_path: Path) -> None:
         run = tmp_path / "run"
         words = ("train", "--on", "local:1", *set_flags(*TINY, *SHORT))
         assert shoal(*words, "--out", run).returncode == 0
-        with claiming(run, STRANGER, SHOAL_NODE="\x1b]0;owned\x07") as fake:
+        with forged_process(run, OTHER_USER, SHOAL_NODE="\x1b]0;owned\x07") as fake:
             refuse_leftovers(run, "local", is_new=True)
             stopped = shoal("stop", run, timeout_s=30)
             assert (stopped.returncode, fake.poll()) == (0, None)
@@ -470,14 +470,14 @@ class TestForgedMarks:
             assert resumed.returncode == 0, resumed.stderr
             assert "left over" not in resumed.stderr
 
-    def test_what_a_process_claims_about_itself_is_cleaned(self, tmp_path: Path) -> None:
+    def test_control_characters_in_process_marks_are_removed(self, tmp_path: Path) -> None:
         run = make_folder(tmp_path / "run")
-        with claiming(
+        with forged_process(
             run, 0, "sh", "-c", "sleep 60; :", "\x1b[2Jx", SHOAL_NODE="a\x1b]52;c;eA==\x07b", SHOAL_PART="p\x9bm"
         ):
-            (found, *_) = listed(run)
-            assert (found.node, found.part) == ("ab", "p")
-            assert is_alive(found)
+            (process, *_) = processes_of(run)
+            assert (process.node, process.part) == ("ab", "p")
+            assert is_alive(process)
             shown = shoal("ps", "--all").stdout
             assert "\x1b" not in shown
             assert "sleep" in shown
@@ -499,7 +499,7 @@ dist.destroy_process_group()
 """
 
 
-def reached(done: subprocess.CompletedProcess[str]) -> set[str]:
+def connections(done: subprocess.CompletedProcess[str]) -> set[str]:
     assert done.returncode == 0, done.stderr + done.stdout
     return {line.partition("] ")[2] for line in done.stdout.splitlines()}
 
@@ -508,7 +508,7 @@ def test_the_store_of_a_script_listens_on_loopback_alone(tmp_path: Path) -> None
     (tmp_path / "reach.py").write_text(_REACH)
     addresses = ["127.0.0.1", "127.0.0.2", *own_addresses()]
     done = shoal("run", "--on", "local:2", "--out", tmp_path / "run", tmp_path / "reach.py", *addresses)
-    assert reached(done) == {"127.0.0.1 ACCEPTED", *(f"{address} refused" for address in addresses[1:])}
+    assert connections(done) == {"127.0.0.1 ACCEPTED", *(f"{address} refused" for address in addresses[1:])}
 
 
 @pytest.mark.long
@@ -517,14 +517,14 @@ def test_the_store_of_a_script_on_several_nodes_listens_on_the_runs_address_alon
     (tmp_path / "reach.py").write_text(_REACH)
     words = ("10.77.0.1", "127.0.0.1", "127.0.0.2")
     done = shoal("run", "--on", "lab:2", "--out", tmp_path / "run", tmp_path / "reach.py", *words)
-    assert reached(done) == {"10.77.0.1 ACCEPTED", "127.0.0.1 refused", "127.0.0.2 refused"}
+    assert connections(done) == {"10.77.0.1 ACCEPTED", "127.0.0.1 refused", "127.0.0.2 refused"}
     assert "asks for no token: any program that reaches 10.77.0.1 port" in done.stderr
 
 
 def own_addresses() -> list[str]:
-    """Those of this machine beside loopback."""
+    """Return this machine's addresses other than loopback."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Sends nothing: the kernel only chooses the address it would send from.
+        # Nothing is sent: the kernel only chooses the source address.
         probe.connect(("192.0.2.1", 9))
         return [probe.getsockname()[0]]
     return []
@@ -534,11 +534,11 @@ def own_addresses() -> list[str]:
 
 
 @pytest.fixture
-def their_run(as_root: None) -> Iterator[RunFolder]:
-    """A finished run of root's, where others can come; files that a run keeps private have the mode they have there."""
-    place = Path(tempfile.mkdtemp())
-    place.chmod(0o755)
-    run = make_run(place / "run")
+def root_run(as_root: None) -> Iterator[RunFolder]:
+    """Create a finished run of root in a folder that others can enter; private files have their usual mode."""
+    parent_folder = Path(tempfile.mkdtemp())
+    parent_folder.chmod(0o755)
+    run = make_run(parent_folder / "run")
     run.supervisor.write_text('{"event":"supervising","rank":0}\n{"event":"ended","rank":0,"code":0}\n')
     save_file({"weight": np.zeros(3, dtype=np.float32)}, run.state(0))
     checkpoint = make_folder(run.checkpoints / "step-00000100", 0o755)
@@ -548,98 +548,96 @@ def their_run(as_root: None) -> Iterator[RunFolder]:
     for path in (run.supervisor, run.state(0), checkpoint / "model.safetensors"):
         path.chmod(0o600)
     yield run
-    shutil.rmtree(place)
+    shutil.rmtree(parent_folder)
 
 
 @contextlib.contextmanager
-def as_stranger() -> Iterator[None]:
-    os.seteuid(STRANGER)
+def as_other_user() -> Iterator[None]:
+    os.seteuid(OTHER_USER)
     try:
         yield
     finally:
         os.seteuid(0)
 
 
-def said_to_stranger(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
-    """What `shoal WORDS` prints for another user. Modules are imported before: that user may not read root's Python."""
+def run_as_other_user(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
+    """Run `shoal WORDS` as another user. Import its modules first: that user may not read root's Python."""
     arguments = [str(word) for word in words]
     main.load_verb(str(words[0]))
     if words[0] == "report":
         main.run([*arguments[:2], "--json"], debug=False)
         capsys.readouterr()
-    with as_stranger():
+    with as_other_user():
         code = main.run(arguments, debug=False)
     out, err = capsys.readouterr()
     return code, out, err
 
 
-def test_what_another_user_may_not_read_is_not_called_wrong(
-    their_run: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = verify_run(their_run)
-    with as_stranger():
-        verdict = verify_run(their_run)
+def test_unreadable_files_are_not_reported_as_wrong(root_run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = verify_run(root_run)
+    with as_other_user():
+        verdict = verify_run(root_run)
     wrong = {finding.file for finding in verdict.findings if finding.is_wrong}
     assert wrong < {finding.file for finding in whole.findings if finding.is_wrong}
     locked = {finding.file: finding.text for finding in verdict.findings if not finding.is_wrong}
     private = {"supervisor.jsonl", "state-rank-0.safetensors", "checkpoints/step-00000100/model.safetensors"}
     assert locked.keys() >= private
-    me = user_name(STRANGER)
+    me = user_name(OTHER_USER)
     assert {locked[name] for name in private} == {
         f"user {me} may not read it: it belongs to user root, who can verify it"
     }
 
 
-def test_a_state_that_cannot_be_read_is_not_called_missing(their_run: RunFolder) -> None:
-    with as_stranger(), pytest.raises(DataError) as refused:
-        open_state(their_run.state(0))
-    assert refused.value.seen == f"{their_run.state(0)} cannot be read by user {user_name(STRANGER)}"
-    assert refused.value.why == f"{their_run.state(0)} belongs to user root, and its mode is 0600"
-    assert "sudo -u root" in refused.value.fix
+def test_an_unreadable_state_is_not_reported_as_missing(root_run: RunFolder) -> None:
+    with as_other_user(), pytest.raises(DataError) as refusal:
+        open_state(root_run.state(0))
+    assert refusal.value.seen == f"{root_run.state(0)} cannot be read by user {user_name(OTHER_USER)}"
+    assert refusal.value.why == f"{root_run.state(0)} belongs to user root, and its mode is 0600"
+    assert "sudo -u root" in refusal.value.fix
     # It may hold a secret.
-    assert "chmod" not in refused.value.fix
+    assert "chmod" not in refusal.value.fix
 
 
-def test_the_run_of_another_user_is_not_resumed(their_run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = said_to_stranger(capsys, "train", "--resume", their_run.path, "--steps", "200")
+def test_the_run_of_another_user_is_not_resumed(root_run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run_as_other_user(capsys, "train", "--resume", root_run.path, "--steps", "200")
     assert (code, out) == (2, "")
-    assert f"cannot write to {their_run.path}" in err
+    assert f"cannot write to {root_run.path}" in err
     assert "it belongs to user root" in err
-    assert f"sudo -u root shoal train --resume {their_run.path}" in err
+    assert f"sudo -u root shoal train --resume {root_run.path}" in err
 
 
-def test_a_report_about_the_run_of_another_user_is_written_elsewhere(
-    their_run: RunFolder, capsys: pytest.CaptureFixture[str]
+def test_a_report_on_the_run_of_another_user_needs_another_folder(
+    root_run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = said_to_stranger(capsys, "report", their_run.path)
+    code, out, err = run_as_other_user(capsys, "report", root_run.path)
     assert (code, out) == (3, "")
     assert "permission denied" in err
-    assert f"shoal report {their_run.path} --out FOLDER" in err
+    assert f"shoal report {root_run.path} --out FOLDER" in err
     assert "python -m" not in err
-    mine = make_folder(their_run.path.parent / "mine", owner=STRANGER)
-    code, out, err = said_to_stranger(capsys, "report", their_run.path, "--out", mine / "new")
+    own_folder = make_folder(root_run.path.parent / "own", owner=OTHER_USER)
+    code, out, err = run_as_other_user(capsys, "report", root_run.path, "--out", own_folder / "new")
     assert (code, err) == (0, "")
-    assert out == f"{mine / 'new' / 'report.html'}\n"
-    assert (mine / "new" / "report.html").stat().st_uid == STRANGER
+    assert out == f"{own_folder / 'new' / 'report.html'}\n"
+    assert (own_folder / "new" / "report.html").stat().st_uid == OTHER_USER
 
 
 @pytest.mark.parametrize("words", ["verify", "report", "sample", "logs", "attach", "stop", "explain", "train --resume"])
-def test_a_folder_that_may_not_be_entered_is_said_to_be_another_users(
-    their_run: RunFolder, capsys: pytest.CaptureFixture[str], words: str
+def test_a_folder_without_access_is_reported_with_its_owner_and_mode(
+    root_run: RunFolder, capsys: pytest.CaptureFixture[str], words: str
 ) -> None:
-    their_run.path.chmod(0o700)
-    code, out, err = said_to_stranger(capsys, *words.split(), their_run.path)
+    root_run.path.chmod(0o700)
+    code, out, err = run_as_other_user(capsys, *words.split(), root_run.path)
     assert (code, out) == (2, "")
-    assert err.startswith(f"error: {their_run.path} cannot be read by user {user_name(STRANGER)}\n")
-    assert f"{their_run.path} belongs to user root, and its mode is 0700" in err
+    assert err.startswith(f"error: {root_run.path} cannot be read by user {user_name(OTHER_USER)}\n")
+    assert f"{root_run.path} belongs to user root, and its mode is 0700" in err
 
 
-def test_a_running_run_of_another_user_is_not_called_ended(
-    their_run: RunFolder, capsys: pytest.CaptureFixture[str]
+def test_a_running_run_of_another_user_is_not_reported_as_ended(
+    root_run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with their_run.held():
-        code, _, err = said_to_stranger(capsys, "stop", their_run.path)
+    with root_run.held():
+        code, _, err = run_as_other_user(capsys, "stop", root_run.path)
     assert code == 2
     assert "is running, and user" in err
-    assert f"sudo -u root shoal stop {their_run.path}" in err
-    assert said_to_stranger(capsys, "stop", their_run.path)[1].endswith("was not running\n")
+    assert f"sudo -u root shoal stop {root_run.path}" in err
+    assert run_as_other_user(capsys, "stop", root_run.path)[1].endswith("was not running\n")

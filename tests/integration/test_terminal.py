@@ -1,4 +1,4 @@
-"""Foreign text on the terminal: control sequences and markup in names, logs and errors stay without effect."""
+"""Untrusted text on the terminal: control sequences and markup in names, logs and errors have no effect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.run_samples import make_run
 
 CLI = Path(package.__file__).parent / "cli"
 
-# What a terminal would do with it, and the text that is left.
+# Effect on a terminal: the raw text, the text after cleaning.
 SEQUENCES = {
     "colour": ("a\x1b[31mb", "ab"),
     "clear screen": ("a\x1b[2J\x1b[Hb", "ab"),
@@ -33,7 +33,7 @@ SEQUENCES = {
     "character set": ("a\x1b(0b", "ab"),
     "reset": ("a\x1bcb", "ab"),
     "unfinished title": ("a\x1b]0;owned", "a0;owned"),
-    "a lone escape at the end": ("a\x1b", "a"),
+    "trailing escape": ("a\x1b", "a"),
     "backspace": ("good\x08\x08\x08\x08evil", "goodevil"),
     "bell and null": ("a\x07\x00b", "ab"),
     "delete": ("a\x7fb", "ab"),
@@ -47,77 +47,77 @@ SEQUENCES = {
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_nothing_that_steers_a_terminal_is_left(name: str) -> None:
+def test_control_sequences_are_removed(name: str) -> None:
     text, left = SEQUENCES[name]
     assert printable(text) == left
     assert printable(left) == left
 
 
 @pytest.mark.parametrize("text", ["plain", "tab\tand\nnewline", "Umlaut ä, 漢字, 🐟, ×, –", "naïve עברית"])
-def test_ordinary_text_stays_as_it_is(text: str) -> None:
+def test_ordinary_text_is_unchanged(text: str) -> None:
     assert printable(text) == text
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("start", ["\x9d", "\x90a", "\x1b]", "\x9b1;", "\x1b[", "\x1b(", "\x9f\x98"])
-def test_many_unfinished_sequences_cost_no_more_than_their_length(start: str) -> None:
-    """They were searched to the end of the text each: 16,000 took 12 s. 200,000 would take half an hour."""
+def test_many_unfinished_sequences_take_linear_time(start: str) -> None:
+    """Searching to the end of the text for each took 12 s for 16,000; 200,000 would take half an hour."""
     assert "\x1b" not in printable(start * 200_000)
 
 
-def test_a_note_from_elsewhere_stays_on_its_line() -> None:
+def test_a_note_from_another_machine_stays_on_one_line() -> None:
     assert printable_line("x\nnote: type this\x1b[2J", 100) == "x note: type this"
     assert printable_line("abcdef", 3) == "abc …"
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_json_keeps_the_characters_as_escapes(name: str) -> None:
+def test_json_writes_control_characters_as_escapes(name: str) -> None:
     text, _ = SEQUENCES[name]
     document = printable_json({"text": text})
     assert printable(document) == document
     assert json.loads(document) == {"text": text}
 
 
-def test_a_protected_stream_cleans_all_ways_of_writing() -> None:
+def test_a_printable_stream_cleans_print_and_writelines() -> None:
     raw = io.StringIO()
     stream = PrintableStream(raw)
     print("a\x1b[31mb", file=stream)
     stream.writelines(["c\x9b2J", "d\n"])
     assert raw.getvalue() == "ab\ncd\n"
-    assert stream.getvalue() == raw.getvalue(), "all else is the stream's own"
+    assert stream.getvalue() == raw.getvalue(), "other attributes come from the wrapped stream"
 
 
-def coloured() -> tuple[SafeConsole, io.StringIO]:
+def make_coloured_console() -> tuple[SafeConsole, io.StringIO]:
     out = io.StringIO()
     return SafeConsole(file=out, force_terminal=True, color_system="standard", highlight=False, width=80), out
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_a_console_keeps_its_own_styles_and_no_others(name: str) -> None:
-    console, out = coloured()
+def test_a_console_emits_only_its_own_styles(name: str) -> None:
+    console, out = make_coloured_console()
     text, left = SEQUENCES[name]
     table = Table(box=None)
     table.add_column("\x1b[2Jtitle")
     table.add_row(text)
     console.print(Text(text, style="red"))
     console.print(table)
-    found = out.getvalue()
-    ours = re.compile(r"\x1b\[[0-9;]*m")
-    assert ours.search(found)
-    assert "\x1b" not in ours.sub("", found)
-    assert "\x1b[2J" not in found
-    assert f"\n {left.partition(chr(10))[0]}" in ours.sub("", found)
+    output = out.getvalue()
+    style = re.compile(r"\x1b\[[0-9;]*m")
+    assert style.search(output)
+    assert "\x1b" not in style.sub("", output)
+    assert "\x1b[2J" not in output
+    assert f"\n {left.partition(chr(10))[0]}" in style.sub("", output)
 
 
-def test_markup_in_foreign_text_is_no_link_and_breaks_nothing() -> None:
-    console, out = coloured()
-    console.print("[green]ours[/] [link=http://evil]text[/link] [@click=x] [/nonsense] [blink]b")
-    assert out.getvalue() == "\x1b[32mours\x1b[0m [link=http://evil]text[/link] [@click=x] [/nonsense] [blink]b\n"
+def test_markup_in_untrusted_text_is_printed_literally() -> None:
+    console, out = make_coloured_console()
+    console.print("[green]styled[/] [link=http://evil]text[/link] [@click=x] [/nonsense] [blink]b")
+    assert out.getvalue() == "\x1b[32mstyled\x1b[0m [link=http://evil]text[/link] [@click=x] [/nonsense] [blink]b\n"
     console.print("[/] [red]a[/]")
     assert out.getvalue().endswith("\n[/] [red]a[/]\n")
 
 
-def test_every_console_is_made_in_one_place() -> None:
+def test_consoles_are_created_in_one_module() -> None:
     makers = [path.name for path in CLI.glob("*.py") if re.search(r"(?<!class )\b(Safe)?Console\(", path.read_text())]
     assert makers == ["output.py"]
     assert isinstance(make_console(), SafeConsole)
@@ -133,7 +133,7 @@ def test_lines_of_ranks_are_cleaned_and_keep_their_label() -> None:
 
 
 class Screen:
-    """What a terminal shows after lines of text, movements up and erasing below."""
+    """The rows that a terminal shows after text, cursor-up movements and erasing below."""
 
     def __init__(self, text: str) -> None:
         self.rows, row = [""], 0
@@ -159,7 +159,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_current_line_of_each_rank_stands_below_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_line_of_every_rank_is_drawn_below_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.cli.output._REDRAW_S", 0.0)
     out = Terminal()
     display = LineDisplay(SafeConsole(file=out, force_terminal=True, highlight=False, width=30, height=24))
@@ -168,7 +168,7 @@ def test_the_current_line_of_each_rank_stands_below_the_lines(monkeypatch: pytes
     assert Screen(out.getvalue()).rows == ["[0] begun", "[0]  20%|##  |xxxxxxxxxxxxxxx", "[1] loading     data", ""]
     drawn = len(out.getvalue())
     display.lines([], lines_of(" 20%|##  |" + "x" * 40, "loading\tdata"))
-    assert len(out.getvalue()) == drawn, "nothing is drawn where nothing has changed"
+    assert len(out.getvalue()) == drawn, "redrawn without a change"
     display.lines(lines_of(" 20%|##  |"), lines_of("", "loading")[1:])
     assert Screen(out.getvalue()).rows == ["[0] begun", "[0]  20%|##  |", "[1] loading", ""]
     display.close()
@@ -192,8 +192,8 @@ def test_bars_are_drawn_at_most_ten_times_a_second() -> None:
 
 
 @pytest.mark.parametrize("forced", [None, True])
-def test_elsewhere_nothing_is_drawn_anew(forced: bool | None) -> None:
-    """Also where FORCE_COLOR makes rich take a pipe for a terminal, as many CI systems set it."""
+def test_without_a_terminal_nothing_is_redrawn(forced: bool | None) -> None:
+    """Also with FORCE_COLOR, which many CI systems set: rich then treats a pipe as a terminal."""
     out = io.StringIO()
     display = LineDisplay(SafeConsole(file=out, highlight=False, width=60, force_terminal=forced, color_system=None))
     assert not display.is_live
@@ -205,12 +205,12 @@ def test_elsewhere_nothing_is_drawn_anew(forced: bool | None) -> None:
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil"
 
 
-def test_the_commands_print_no_foreign_sequence(tmp_path: Path) -> None:
-    """Logs, explanations of logs, and errors that quote what was typed."""
+def test_commands_print_no_untrusted_control_sequence(tmp_path: Path) -> None:
+    """Check logs, explanations of logs, and errors that quote the command line."""
     run = make_run(tmp_path / "run")
     log = run.log("local", 0)
     log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text(f"{EVIL} said a rank\nRuntimeError: {EVIL} failed\n")
+    log.write_text(f"{EVIL} from a rank\nRuntimeError: {EVIL} failed\n")
     for words in (
         ("logs", run.path),
         ("explain", log),

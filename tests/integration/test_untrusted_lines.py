@@ -1,4 +1,4 @@
-"""Names, lines and sizes from other machines and from ranks: what is malformed is refused, and the rest goes on."""
+"""Names, lines and sizes from other machines and from ranks: malformed ones are refused, valid ones are processed."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ METHODS = ("journal", "votes", "orders", "invite_socket", "agent_log", "logs", "
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(METHODS), ANYTHING)
-def test_no_name_leads_out_of_a_run_folder(method: str, name: Any) -> None:
-    """Either it is refused, or it is one more part of a path below the folder."""
+def test_no_name_escapes_the_run_folder(method: str, name: Any) -> None:
+    """A name is refused or becomes one component of a path below the folder."""
     run = RunFolder(Path("/run/of/shoal"))
     try:
         paths = [getattr(run, method)(name)] if isinstance(name, str | int) else []
@@ -78,12 +78,12 @@ def test_no_name_leads_out_of_a_run_folder(method: str, name: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["node1", "laptop-b.lan", "_x", "192.168.1.9", "A" * 100])
-def test_names_that_machines_have_are_accepted(name: str) -> None:
+def test_usual_machine_names_are_accepted(name: str) -> None:
     assert check_name(name) == name
     assert RunFolder(Path("/r")).log(name, "torchrun") == Path(f"/r/logs/{name}/torchrun.log")
 
 
-def test_members_are_checked_where_they_are_read() -> None:
+def test_members_are_validated_when_read() -> None:
     member = {"node": "den", "address": "10.0.0.1", "port": 9, "mark": "m", "ranks": [0], "life": 0}
     assert read_places({"7": member})[7].node == "den"
     for change in ({"node": "../x"}, {"port": 2**16}, {"port": -1}, {"ranks": [-1]}, {"ranks": [2**31]}, {"life": -1}):
@@ -101,9 +101,9 @@ def test_ranks_are_counted_through_the_nodes() -> None:
     assert [list(ranks_of(nodes, node)) for node in nodes] == [[0, 1], [2], [3, 4, 5]]
 
 
-def test_an_errand_is_read_strictly(tmp_path: Path) -> None:
-    errand = {"folder": str(tmp_path), "node": "den", "ranks": [1], "texts": {}, "have": {"commits.jsonl": 3}}
-    assert parse_order(json.dumps(errand).encode()).ranks == (1,)
+def test_an_invalid_order_is_refused(tmp_path: Path) -> None:
+    order = {"folder": str(tmp_path), "node": "den", "ranks": [1], "texts": {}, "have": {"commits.jsonl": 3}}
+    assert parse_order(json.dumps(order).encode()).ranks == (1,)
     changes: list[dict[str, Any]] = [
         {"node": "../x"},
         {"ranks": [-1]},
@@ -114,7 +114,7 @@ def test_an_errand_is_read_strictly(tmp_path: Path) -> None:
     ]
     for change in changes:
         with pytest.raises(ControlError, match="an order that it cannot read"):
-            parse_order(json.dumps({**errand, **change}).encode())
+            parse_order(json.dumps({**order, **change}).encode())
 
 
 def test_no_link_is_followed_below_a_folder(tmp_path: Path) -> None:
@@ -131,13 +131,13 @@ def test_no_link_is_followed_below_a_folder(tmp_path: Path) -> None:
             open_below(tmp_path / "in", name, os.O_RDONLY)
 
 
-# A messenger that lies: the real link, and a program in the place of the messenger on "the other machine"
+# A misbehaving messenger: the real link, and a program in place of the messenger on the other machine
 
 
-def lying_link(folder: Path, *lives: bytes) -> tuple[SshLink, list[str]]:
-    """Each connection gets the next of these streams of bytes; the last one is repeated."""
-    for number, stream in enumerate(lives):
-        (folder / f"life-{number}").write_bytes(stream)
+def make_misbehaving_link(folder: Path, *streams: bytes) -> tuple[SshLink, list[str]]:
+    """Return a link whose connections get these byte streams in order; the last one is repeated."""
+    for number, stream in enumerate(streams):
+        (folder / f"stream-{number}").write_bytes(stream)
     program = folder / "python"
     program.write_text(
         f"""#!{sys.executable} -ISu
@@ -145,15 +145,15 @@ import os, sys
 sys.stdin.buffer.raw.readline()
 count = len([name for name in os.listdir({str(folder)!r}) if name.startswith("was-")])
 open(f"{folder}/was-{{count}}", "x").close()
-sys.stdout.buffer.write(open(f"{folder}/life-{{min(count, {len(lives) - 1})}}", "rb").read())
+sys.stdout.buffer.write(open(f"{folder}/stream-{{min(count, {len(streams) - 1})}}", "rb").read())
 """
     )
     program.chmod(0o755)
     return make_link(folder, str(program))
 
 
-def make_link(here: Path, python: str, **errand: Any) -> tuple[SshLink, list[str]]:
-    """A link to a messenger on this machine, which a shell starts here as SSH starts it elsewhere."""
+def make_link(base: Path, python: str, **order: Any) -> tuple[SshLink, list[str]]:
+    """Return a link to a messenger on this machine, started by a local shell instead of SSH."""
     host = Host(host="localhost", name="den")
     about: dict[str, Any] = {"interface": "lo", "cores": 1, "link_mbps": None, "project": None, "files": {}}
     path = str(Path(shoal.__file__).parent.parent)
@@ -164,15 +164,15 @@ def make_link(here: Path, python: str, **errand: Any) -> tuple[SshLink, list[str
         **about,
         python=python,
         pythonpath=path,
-        runs=str(here / "d/runs"),
+        runs=str(base / "d/runs"),
         facts=None,  # type: ignore[arg-type]
     )
     common = {"folder": "/nowhere", "node": "den", "ranks": [1], "texts": {}, "keeps": False, "follow": False}
     notes: list[str] = []
-    run = here / "run"
+    run = base / "run"
     (run / "events").mkdir(parents=True, exist_ok=True)
-    spec = HostsSpec(path=here / "hosts.toml", hosts=(host,))
-    return SshLink(ready, spec, run, None, {**common, "discard": False, **errand}, notes.append), notes
+    spec = HostsSpec(path=base / "hosts.toml", hosts=(host,))
+    return SshLink(ready, spec, run, None, {**common, "discard": False, **order}, notes.append), notes
 
 
 def head(**fields: Any) -> bytes:
@@ -183,7 +183,7 @@ GOOD = head(path="events/rank-1.jsonl", offset=0, size=5) + b"true\n" + head(end
 
 
 @pytest.mark.parametrize(
-    "lie",
+    "data",
     [
         b"no JSON\n",
         b"[1]\n",
@@ -198,13 +198,13 @@ GOOD = head(path="events/rank-1.jsonl", offset=0, size=5) + b"true\n" + head(end
         head(path="events/rank-1.jsonl"),
         b"x" * (LINE_BYTES + 70_000),
     ],
-    ids=lambda lie: repr(lie[:40]),
+    ids=lambda data: repr(data[:40]),
 )
-def test_a_messenger_that_sends_nonsense_is_started_anew(
-    lie: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_messenger_that_sends_invalid_data_is_restarted(
+    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hosts_link, "RECONNECT_S", 0.05)
-    link, notes = lying_link(tmp_path, lie, lie, GOOD)
+    link, notes = make_misbehaving_link(tmp_path, data, data, GOOD)
     try:
         assert wait_until(link.ended, 30, why=lambda: notes) == "its agent ended"
     finally:
@@ -213,21 +213,21 @@ def test_a_messenger_that_sends_nonsense_is_started_anew(
     assert len([note for note in notes if note.startswith("refused: den sent")]) == 1, notes
 
 
-def test_pieces_that_a_messenger_may_not_send_are_left_out(tmp_path: Path) -> None:
+def test_forbidden_pieces_from_a_messenger_are_dropped(tmp_path: Path) -> None:
     names = ["events/rank-0.jsonl", "token", "../x", "agents/other.jsonl", "commits.jsonl"]
-    lies = b"".join(head(path=name, offset=0, size=1) + b"x" for name in names * 2)
-    link, notes = lying_link(tmp_path, lies + GOOD)
+    forbidden = b"".join(head(path=name, offset=0, size=1) + b"x" for name in names * 2)
+    link, notes = make_misbehaving_link(tmp_path, forbidden + GOOD)
     try:
         assert wait_until(link.ended, 30, why=lambda: notes) == "its agent ended"
     finally:
         link.close()
     assert [path.name for path in (tmp_path / "run").rglob("*") if path.is_file()] == ["rank-1.jsonl"]
-    assert len([note for note in notes if "into the run folder" in note]) == len(names), "each once"
+    assert len([note for note in notes if "into the run folder" in note]) == len(names), "a note is missing or repeated"
 
 
-def test_a_messenger_brings_home_what_its_own_ranks_wrote(tmp_path: Path) -> None:
-    """The real one, in a folder that several nodes share: others' files stay, and the checkpoint comes whole."""
-    there = RunFolder(tmp_path / "there")
+def test_a_messenger_fetches_only_files_of_its_own_ranks(tmp_path: Path) -> None:
+    """Run the real messenger in a folder shared by several nodes: other nodes' files stay, the checkpoint is whole."""
+    remote = RunFolder(tmp_path / "remote")
     contents = {
         "agents/den.jsonl": "journal\n",
         "agents/den.orders": "token\n",
@@ -242,27 +242,27 @@ def test_a_messenger_brings_home_what_its_own_ranks_wrote(tmp_path: Path) -> Non
         "checkpoints/step-00000002/model.safetensors": "weights",
     }
     for name, text in contents.items():
-        (there.path / name).parent.mkdir(parents=True, exist_ok=True)
-        (there.path / name).write_text(text)
+        (remote.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (remote.path / name).write_text(text)
     (tmp_path / "run/events").mkdir(parents=True)
     (tmp_path / "run/events/rank-1.jsonl").write_text("first\n")
-    link, notes = make_link(tmp_path, sys.executable, folder=str(there.path), keeps=True, follow=True)
+    link, notes = make_link(tmp_path, sys.executable, folder=str(remote.path), keeps=True, follow=True)
     try:
         assert wait_until(link.ended, 60, why=lambda: notes) == "its agent ended"
     finally:
         link.close()
-    home = tmp_path / "run"
-    came = {str(path.relative_to(home)): path.read_text() for path in home.rglob("*") if path.is_file()}
+    run = tmp_path / "run"
+    fetched = {str(path.relative_to(run)): path.read_text() for path in run.rglob("*") if path.is_file()}
     own = ("agents/den.jsonl", "events/rank-1", "logs/den", "commits", "checkpoints/step-00000002")
-    assert came == {name: text for name, text in contents.items() if name.startswith(own)}
+    assert fetched == {name: text for name, text in contents.items() if name.startswith(own)}
     assert not [note for note in notes if "refused" in note]
 
 
-# A journal that lies
+# A journal with invalid lines
 
 
 class Silent:
-    """Stands for the link to an agent that goes on."""
+    """A link to an agent that keeps running."""
 
     def ended(self) -> None:
         return None
@@ -276,7 +276,7 @@ class Silent:
 
 
 @pytest.mark.parametrize(
-    "lie",
+    "data",
     [
         {},
         {"event": 7},
@@ -297,11 +297,9 @@ class Silent:
         {"event": "group-failed", "name": "rank-9", "why": "x"},
         {"event": "refused"},
     ],
-    ids=lambda lie: json.dumps(lie)[:60],
+    ids=lambda data: json.dumps(data)[:60],
 )
-def test_a_journal_line_that_cannot_be_used_is_refused_and_the_supervisor_goes_on(
-    lie: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_invalid_journal_line_is_refused_and_the_supervisor_continues(data: dict[str, Any], tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
     nodes = [Node(f"node{number}", f"127.0.0.{number}", "lo", 1, 1) for number in (1, 2)]
     world = Launch(run, None, EventLog(run.supervisor, 0))  # type: ignore[arg-type]
@@ -309,11 +307,11 @@ def test_a_journal_line_that_cannot_be_used_is_refused_and_the_supervisor_goes_o
     world.agents = [AgentHandle(node, Silent(), EventTail(run.journal(node.name))) for node in nodes]
     journal = EventLog(run.journal("node2"), 1)
     for _ in range(3):
-        journal.append({"launch": world.launch_id, **lie})
+        journal.append({"launch": world.launch_id, **data})
     good = {"event": "ended", "name": "rank-1", "code": 0, "by_agent": False, "out_of_memory": False}
     journal.append({"launch": world.launch_id, **good})
     world._poll()
-    assert [ending.name for ending in world.ends] == ["rank-1"], "the true line counts"
+    assert [ending.name for ending in world.ends] == ["rank-1"], "the valid line was not used"
     notes = [event["text"] for event in read_events(run.supervisor) if event["event"] == "note"]
     assert len(notes) == 1
     assert notes[0].startswith("the journal of node2 has lines that cannot be used and are ignored")
@@ -321,7 +319,7 @@ def test_a_journal_line_that_cannot_be_used_is_refused_and_the_supervisor_goes_o
     world.log.close()
 
 
-def test_events_that_the_supervisor_does_not_know_are_no_problem() -> None:
+def test_unknown_events_are_ignored_by_the_supervisor() -> None:
     event = parse_event(b'{"event": "something-new", "text": 7}', AGENT_EVENTS)
     assert event == {"event": "something-new", "text": 7, "rank": None, "time": None}
 
@@ -330,7 +328,7 @@ def test_events_that_the_supervisor_does_not_know_are_no_problem() -> None:
 
 
 @pytest.mark.parametrize("payload", [b"no JSON", b"[1]", b"[" * 100_000, b"7"])
-def test_a_rank_that_asks_nonsense_gets_an_error_in_words(payload: bytes) -> None:
+def test_an_invalid_request_of_a_rank_is_answered_with_an_error(payload: bytes) -> None:
     async def ask(frame: bytes) -> None:
         reader = asyncio.StreamReader()
         reader.feed_data(frame)
@@ -343,7 +341,7 @@ def test_a_rank_that_asks_nonsense_gets_an_error_in_words(payload: bytes) -> Non
         asyncio.run(ask((MAX_REQUEST_BYTES + 1).to_bytes(4, "big")))
 
 
-def test_a_program_whose_line_has_no_end_is_given_up() -> None:
+def test_a_program_that_sends_an_endless_line_is_stopped() -> None:
     endless = "import sys\nsys.stdin.readline()\nwhile True: sys.stdout.write('x' * 65536)"
     programs = {"node1": RemoteProgram("node1", LocalProgram([sys.executable, "-I", "-S", "-c", endless]))}
     with closing_all(programs), pytest.raises(ControlError, match="with a line of more than 16777216 bytes"):
@@ -354,13 +352,13 @@ def test_a_program_whose_line_has_no_end_is_given_up() -> None:
 
 
 @pytest.mark.parametrize("sent", ["é", "\ud800", "", "secre", "secret\0", b"\xff"])
-def test_secrets_are_compared_whatever_was_sent(sent: str | bytes) -> None:
+def test_comparing_secrets_accepts_any_input(sent: str | bytes) -> None:
     assert not is_equal_secret(sent, "secret")
     assert is_equal_secret("secret", b"secret")
 
 
 def test_secrets_are_compared_in_one_place() -> None:
-    """`compare_digest` raises for text that is not ASCII, which ended a thread."""
+    """`compare_digest` raises for text that is not ASCII, which once ended a thread."""
     package = Path(shoal.__file__).parent
     users = {
         str(path.relative_to(package))
@@ -372,7 +370,7 @@ def test_secrets_are_compared_in_one_place() -> None:
     assert users == {"control/channel.py"}
 
 
-def test_a_private_log_is_private_from_its_first_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_log_is_created_with_private_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fchmod", lambda fd, mode: None)
     before = os.umask(0)
     try:

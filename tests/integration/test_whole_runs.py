@@ -1,4 +1,4 @@
-"""What takes minutes or a browser: the demo as a user runs it, its page as a user sees it, kills at a bad moment."""
+"""Tests that take minutes or need a browser: the demo, its report page, and kills during a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.support.runs import wait_until
 pytestmark = pytest.mark.long
 
 
-def opened(page: Path, profile: Path) -> str:
-    """The document as a real browser has it after its scripts have run."""
+def rendered_document(page: Path, profile: Path) -> str:
+    """Return the page's document after a real browser has run its scripts."""
     browser = need_tool("chromium", "chromium-browser", "google-chrome")
     quiet = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
     argv = [browser, "--headless", "--no-sandbox", "--disable-gpu", *quiet, f"--user-data-dir={profile}"]
@@ -33,15 +33,15 @@ def opened(page: Path, profile: Path) -> str:
     return done.stdout
 
 
-def test_the_report_draws_in_a_real_browser(tmp_path: Path) -> None:
+def test_the_report_renders_in_a_real_browser(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", all_events(), "data.path='</script><script>document.title=1</script>'")
-    document = opened(write_report(run, demo_points()), tmp_path / "profile")
+    document = rendered_document(write_report(run, demo_points()), tmp_path / "profile")
     assert document.count('class="main-svg"') >= 8, "a chart is missing"
-    assert "<title>run · finished</title>" in document, "a path of the run was run as a script"
+    assert "<title>run · finished</title>" in document, "a path of the run was executed as a script"
 
 
 @pytest.mark.timeout(300)
-def test_the_demo_from_start_to_report(tmp_path: Path) -> None:
+def test_the_demo_trains_and_writes_a_report(tmp_path: Path) -> None:
     done = shoal("demo", "--steps", "30", "--out", tmp_path / "demo", "--json", timeout_s=240)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
@@ -50,16 +50,16 @@ def test_the_demo_from_start_to_report(tmp_path: Path) -> None:
     assert manifest["byte_equivalent"] is True
     assert manifest["tokens_per_sec_1proc"] > 0
     assert manifest["tokens_per_sec_2proc"] > 0
-    assert manifest["theoretical_bytes_per_step"] == 4 * manifest["model_params"], "the demo shows a real exchange"
+    assert manifest["theoretical_bytes_per_step"] == 4 * manifest["model_params"], "the demo exchanged no gradients"
     assert Path(document["picture"]).read_bytes().startswith(b"\x89PNG")
-    assert opened(Path(document["report"]), tmp_path / "profile").count('class="main-svg"') >= 8
+    assert rendered_document(Path(document["report"]), tmp_path / "profile").count('class="main-svg"') >= 8
     one, two = (steps_of(Path(run)) for run in document["runs"].values())
     assert [step["loss"] for step in two] == pytest.approx([step["loss"] for step in one], rel=1e-3)
 
 
 @pytest.mark.timeout(600)
 def test_a_kill_at_any_moment_of_a_checkpoint_loses_nothing(tmp_path: Path) -> None:
-    """A checkpoint after every step, all processes killed at a random moment, again and again, in one folder."""
+    """Save after every step and repeatedly kill all processes at a random moment, in one folder."""
     run, rng, reached = tmp_path / "run", random.Random(5), 0
     settings = set_flags(*TINY, "train.checkpoint_every=1", "train.eval_every=1000000", "train.compile=off")
     command = shoal_command("train", "--out", run, "--steps", "1000000", *settings)
@@ -69,7 +69,7 @@ def test_a_kill_at_any_moment_of_a_checkpoint_loses_nothing(tmp_path: Path) -> N
             wait_for_step(run, reached + 3, training)
             time.sleep(rng.random() * 0.2)
         finally:
-            kill_everything_of(run)
+            kill_all_processes_of(run)
             training.kill()
             training.wait()
         newest = max(int(path.name[5:13]) for path in (run / "checkpoints").glob("step-*"))
@@ -82,8 +82,8 @@ def test_a_kill_at_any_moment_of_a_checkpoint_loses_nothing(tmp_path: Path) -> N
     assert not list((run / "checkpoints").glob(".step-*"))
 
 
-def kill_everything_of(run: Path) -> None:
-    """As a power cut does: supervisor, agent and rank, until none is found any more."""
+def kill_all_processes_of(run: Path) -> None:
+    """Kill supervisor, agent and rank, as a power cut would, until none is left."""
 
     def killed() -> bool:
         left = find_processes(run)
@@ -106,5 +106,5 @@ def wait_for_step(run: Path, step: int, training: subprocess.Popen[bytes]) -> No
 
 
 def newest_step(run: Path) -> int:
-    found = [int(path.name[5:13]) for path in (run / "checkpoints").glob("step-????????")]
-    return max(found, default=0)
+    steps = [int(path.name[5:13]) for path in (run / "checkpoints").glob("step-????????")]
+    return max(steps, default=0)

@@ -1,4 +1,4 @@
-"""Agents driven by hand: their orders come from a test, and what they start is quick and has no torch in it."""
+"""Agents whose orders come from a test; they start quick programs without torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKEN = "t" * 64
 
 
 class Agent:
-    """Member `number` on 127.0.0.<number + 1>. Unmarked: several of them share this machine and one folder."""
+    """Member `number` on 127.0.0.<number + 1>, without a process mark: several agents share this machine and folder."""
 
     def __init__(self, folder: Path, number: int, variables: dict[str, str], **changes: Any) -> None:
         self.run = RunFolder(folder)
@@ -74,11 +74,11 @@ class Agent:
         return f"{self.log.read_text()}\n{journal.read_text() if journal.exists() else ''}"
 
     def ended(self) -> dict[str, tuple[int, bool]]:
-        """Exit code, and whether the agent killed it, of each process."""
+        """Return the exit code of every process, and whether the agent killed it."""
         return {event["name"]: (event["code"], event["by_agent"]) for event in self.said("ended")}
 
     def code(self, within_s: float = 10.0) -> int:
-        """Its own exit code, once it has left; its log is for bugs only."""
+        """Wait for the agent's exit code and check that its log has no traceback."""
         code = self.process.wait(within_s)
         assert "Traceback" not in self.log.read_text(), self.log.read_text()
         return code
@@ -93,7 +93,7 @@ class Agent:
 
 @contextlib.contextmanager
 def agents(*folders: Path, changes: Sequence[dict[str, Any]] = (), **variables: str) -> Iterator[list[Agent]]:
-    """One in each folder, ready for their orders or refusing them."""
+    """Start one agent per folder; they are ready for orders or have refused them."""
     extra = [*changes, *({} for _ in folders)]
     started = [Agent(folder, number, variables, **extra[number]) for number, folder in enumerate(folders)]
     try:
@@ -106,16 +106,16 @@ def agents(*folders: Path, changes: Sequence[dict[str, Any]] = (), **variables: 
 def roster(team: Sequence[Agent]) -> tuple[RosterEntry, ...]:
     ready = [agent.first("ready") for agent in team]
     return tuple(
-        RosterEntry(agent.node, agent.orders.address, said["port"], said["agent_mark"])
-        for agent, said in zip(team, ready, strict=True)
+        RosterEntry(agent.node, agent.orders.address, event["port"], event["agent_mark"])
+        for agent, event in zip(team, ready, strict=True)
     )
 
 
 def go(team: Sequence[Agent], *programs: Sequence[StartProcess], grace_s: float | None = None) -> None:
-    """Sends each agent off with its part of the plan."""
-    everybody = roster(team)
+    """Send every agent the roster and its processes to start."""
+    members = roster(team)
     for agent, starts in zip(team, programs, strict=True):
-        agent.tell(GoOrder(everybody, tuple(starts), grace_s=grace_s))
+        agent.tell(GoOrder(members, tuple(starts), grace_s=grace_s))
 
 
 def python(rank: int, program: str, store: bool = False, env: Mapping[str, str] | None = None) -> StartProcess:

@@ -1,4 +1,4 @@
-"""Scenes for the checks of the network: one in which all is well, and how to make it worse."""
+"""Cluster facts for the network checks: a healthy cluster, and helpers that add faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def interface(*addresses: str, kind: str = "wired", **more: Any) -> Facts:
 
 
 def seen(address: str, peers: list[str]) -> Facts:
-    """What a collector says of a node with one card."""
+    """Return the facts that a collector reports for a node with one card."""
     route = {"interface": "eth0", "source": address, "gateway": "", "local": False}
     return {
         "network": {
@@ -34,17 +34,17 @@ def seen(address: str, peers: list[str]) -> Facts:
 
 
 def healthy(addresses: list[str] = ADDRESSES) -> ClusterFacts:
-    """Everybody reaches everybody, at the same speed."""
+    """Return facts in which every node reaches every other at the same speed."""
     nodes = [Node(f"node{number + 1}", address, "eth0", 1, 1) for number, address in enumerate(addresses)]
     facts = {node.name: seen(node.address, addresses) for node in nodes}
     ways = [(one.name, other.name) for one in nodes for other in nodes if one is not other]
     numbers = {"tcp": {}, "udp": {}, "full": {"size": 1500.0, "passes": 1500.0}, "burst": {"mbps": 940.0}}
-    trials = [Trial(*way, kind, "ok", numbers=each) for kind, each in numbers.items() for way in ways]
+    trials = [Trial(*way, kind, "ok", numbers=values) for kind, values in numbers.items() for way in ways]
     return ClusterFacts(nodes, facts, trials=trials)
 
 
 def tried(scene: ClusterFacts, *trials: Trial) -> ClusterFacts:
-    """With these in place of what went well."""
+    """Replace the successful trials of the same kind with these."""
     new = {(trial.source, trial.target, trial.kind) for trial in trials}
     others = [trial for trial in scene.trials if (trial.source, trial.target, trial.kind) not in new]
     return replace(scene, trials=[*others, *trials])

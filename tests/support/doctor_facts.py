@@ -1,4 +1,4 @@
-"""What collectors would have seen on healthy machines, to be spoilt by tests."""
+"""Facts of healthy machines as collectors report them; tests change them."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def process(pid: int, **other: Any) -> dict[str, Any]:
     return {"pid": pid, "command": "python train.py", "age_s": 65.0, "stopped": False, **other}
 
 
-def scene(*spoilt: Facts, count: int = 3, on: str = ON) -> ClusterFacts:
-    """Healthy machines; what is given for the first, second, … replaces whole topics of theirs."""
+def scene(*changes: Facts, count: int = 3, on: str = ON) -> ClusterFacts:
+    """Return healthy machines; the n-th argument replaces whole topics of the n-th machine."""
     facts: dict[str, Facts] = {}
     for number, node in enumerate(nodes(count), start=1):
         own = {"machine": machine(), "names": names(number), "processes": processes()}
@@ -71,13 +71,13 @@ def scene(*spoilt: Facts, count: int = 3, on: str = ON) -> ClusterFacts:
             "failed": {},
             **own,
             "clock": clock,
-            **(spoilt[number - 1] if number <= len(spoilt) else {}),
+            **(changes[number - 1] if number <= len(changes) else {}),
         }
     return ClusterFacts(nodes(count), facts, on=on)
 
 
 def complaints(seen: ClusterFacts) -> list[Finding]:
-    """All that make doctor say no."""
+    """Return all findings that make doctor fail."""
     return [finding for finding in judge(seen) if finding.severity is not Severity.INFO]
 
 

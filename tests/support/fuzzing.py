@@ -1,4 +1,4 @@
-"""What a fuzz test feeds to a reader: noise, and true documents with something in them bent out of shape."""
+"""Inputs of fuzz tests: noise, and valid documents with some values changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.errors import ShoalError
 
 QUICK = 25
 MANY = 1000
-# For one example, on a busy machine; a reader that needs longer hangs.
+# For one example on a busy machine; a slower reader counts as hanging.
 DEADLINE_MS = 5000
 
 ODD_NUMBERS = st.sampled_from([-1, 0, 2**31, 2**53, 2**63, 2**64, 10**400, 1e308, -0.5, float("nan"), float("inf")])
@@ -27,7 +27,7 @@ ODD_TEXTS = st.sampled_from(
         "\0",
         "../../etc/passwd",
         "/",
-        "~nobody-here/x",
+        "~no-such-user/x",
         "\ud800",
         "x" * 5000,
         "9" * 5000,
@@ -49,7 +49,7 @@ NOISE = st.binary(max_size=300) | st.sampled_from([b"[" * 20_000, b'{"a":' * 9_0
 
 @st.composite
 def bent(draw: DrawFn, document: Any) -> Any:
-    """A true document in which one to three places hold something else, or are gone."""
+    """Change or remove one to three values of a valid document."""
     changed = copy.deepcopy(document)
     for _ in range(draw(st.integers(1, 3))):
         places = list(_places(changed))
@@ -76,7 +76,7 @@ def _is_list(document: Any) -> bool:
 
 @st.composite
 def torn(draw: DrawFn, whole: bytes) -> bytes:
-    """Bytes of which some are cut out, repeated, changed or put in between."""
+    """Remove, repeat, change or insert some bytes."""
     for _ in range(draw(st.integers(1, 4))):
         a, b = sorted((draw(st.integers(0, len(whole))), draw(st.integers(0, len(whole)))))
         part = draw(st.sampled_from([b"", whole[a:b] * 2, b"\0", b"\xff", b"\n"]) | st.binary(max_size=8))
@@ -89,20 +89,20 @@ def as_json(documents: SearchStrategy[Any]) -> SearchStrategy[bytes]:
 
 
 def around(document: Any) -> SearchStrategy[bytes]:
-    """Everything that may stand where this JSON document is expected."""
+    """Return anything that may be in place of this JSON document."""
     return as_json(bent(document)) | torn(json.dumps(document).encode()) | as_json(JSON) | NOISE
 
 
 @dataclass(frozen=True)
 class Reader:
-    """`read` gets what was drawn and a folder of its own. `allowed`: documented besides our own errors."""
+    """`read` gets the drawn value and its own folder. `allowed`: documented exceptions besides shoal's errors."""
 
     drawn: SearchStrategy[Any]
     read: Callable[[Any, Path], object]
     allowed: tuple[type[Exception], ...] = ()
 
     def holds(self, value: Any, folder: Path) -> None:
-        """Whatever stood there, it is read, or refused in words that can be printed."""
+        """Check that the value is read, or refused with a printable message."""
         refused: ShoalError | None = None
         try:
             self.read(value, folder)

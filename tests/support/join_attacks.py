@@ -1,4 +1,4 @@
-"""The two sides of a join as an attacker plays them, over the real channel: a host that lies, and a guest that lies."""
+"""Both sides of a join as an attacker over the real channel: a malicious host and a malicious guest."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from shoal.run_folder import RunFolder
 from shoal.runs.supervisor import training_files
 from tests.support.programs import TINY, shoal_command
 
-# Another one in each test process: tests that search /proc for it run beside tests that show it there.
+# One per test process: tests that search /proc for the code run beside tests that expose it there.
 CODE = make_code()
 TOKEN = "ab" * 32
 Change = Callable[[Message], None]
 
 
 def make_training(folder: Path) -> RunFolder:
-    """A run folder with an encoded text, as a host has it before the first machine comes."""
+    """Create a run folder with an encoded text, as a host has it before the first machine joins."""
     return create_run(build_config(flags=merge_settings(map(parse_set, TINY))), folder, 2)
 
 
 class LyingHost:
-    """A host that does everything right but for one change in each message of a kind."""
+    """A host that follows the protocol except for one change in every message of a kind."""
 
     def __init__(self, run: RunFolder, changes: dict[str, Change], late: bool = False, hold_s: float = 0.0) -> None:
         self.cargo = training_files(run)
@@ -75,42 +75,44 @@ class LyingHost:
         writer.close()
 
     async def _play(self, channel: Channel) -> None:
-        facts = await self._hear(channel)
+        facts = await self._receive(channel)
         self.greeted.set()
         await asyncio.sleep(self._hold_s)
         texts = self.cargo.texts({name: name for name in self.cargo.files})
         sizes = {name: path.stat().st_size for name, path in self.cargo.files.items()}
         node = str(facts["name"])
-        await self._say(channel, "welcome", node=node, texts=texts, files=sizes, late=self._late)
-        need = await self._hear(channel)
+        await self._send(channel, "welcome", node=node, texts=texts, files=sizes, late=self._late)
+        need = await self._receive(channel)
         for name in need.get("need", []):
             data = base64.b64encode(self.cargo.files[name].read_bytes()).decode()
-            await self._say(channel, "piece", data=data)
-        answer = await self._hear(channel)
+            await self._send(channel, "piece", data=data)
+        answer = await self._receive(channel)
         while answer.get("type") != "prepared":
-            answer = await self._hear(channel)
+            answer = await self._receive(channel)
         more = {"config": "c" * 64, "data": need_digest(sizes)} if self._late else {}
         place = 70 if self._late else 1
-        await self._say(channel, "meet", member=place, launch="abcd", launched_at=1.0, sealed=seal(TOKEN, CODE), **more)
+        await self._send(
+            channel, "meet", member=place, launch="abcd", launched_at=1.0, sealed=seal(TOKEN, CODE), **more
+        )
         us = {"node": "host", "address": "127.0.0.1", "port": 9, "mark": "m" * 32, "ranks": [0], "life": 0}
         them = {**us, "node": node, "mark": "n" * 32, "ranks": [1]}
         others: Message = {"guests": {}} if self._late else {"resume": False}
-        await self._say(channel, "roster", roster=[us] if self._late else [us, them], members=None, **others)
+        await self._send(channel, "roster", roster=[us] if self._late else [us, them], members=None, **others)
         while True:
-            await self._hear(channel)
+            await self._receive(channel)
 
-    async def _say(self, channel: Channel, kind: str, **fields: Any) -> None:
+    async def _send(self, channel: Channel, kind: str, **fields: Any) -> None:
         message = {"type": kind, **fields}
         if kind in self._changes:
             self._changes[kind](message)
         await channel.send(message)
 
-    async def _hear(self, channel: Channel) -> Message:
+    async def _receive(self, channel: Channel) -> Message:
         self.received.append(await channel.receive())
         return self.received[-1]
 
     def heard(self, secret: bytes) -> bool:
-        """Whether a secret came, plain or in a piece of a file."""
+        """Return whether a secret was received, plain or in a piece of a file."""
         pieces = [base64.b64decode(str(message.get("data", ""))) for message in self.received]
         return any(secret in piece for piece in [*pieces, repr(self.received).encode()])
 
@@ -121,7 +123,7 @@ def need_digest(sizes: dict[str, int]) -> str:
 
 @contextlib.contextmanager
 def joining(place: str, home: Path, out: Path, code: str = CODE, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """A real `shoal join` with a home and a cache of its own; the code goes to its standard input."""
+    """Run a real `shoal join` with its own home and cache; the code is written to its standard input."""
     env = {**os.environ, "PYTHONWARNINGS": "", "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), **variables}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(shoal_command("join", place, "--out", out), env=env, text=True, **pipes)  # type: ignore[call-overload]
@@ -138,7 +140,7 @@ def joining(place: str, home: Path, out: Path, code: str = CODE, **variables: st
 
 
 class LyingGuest:
-    """A machine that knows the code and sends what it likes."""
+    """A machine that has the code and sends arbitrary messages."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -151,7 +153,7 @@ class LyingGuest:
         return cls(channel)
 
     async def settle(self) -> Message:
-        """Until the host has sent everything; its welcome."""
+        """Receive until the host has sent everything; return its welcome."""
         welcome = await self.channel.receive()
         if welcome.get("type") == "welcome":
             await self.channel.send({"type": "need", "need": []})

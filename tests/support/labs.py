@@ -1,4 +1,4 @@
-"""Labs in tests: may this machine build one, and did a test leave anything of one behind?"""
+"""Labs in tests: whether this machine can build one, and whether a test left part of one behind."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from shoal.host.proc import is_dead
 from tests.support.needs import need_library, need_tool
 
 _GRACE_S = 5.0
-_PATIENCE_S = 90
+_COMMAND_TIMEOUT_S = 90
 _count = itertools.count()
 
 
 def need_lab() -> None:
-    """Skips by name where no lab can be built; where everything is promised, that is a failure."""
+    """Skip the test if no lab can be built; fail it with SHOAL_REQUIRE_ALL=1."""
     need_tool("nft")
     try:
         find_features()
@@ -42,16 +42,16 @@ def need_lab() -> None:
 
 
 def new_name() -> str:
-    """Nobody else's: other labs of this user go on beside ours."""
+    """Return a unique name: other labs of this user may run at the same time."""
     return f"test-{os.getpid()}-{next(_count)}"
 
 
 @dataclass
 class Traces:
-    """What a lab consists of, noted while it stands, so that it can be looked for afterwards.
+    """The parts of a lab, recorded while it runs, to search for them afterwards.
 
-    The kernel gives the number of a namespace that is gone to the next one, perhaps of another lab. A namespace of ours
-    lives as long as its first process, which is older than the note.
+    The kernel reuses the number of a deleted namespace, perhaps for another lab. A namespace of this lab lives as long
+    as its first process, which is older than the record.
     """
 
     name: str
@@ -73,33 +73,33 @@ class Traces:
         return [
             *(f"process {pid}" for pid in holders(folder)),
             *(f"folder {path}" for path in (folder, *groups) if path.exists()),
-            *(f"namespace {each}" for each in self.namespaces & living_namespaces(self.noted_ticks)),
+            *(f"namespace {name}" for name in self.namespaces & living_namespaces(self.noted_ticks)),
         ]
 
 
 def living_namespaces(before_ticks: float) -> set[str]:
-    """Of processes that were started before that moment, in the kernel's ticks since it was booted."""
-    found = set()
+    """Return the namespaces of processes started before that moment, in the kernel's ticks since boot."""
+    namespaces = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             started_ticks = int((process / "stat").read_text().rpartition(")")[2].split()[19])
             if started_ticks <= before_ticks and not is_dead(int(process.name)):
-                found |= {str(path.readlink()) for path in (process / "ns").iterdir()}
-    return found - {str(path.readlink()) for path in Path("/proc/self/ns").iterdir()}
+                namespaces |= {str(path.readlink()) for path in (process / "ns").iterdir()}
+    return namespaces - {str(path.readlink()) for path in Path("/proc/self/ns").iterdir()}
 
 
 def new_labs(before: Set[str]) -> set[str]:
-    """Labs that were not there before, those of other sessions left out: neither who built such a lab nor what runs in
-    it has the cache folder of this session in its environment."""
+    """Return labs that did not exist before, without those of other sessions: neither the builder of such a lab nor its
+    processes have the cache folder of this session in their environment."""
     return {name for name in lab_state.list_labs() if name not in before and not _is_foreign(name)}
 
 
 def _is_foreign(name: str) -> bool:
     builder = re.search(r"-(\d+)", name)
     pids = [*([int(builder[1])] if builder else []), *holders(lab_state.lab_folder(name))]
-    environments = [found for pid in pids if (found := _environment(pid))]
+    environments = [variables for pid in pids if (variables := _environment(pid))]
     mark = f"XDG_CACHE_HOME={os.environ['XDG_CACHE_HOME']}".encode()
-    return bool(environments) and not any(mark in each for each in environments)
+    return bool(environments) and not any(mark in variables for variables in environments)
 
 
 def _environment(pid: int) -> bytes:
@@ -119,7 +119,7 @@ def assert_gone(traces: Traces) -> None:
 def standing_lab(
     count: int, link: str | None = "1gbit", cpu: str | None = None, sshd: bool = False, delay: str | None = None
 ) -> Iterator[Lab]:
-    """Up, and afterwards provably gone; interfaces of the host included, by the names that this lab uses."""
+    """Run a lab and check afterwards that it is gone, including its interfaces on the host."""
     need_lab()
     before = interfaces()
     lab = build_lab(make_spec(count, name=new_name(), link=link, delay=delay, cpu=cpu, sshd=sshd))
@@ -127,7 +127,7 @@ def standing_lab(
     traces.note()
     own = {SWITCH, *(node.name for node in lab.nodes)}
     try:
-        assert len(traces.namespaces) >= 3 * count, "a lab's namespaces were not seen"
+        assert len(traces.namespaces) >= 3 * count, "the lab's namespaces were not recorded"
         yield lab
     finally:
         lab.close()
@@ -137,14 +137,14 @@ def standing_lab(
 
 def run_on(lab: Lab, node: str, *argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
     words, env = lab.command(node, argv), {**os.environ, **variables}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=_PATIENCE_S, env=env)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, env=env)
     assert done.returncode == 0, done.stderr
     return done
 
 
 @contextlib.contextmanager
 def mounted(lab: Lab, node: str, *words: str) -> Iterator[None]:
-    """`words` end with the place, which nobody but this node sees changed."""
+    """Mount for this node only; the last word is the mount point."""
     run_on(lab, node, "mount", *words)
     try:
         yield
@@ -154,16 +154,16 @@ def mounted(lab: Lab, node: str, *words: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_etc(lab: Lab, node: str, copy: Path) -> Iterator[Path]:
-    """A copy of /etc for the node alone; what an ordinary user may not read is missing from it."""
-    subprocess.run(lab.command(node, ["cp", "-a", "/etc", str(copy)]), capture_output=True, timeout=_PATIENCE_S)
+    """Give the node its own copy of /etc, without files that an ordinary user may not read."""
+    subprocess.run(lab.command(node, ["cp", "-a", "/etc", str(copy)]), capture_output=True, timeout=_COMMAND_TIMEOUT_S)
     with mounted(lab, node, "--bind", str(copy), "/etc"):
         yield copy
 
 
 @contextlib.contextmanager
 def own_clock(lab: Lab, node: str, etc: Path, offset: str) -> Iterator[Path]:
-    """Every program of the node believes what a preloaded library tells it; the file says what. The library leaves
-    files in /dev/shm behind, which go with it."""
+    """Shift the clock of every program of the node with a preloaded library; the yielded file has the offset. The
+    library leaves files in /dev/shm, which is a tmpfs of the node."""
     library = need_library("faketime/libfaketime.so.1")
     with mounted(lab, node, "-t", "tmpfs", "tmpfs", "/dev/shm"), own_etc(lab, node, etc):
         clock = etc / "faketimerc"
@@ -177,8 +177,8 @@ def interfaces() -> set[str]:
 
 
 def as_ordinary_user(argv: list[str]) -> list[str]:
-    """With the PATH that Debian gives one. As root, become `nobody`, who may still read: the interpreter may live in
-    root's home."""
+    """Run as an ordinary user with Debian's PATH. As root, become `nobody` with the right to read all files: the
+    interpreter may be in root's home."""
     clean = ["env", "-u", "XDG_RUNTIME_DIR", "PYTHONDONTWRITEBYTECODE=1", "PATH=/usr/local/bin:/usr/bin:/bin", *argv]
     if os.geteuid() != 0:
         return clean

@@ -1,4 +1,4 @@
-"""Events of runs whose ranks come and go, written by hand for the tests of the readers."""
+"""Hand-written events of runs with changing membership, for the tests of the readers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def entered(
     how: str = "regrouped",
     **more: Any,
 ) -> Event:
-    """Half a second to stop and agree, a quarter to form the group; a copy takes another quarter."""
+    """Return a membership event: 0.5 s to stop and agree, 0.25 s to form the group, 0.25 s more for a copy."""
     copied = how == "joined"
     facts = {
         "generation": generation, "lineage": lineage, "ids": list(ids), "size": len(ids), "step": after, "how": how,
@@ -33,7 +33,7 @@ def entered(
 
 
 def time_of(number: int) -> float:
-    """When a step of `run_samples.step` was recorded."""
+    """Return the time at which a step of `run_samples.step` was recorded."""
     return BEGAN + 1.0 + number
 
 
@@ -42,7 +42,7 @@ def steps(rank: int, first: int, last: int, **more: Any) -> list[Event]:
 
 
 def killed_and_back() -> list[Event]:
-    """Three ranks; rank 2 is killed after step 40, and its successor process is let in after step 50; to step 100."""
+    """Three ranks to step 100; rank 2 is killed after step 40, and its restarted process joins after step 50."""
     events: list[Event] = []
     for rank in (0, 1, 2):
         events += [start(rank, 3), entered(rank, "1-0", (0, 1, 2), 0, how="first"), *steps(rank, 1, 40, step_s=0.3)]
@@ -55,7 +55,7 @@ def killed_and_back() -> list[Event]:
 
 
 def parted() -> list[Event]:
-    """Two ranks lose each other after step 20 and both go on; rank 1 gives up at step 26 and comes back after 40."""
+    """Two ranks are partitioned after step 20 and both continue; rank 1 stops at step 26 and rejoins after 40."""
     events: list[Event] = []
     for rank in (0, 1):
         events += [start(rank, 2), entered(rank, "1-0", (0, 1), 0, how="first"), *steps(rank, 1, 20, loss=3.0)]

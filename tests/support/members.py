@@ -1,4 +1,4 @@
-"""Agents whose machines come and go, with ranks that only count; see tests/support/scripts/counting_rank.py."""
+"""Agents with changing membership and ranks that only count; see tests/support/scripts/counting_rank.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "counting_rank.py"
 
 
 class Team:
-    """`slots` ranks on each agent's machine, which count to `steps`."""
+    """Agents with `slots` ranks each, which count to `steps`."""
 
     def __init__(self, team: Sequence[Agent], slots: Sequence[int], steps: int = 100000, step_s: float = 0.005) -> None:
         self.agents = list(team)
@@ -40,11 +40,11 @@ class Team:
         for agent, ranks in zip(self.agents, self.ranks, strict=True):
             agent.tell(GoOrder(tuple(places), tuple(self.start(agent.node, rank) for rank in ranks), members))
 
-    def let_come(self, guest: Agent, sponsor: Agent) -> int:
-        """With an id from its sponsor, as `shoal host RUN` has it told; the number of its rank."""
-        answer = ask_agent(sponsor.run.invite_socket(sponsor.node), ID)
+    def let_come(self, guest: Agent, contact: Agent) -> int:
+        """Admit a guest with an id from a member, as `shoal host RUN` does; return the number of its rank."""
+        answer = ask_agent(contact.run.invite_socket(contact.node), ID)
         assert answer.member == guest.orders.member
-        _, go = read_orders(sponsor.run, sponsor.node)
+        _, go = read_orders(contact.run, contact.node)
         rank = RankNumbering(answer.member, go.roster).number(answer.member, 0)
         self.agents.append(guest)
         self.ranks.append((rank,))
@@ -67,12 +67,12 @@ class Team:
         return [(event["step"], event["generation"]) for event in self.notes(rank, "commit")]
 
     def pid(self, rank: int) -> int:
-        """Of its newest process."""
+        """Return the pid of its newest process."""
         node = next(agent for agent, ranks in zip(self.agents, self.ranks, strict=True) if rank in ranks)
         return find_part(node, f"rank-{rank}")
 
     def pids(self, rank: int) -> list[int]:
-        return [found.pid for found in find_processes(self.out.parent) if found.part == f"rank-{rank}"]
+        return [process.pid for process in find_processes(self.out.parent) if process.part == f"rank-{rank}"]
 
     def await_commits(self, rank: int, more: int = 5, within_s: float = 20.0) -> None:
         enough = len(self.notes(rank, "commit")) + more
@@ -82,7 +82,7 @@ class Team:
         return wait_until(lambda: self.notes(rank, kind), why=self.everything)
 
     def await_size(self, rank: int, size: int, entries: int = 2, within_s: float = 20.0) -> Event:
-        """Until it trains in a generation of so many ranks, at least its second one, and has committed in it."""
+        """Wait until the rank has committed in a generation of `size` ranks, at least its second one."""
 
         def trains() -> Event | None:
             entered = self.notes(rank, "enter")
@@ -91,17 +91,17 @@ class Team:
             name = entered[-1]["generation"]
             return entered[-1] if any(generation == name for _, generation in self.commits(rank)) else None
 
-        found = wait_until(trains, within_s, why=self.everything)
-        assert found is not None
-        return found
+        entry = wait_until(trains, within_s, why=self.everything)
+        assert entry is not None
+        return entry
 
     def everything(self) -> str:
         return "\n".join(agent.everything()[-4000:] for agent in self.agents)
 
     def check_ledgers(self, *ranks: int) -> None:
-        """No step twice in what any rank committed; where two committed one step of a lineage, they came to it by the
-        same steps of the same generations. The one may write it in the generation that did it, and the other, which had
-        not seen the exchange that commits it succeed, in the next."""
+        """Check that no rank committed a step twice and that ranks agree on the history of every step of a lineage. Two
+        ranks may write a step in different generations: one that did not see the committing exchange succeed writes it
+        in the next."""
         seen: dict[tuple[int, str], str] = {}
         for rank in ranks:
             events = self.notes(rank, "commit")
@@ -113,11 +113,11 @@ class Team:
 
 
 def find_part(agent: Agent, part: str) -> int:
-    return next(found.pid for found in find_processes(agent.run.path) if found.part == part)
+    return next(process.pid for process in find_processes(agent.run.path) if process.part == part)
 
 
 def start_again(agent: Agent) -> None:
-    """The dead agent's next life, as `shoal join RUN` starts it."""
+    """Restart a dead agent as `shoal join RUN` does."""
     agent.process.wait()
     agent.leave_alone()
     with agent.log.open("ab") as output:

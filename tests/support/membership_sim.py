@@ -1,8 +1,8 @@
-"""A simulated cluster for the state_machines: agents, their ranks, links that delay, hold, reorder and break, and time.
+"""A simulated cluster for the membership state machines: agents, ranks, links that delay, hold, reorder and break.
 
 What gloo and the worker do is modelled as far as membership depends on it: an exchange needs the contribution of every
-rank of a generation, each rank learns of its outcome by itself, and a step is committed when the next exchange has
-succeeded. Every commit and every generation is held against the promises of docs/faults.md as it happens.
+rank of a generation, every rank learns its outcome separately, and a step is committed when the next exchange has
+succeeded. Every commit and every generation is checked against the guarantees of docs/faults.md as it happens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CLOSED = "closed"
 
 
 class Disk:
-    """Promises that survive their agent."""
+    """The vote records that survive an agent."""
 
     def __init__(self) -> None:
         self._text = VoteRecord().model_dump_json()
@@ -57,7 +57,7 @@ class Disk:
 
 @dataclass
 class Wire:
-    """One direction of a connection: what is on its way, in order."""
+    """One direction of a connection: the messages in flight, in order."""
 
     items: deque[tuple[float, Message | str]] = field(default_factory=deque)
     open: bool = True
@@ -66,8 +66,8 @@ class Wire:
 
 @dataclass
 class Machine:
-    """An agent with one rank. `history` is what its weights are made of; `ledger` the part it knows to be committed;
-    `saved` its newest checkpoint."""
+    """An agent with one rank. `history` lists the steps in its weights; `ledger` counts those known to be committed;
+    `saved` is its newest checkpoint."""
 
     id: int
     disk: Disk = field(default_factory=Disk)
@@ -129,7 +129,7 @@ class Cluster:
             self.obey(machine, machine.state_machine.start_first_generation(first, (0,), self.now))
         self.run(1.0)
 
-    # What a test does to it.
+    # Faults and changes made by a test.
 
     def run(self, seconds: float) -> None:
         until = self.now + seconds - TICK_S / 2
@@ -137,7 +137,7 @@ class Cluster:
             self._tick()
 
     def kill(self, member: int) -> None:
-        """kill -9 of agent and ranks: the kernel closes its connections, and may drop what was not sent yet."""
+        """Kill agent and ranks: the kernel closes their connections and may drop unsent messages."""
         machine = self.machines[member]
         if not machine.alive:
             return
@@ -155,7 +155,7 @@ class Cluster:
                 self.wires[target, source].items.clear()
 
     def power_cut(self, member: int) -> None:
-        """As `kill`, but nobody hears of it."""
+        """Kill a machine without a message to its peers."""
         self.kill(member)
         for (source, _), wire in self.wires.items():
             if source == member:
@@ -186,12 +186,12 @@ class Cluster:
         self.machines[member].frozen = False
 
     def reset(self, one: int, other: int) -> None:
-        """Somebody between the two closes their connection."""
+        """Close the connection of two machines from outside, as a router may do."""
         if one != other and self.wires[one, other].open:
             self._hang_up(one, other)
 
     def suspend(self, member: int) -> None:
-        """The lid is closed: logind says so first."""
+        """Suspend a machine after a notification from logind, as a closed lid does."""
         machine = self.machines[member]
         if machine.awake:
             assert machine.state_machine
@@ -204,13 +204,13 @@ class Cluster:
 
     def split(self, *sides: set[int]) -> None:
         self.cut = {
-            (one, other) for mine in sides for theirs in sides if mine is not theirs for one in mine for other in theirs
+            (one, other) for left in sides for right in sides if left is not right for one in left for other in right
         }
 
     def heal(self) -> None:
         self.cut.clear()
 
-    # What a test asks.
+    # Queries of a test.
 
     def state_machines(self, members: set[int] | None = None) -> list[MembershipMachine]:
         chosen = self.machines.values() if members is None else [self.machines[member] for member in members]
@@ -221,7 +221,7 @@ class Cluster:
         return max((self.machines[member].ledger for member in chosen), default=0)
 
     def are_one(self) -> bool:
-        """Everybody alive trains in one generation, bit-identical up to the step in the air."""
+        """Return whether all living machines train in one generation, with equal bits up to the step in progress."""
         alive = [machine for machine in self.machines.values() if machine.alive]
         running = {machine.running.id if machine.running and machine.arrived else None for machine in alive}
         shortest = min((len(machine.history or ()) for machine in alive), default=0)
@@ -247,8 +247,8 @@ class Cluster:
         }
 
     def check_ledgers(self) -> None:
-        """What stands has every step that its own lineage committed, and of those it came from every step before it
-        left them: none lost, none twice."""
+        """Check that the current history has every committed step of its lineage, and of its parent lineages every step
+        before the fork: none lost, none twice."""
         machine = next(one for one in self.machines.values() if one.running)
         assert machine.running
         assert machine.history is not None
@@ -268,7 +268,7 @@ class Cluster:
             if (peer := machine.state_machine)
         )
 
-    # How it works.
+    # The simulation.
 
     def _boot(self, machine: Machine) -> Machine:
         machine.state_machine = MembershipMachine(machine.id, self.rules, machine.disk, self.now)
@@ -307,7 +307,7 @@ class Cluster:
                 self._open(one, other)
 
     def _hang_up(self, one: int, other: int) -> None:
-        """Both kernels give up."""
+        """Close the connection on both sides."""
         for pair in ((one, other), (other, one)):
             wire = self.wires[pair]
             wire.open = False
@@ -334,8 +334,8 @@ class Cluster:
         for source in sources:
             wire = self.wires[source, machine.id]
             while wire.items and wire.items[0][0] <= self.now and machine.state_machine:
-                last_words = wire.items[0][1] == CLOSED and not wire.open and len(wire.items) == 1
-                if (source, machine.id) in self.cut and not (last_words and self._kernel_gave_up(source, machine.id)):
+                is_close = wire.items[0][1] == CLOSED and not wire.open and len(wire.items) == 1
+                if (source, machine.id) in self.cut and not (is_close and self._kernel_gave_up(source, machine.id)):
                     break
                 self._hand_over(machine, source, wire.items.popleft()[1])
 
@@ -390,7 +390,7 @@ class Cluster:
 
     def _start(self, machine: Machine, generation: Generation, has_state: bool) -> None:
         self._check_generation(generation)
-        assert machine.running is None, f"{machine.id} is told to start before it has stopped"
+        assert machine.running is None, f"{machine.id} gets a start order before it has stopped"
         machine.history = machine.history if has_state else None
         machine.running, machine.started_at, machine.arrived = generation, self.now, False
         machine.stop_at = None
@@ -417,7 +417,7 @@ class Cluster:
         return not any((one, other) in self.cut for one in generation.members for other in generation.members)
 
     def _fail_those_who_notice(self, generation: Generation, members: list[Machine], inside: list[Machine]) -> None:
-        """A rank that left closed its sockets; a frozen one or a cut link closes nothing."""
+        """Fail ranks whose peer left and closed its sockets; a frozen peer or a cut link closes nothing."""
         left = [machine for machine in members if machine not in inside and self._has_left(machine, generation)]
         for machine in inside:
             sees = [one for one in left if (one.id, machine.id) not in self.cut]
@@ -431,7 +431,7 @@ class Cluster:
         return machine.running is None and not is_late
 
     def _time_out(self, generation: Generation, inside: list[Machine]) -> None:
-        """A group that does not form is given up; one that has formed waits much longer for a silent peer."""
+        """Give up a group that does not form; a formed group waits much longer for a silent peer."""
         for machine in inside:
             late = self.now - machine.started_at > FORM_WITHIN_S
             if not machine.arrived and late and machine.awake and machine.state_machine:
@@ -459,15 +459,15 @@ class Cluster:
             machine.ledger = min(machine.ledger, len(machine.history or ()))
 
     def _recover(self, inside: list[Machine]) -> None:
-        """The furthest checkpoint that one of them has on its disk; without one, the first step again."""
-        assert all(machine.history is None for machine in inside), "a state was there and is given up"
+        """Return to the newest checkpoint on any disk, or to the first step without one."""
+        assert all(machine.history is None for machine in inside), "a recovery although a rank has a state"
         saved = max((machine.saved for machine in inside), key=len)
         self.recoveries += 1
         for machine in inside:
             machine.history, machine.ledger = list(saved), len(saved)
 
     def _apply(self, machine: Machine) -> None:
-        """The exchange of the next step has succeeded here: everybody had the last one."""
+        """Apply a step whose exchange has succeeded here: every rank has the previous one."""
         generation, state_machine = machine.running, machine.state_machine
         assert generation
         assert state_machine
@@ -496,7 +496,7 @@ class Cluster:
 
     def _check_generation(self, generation: Generation) -> None:
         known = self.generations.setdefault(generation.id, generation)
-        assert known == generation, f"two generations are called {generation.id}"
+        assert known == generation, f"two generations have the id {generation.id}"
         for other in self.generations.values():
             same = other.parent == generation.parent and other.lineage.name == generation.lineage.name
             assert other.id == generation.id or not same, f"{generation.parent} has two successors in one lineage"
@@ -507,4 +507,4 @@ class Cluster:
         parent = self.generations[generation.parent]
         steps = [step for _, by, step, _ in self.commit_times if by == parent.id]
         if generation.lineage.name == parent.lineage.name:
-            assert max(steps, default=0) <= generation.state.step, f"{generation.id} forgets committed steps"
+            assert max(steps, default=0) <= generation.state.step, f"{generation.id} lacks committed steps"

@@ -1,4 +1,4 @@
-"""What a test needs of the machine. Missing, it is skipped by name, or fails where everything is promised."""
+"""Requirements of a test on the machine. A missing one skips the test, or fails it with SHOAL_REQUIRE_ALL=1."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shoal.cluster.lab.kernel import find_tool
 
 
 def need_tool(*names: str) -> str:
-    """The path of the first tool that is installed. With SHOAL_REQUIRE_ALL=1, as in CI, a missing one is a failure."""
+    """Return the path of the first installed tool. With SHOAL_REQUIRE_ALL=1, as in CI, a missing one fails the test."""
     return _present(next(filter(None, map(find_tool, names)), None), " or ".join(names))
 
 
 def need_library(name: str) -> str:
-    """Debian keeps libraries in a folder of the processor's kind."""
+    """Return the path of a library. Debian keeps libraries in a folder per architecture."""
     return _present(next(map(str, Path("/usr/lib").glob(f"*/{name}")), None), name)
 
 

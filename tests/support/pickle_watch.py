@@ -1,4 +1,4 @@
-"""A `sitecustomize` that writes down every use of pickle to read something, with who asked for it."""
+"""A `sitecustomize` that records every unpickling and its caller."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ if _folder:
 
 
 def watch(folder: Path) -> dict[str, str]:
-    """Variables under which every Python writes what it unpickles into files in `folder`."""
+    """Return variables that make every Python record its unpickling in files in `folder`."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(_PROGRAM)
     return {"PYTHONPATH": str(folder), VARIABLE: str(folder)}
 
 
 def watched(folder: Path) -> list[str]:
-    """The command lines of those who were watched."""
+    """Return the command lines of the watched processes."""
     return [path.read_text() for path in folder.glob("*.argv")]
 
 

@@ -1,4 +1,4 @@
-"""Running shoal as a user does: the command, in a process of its own."""
+"""Run the shoal command in its own process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Small enough that starting the processes is what takes time.
+# Small enough that process start dominates the time.
 TINY = ("model.layers=1", "model.heads=2", "model.width=16", "model.seq_len=16", "data.sentences=400")
 
 
@@ -33,7 +33,7 @@ def shoal(
 
 
 def train_tiny(out: Path, *arguments: str | Path, sets: Sequence[str] = (), **options: Any) -> dict[str, Any]:
-    """A finished run of the smallest model; its manifest."""
+    """Train the smallest model; return the manifest of the run."""
     done = shoal("train", "--out", out, "--json", *arguments, *set_flags(*TINY, *sets), **options)
     assert done.returncode == 0, done.stderr
     manifest: dict[str, Any] = json.loads(done.stdout)

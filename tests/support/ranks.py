@@ -1,7 +1,7 @@
-"""`run_ranks`: real gloo processes for tests, started warm.
+"""`run_ranks`: real gloo processes for tests, forked from a warm server.
 
 Ranks are forked from a server that has imported torch once, so a world of two costs a tenth of a second instead of six.
-They meet through a file store in the test's own folder: no port, nothing to collide with.
+They rendezvous through a file store in the test's own folder: no port, no collision.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def run_ranks(
     deadline_s: float = 60.0,
     dying: Collection[int] = (),
 ) -> list[T]:
-    """`function(world, *arguments)` on every rank; one value per rank, or the first traceback that any rank had.
+    """Run `function(world, *arguments)` on every rank; return one value per rank or raise the first traceback.
 
-    Values are plain data and numpy arrays: a torch tensor would travel as a handle that dies with its rank.
-    Of the ranks that are `dying` no answer is expected: theirs is None.
+    Values are plain data and numpy arrays: a torch tensor would be sent as a handle that dies with its rank.
+    Ranks in `dying` are not expected to return a value: theirs is None.
     """
     store = folder / f"store-{time.monotonic_ns()}"
     pipes = [FORKSERVER.Pipe(duplex=False) for _ in range(world_size)]
@@ -50,7 +50,7 @@ def run_ranks(
             writer.close()
         values = _collect([reader for reader, _ in pipes], time.monotonic() + deadline_s, dying)
         for process in () if dying else processes:
-            # Whoever outlived a peer would wait for it in the last barrier.
+            # A rank that outlived a peer would wait for it in the last barrier.
             process.join(5)
         return values
     finally:
@@ -115,7 +115,7 @@ def _rank(
 
 
 def standing_helpers() -> set[int]:
-    """Processes that outlive a test on purpose: the fork server and multiprocessing's tracker."""
+    """Return the pids of processes that outlive a test on purpose: the fork server and multiprocessing's tracker."""
     server: Any = multiprocessing.forkserver._forkserver
     tracker: Any = multiprocessing.resource_tracker._resource_tracker
     return {pid for pid in (server._forkserver_pid, tracker._pid) if pid}

@@ -1,4 +1,4 @@
-"""Run folders as training leaves them, written by hand for the tests of the readers."""
+"""Hand-written run folders as a training leaves them, for the tests of the readers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def start(rank: int = 0, world_size: int = 2, **more: Any) -> Event:
 
 
 def step(number: int, rank: int = 0, **more: Any) -> Event:
-    """About 100 ms, of which 20 ms all-reduce, 12 ms of that exposed and 6 ms hidden."""
+    """Return a step of about 100 ms with 20 ms all-reduce, of which 12 ms are exposed and 6 ms hidden."""
     wobble = 0.003 * math.sin(number * 1.7 + rank)
     times = {
         "data_s": 0.001, "forward_s": 0.025 + wobble, "backward_s": 0.048 - wobble / 2, "exposed_s": 0.012,
@@ -76,7 +76,7 @@ def all_events(world_size: int = 2, steps: int = 100) -> list[Event]:
 
 
 def make_run(folder: Path, events: list[Event] | None = None, *sets: str) -> RunFolder:
-    """A run folder holding these events (a finished run of two ranks unless told otherwise)."""
+    """Create a run folder with these events (by default a finished run of two ranks)."""
     run = RunFolder.create(folder)
     run.config.write_text(to_toml(build_config(sets=sets)), encoding="utf-8")
     for event in all_events() if events is None else events:
@@ -86,7 +86,7 @@ def make_run(folder: Path, events: list[Event] | None = None, *sets: str) -> Run
 
 
 def point(ranks: int, step_ms: float, threads: int = 1, tokens: int = TOKENS, **phases_ms: float) -> ScalingPoint:
-    """A point of a scaling curve, in milliseconds; `allreduce` and `hidden` are taken out of the phases."""
+    """Return a point of a scaling curve, in milliseconds; `allreduce` and `hidden` are taken from the phases."""
     allreduce, hidden = phases_ms.pop("allreduce", None), phases_ms.pop("hidden", None)
     return ScalingPoint(
         ranks=ranks,

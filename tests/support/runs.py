@@ -1,4 +1,4 @@
-"""Runs in tests: supervisors, agents and ranks are no children of the test, so they are found by their marks."""
+"""Runs in tests: supervisors, agents and ranks are not children of the test, so they are found by their marks."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ T = TypeVar("T")
 
 
 def wait_until(happened: Callable[[], T], within_s: float = 20.0, why: Callable[[], object] = lambda: "") -> T:
-    """What it gives as soon as that is something; `why` says more when it never is."""
+    """Return the first truthy value of `happened`; `why` gives details if the time runs out."""
     deadline = time.monotonic() + within_s
     while not (value := happened()):
-        assert time.monotonic() < deadline, f"waited in vain for {within_s} s: {why()}"
+        assert time.monotonic() < deadline, f"not within {within_s} s: {why()}"
         time.sleep(0.02)
     return value
 
 
 def parts_of(run: Path) -> dict[str, RunProcess]:
-    """The processes of a run by their part; of a rank and its own children, the rank."""
-    return {found.part: found for found in reversed(find_processes(run))}
+    """Return the processes of a run by their part; of a rank and its children, the rank."""
+    return {process.part: process for process in reversed(find_processes(run))}
 
 
 @contextlib.contextmanager
 def ended_afterwards(*runs: Path) -> Iterator[None]:
-    """Ends what is left of them. Whether anything should have been left is the test's own business."""
+    """End the remaining processes of these runs. The test itself checks whether any should remain."""
     try:
         yield
     finally:
-        end_processes([found for run in runs for found in find_processes(run)])
+        end_processes([process for run in runs for process in find_processes(run)])
 
 
 class Front:
-    """A shoal command that goes on while the test does something else; what it says goes into files."""
+    """A shoal command that runs beside the test; its output is written to files."""
 
     def __init__(self, folder: Path, *words: str | Path) -> None:
         self._paths = tuple(folder / f"{words[0]}-{time.monotonic_ns()}.{stream}" for stream in ("out", "err"))
@@ -76,7 +76,7 @@ def front(folder: Path, *words: str | Path) -> Iterator[Front]:
 
 @contextlib.contextmanager
 def no_file_beyond(size: int) -> Iterator[None]:
-    """The kernel writes a part of what crosses the limit and refuses the rest, as it does on a full disk."""
+    """Limit the size of files: the kernel writes up to the limit and refuses the rest, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

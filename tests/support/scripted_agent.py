@@ -1,8 +1,8 @@
-"""An agent whose council is the test itself: real ranks, real gloo, real keys, and a script that says who is a member.
+"""An agent whose membership decisions are made by the test: real ranks, real gloo, a real key-value store.
 
 with ScriptedAgent(run, 3) as agent:
     agent.start(0, 1, 2)
-    agent.found((0, 1, 2))
+    agent.form((0, 1, 2))
     agent.await_step(1, 10)
     agent.kill(2)
     agent.regroup((0, 1))
@@ -55,7 +55,7 @@ class Rank:
     def __init__(self, process: subprocess.Popen[bytes], line: socket.socket) -> None:
         self.process = process
         self.line = line
-        self.said: list[ToAgent] = []
+        self.received: list[ToAgent] = []
         self.has_left = False
         self.changed = threading.Condition()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -65,7 +65,7 @@ class Rank:
             while head := stream.read(LENGTH):
                 message = read_to_agent(stream.read(int.from_bytes(head, "big")))
                 with self.changed:
-                    self.said.append(message)
+                    self.received.append(message)
                     self.changed.notify_all()
         with self.changed:
             self.has_left = True
@@ -75,33 +75,33 @@ class Rank:
         with suppress(OSError):
             self.line.sendall(to_frame(message))
 
-    def hear(self, kind: type[M], where: Callable[[M], bool] = lambda message: True, within_s: float = 60.0) -> M:
-        def found() -> M | None:
-            return next((each for each in self.said if isinstance(each, kind) and where(each)), None)
+    def receive(self, kind: type[M], where: Callable[[M], bool] = lambda message: True, within_s: float = 60.0) -> M:
+        def match() -> M | None:
+            return next((item for item in self.received if isinstance(item, kind) and where(item)), None)
 
         with self.changed:
-            # A rank that has closed its line says nothing any more.
-            self.changed.wait_for(lambda: found() is not None or self.has_left, within_s)
-            message = found()
-        assert message is not None, f"no {kind.__name__}: {self.said[-5:]}"
+            # A rank that has closed its connection sends no more messages.
+            self.changed.wait_for(lambda: match() is not None or self.has_left, within_s)
+            message = match()
+        assert message is not None, f"no {kind.__name__}: {self.received[-5:]}"
         return message
 
 
 class ScriptedAgent:
     def __init__(self, run: Path, ranks: int, *words: str) -> None:
         self.run = RunFolder(run)
-        # Of ranks on machines with a disk of their own.
+        # Folders of ranks on machines with their own disk.
         self.own_folders: dict[int, RunFolder] = {}
         self.ranks: dict[int, Rank] = {}
         self.generation = Ballot(0, 0)
         self.lineage = Lineage(name=Ballot(1, 0))
         self.leased: set[int] = set()
-        # The generation that each running rank was last told to enter.
+        # The generation that every running rank was last ordered to enter.
         self._entered: dict[int, Ballot] = {}
         self._size = ranks
         self._words = words
         self._keys = KvStore()
-        # Is called with a rank's number and the key that this rank is about to set.
+        # Called with a rank's number and the key that this rank is about to set.
         self.before_set: Callable[[int, str], None] = lambda number, key: None
         self._loop = asyncio.new_event_loop()
         self._serving: list[Future[None]] = []
@@ -131,19 +131,19 @@ class ScriptedAgent:
         self._loop.close()
 
     async def _close(self) -> None:
-        """Their ranks are dead: every connection ends by itself."""
+        """Wait for all tasks: the ranks are dead, so every connection ends."""
         await asyncio.gather(*(task for task in asyncio.all_tasks() if task is not asyncio.current_task()))
 
     def start(self, *ids: int) -> None:
         for number in ids:
             self._start(number)
 
-    def found(self, ids: tuple[int, ...]) -> None:
+    def form(self, ids: tuple[int, ...]) -> None:
         self._call(ids, State(step=0), first=True, holding=ids, among=ids)
         self.await_formed(ids)
 
     def regroup(self, ids: tuple[int, ...], joining: Collection[int] = (), after_step: bool = False) -> list[State]:
-        """Halts who is there, and begins the next generation with the furthest state."""
+        """Halt the current ranks and start the next generation with the furthest state."""
         staying = [number for number in ids if number not in joining]
         for number in staying:
             self.ranks[number].send(LeaveGeneration(generation=self.generation, after_step=after_step))
@@ -151,28 +151,28 @@ class ScriptedAgent:
         states = [
             halted.state
             for number in staying
-            if (halted := self.ranks[number].hear(LeftGeneration, lambda each: each.generation == over)).state
+            if (halted := self.ranks[number].receive(LeftGeneration, lambda message: message.generation == over)).state
             is not None
         ]
         furthest = max(states, key=lambda state: state.step)
         for number in joining:
-            self.ranks[number].hear(RankReady)
+            self.ranks[number].receive(RankReady)
             self._halt_in_earlier(number)
         self._call(ids, furthest, first=False, holding=staying, among=ids)
         self.await_formed(ids)
         return states
 
     def _halt_in_earlier(self, number: int) -> None:
-        """As an agent does with a rank that was frozen: without the order a rank that waits in a gloo send for peers
-        that have left waits until the exchange's deadline."""
+        """Halt a frozen rank, as an agent does: without the order it waits in a gloo send to peers that have left until
+        the exchange's deadline."""
         if (earlier := self._entered.get(number)) is not None:
             self.ranks[number].send(LeaveGeneration(generation=earlier, after_step=False))
-            self.ranks[number].hear(LeftGeneration, lambda each: each.generation == earlier)
+            self.ranks[number].receive(LeftGeneration, lambda message: message.generation == earlier)
 
     def recover(self, ids: tuple[int, ...]) -> None:
-        """A generation of ranks that have no state, as a lineage of its own."""
+        """Start a generation of ranks without a state, as a new lineage."""
         for number in ids:
-            self.ranks[number].hear(RankReady)
+            self.ranks[number].receive(RankReady)
         name = Ballot(self.generation.number + 1, 0)
         self.lineage = self.lineage.restart(name, self.generation)
         self._call(ids, State(step=0), first=False, holding=(), among=ids, recovers=True)
@@ -181,7 +181,7 @@ class ScriptedAgent:
     def await_formed(self, ids: Collection[int], within_s: float = 60.0) -> None:
         now = self.generation
         for number in ids:
-            self.ranks[number].hear(GroupFormed, lambda each: each.generation == now, within_s)
+            self.ranks[number].receive(GroupFormed, lambda message: message.generation == now, within_s)
 
     def kill(self, number: int, signum: int = signal.SIGKILL) -> None:
         self.leased.discard(number)
@@ -191,14 +191,14 @@ class ScriptedAgent:
 
     def await_step(self, number: int, step: int, within_s: float = 60.0) -> None:
         deadline = time.monotonic() + within_s
-        while max((each["step"] for each in self.events(number, "step")), default=0) < step:
-            assert time.monotonic() < deadline, f"rank {number} did not come to step {step}: {self.log(number)[-2000:]}"
+        while max((event["step"] for event in self.events(number, "step")), default=0) < step:
+            assert time.monotonic() < deadline, f"rank {number} did not reach step {step}: {self.log(number)[-2000:]}"
             code = self.ranks[number].process.poll()
             assert code in (None, 0), f"rank {number} ended with {code}: {self.log(number)[-3000:]}"
             time.sleep(0.02)
 
     def await_standstill(self, number: int, for_s: float = 0.5) -> None:
-        """Until it is as far ahead as it may be."""
+        """Wait until the rank makes no more steps."""
         before, since = -1, time.monotonic()
         while time.monotonic() - since < for_s:
             if (steps := len(self.events(number, "step"))) != before:
@@ -254,31 +254,31 @@ class ScriptedAgent:
         self.leased = set(ids)
 
     def _start(self, number: int) -> None:
-        ours, theirs = socket.socketpair()
-        our_keys, their_keys = socket.socketpair()
-        placement = Placement(number, self._size, number, self._size, launcher="shoal", agent_fd=their_keys.fileno())
+        agent_end, rank_end = socket.socketpair()
+        agent_keys, rank_keys = socket.socketpair()
+        placement = Placement(number, self._size, number, self._size, launcher="shoal", agent_fd=rank_keys.fileno())
         env = placement.to_env() | {
-            MEMBERSHIP_FD: str(theirs.fileno()),
-            AGENT_FD: str(their_keys.fileno()),
+            MEMBERSHIP_FD: str(rank_end.fileno()),
+            AGENT_FD: str(rank_keys.fileno()),
             KEEPS_FILES: "0",
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
         }
         folder = self._folder(number)
         words = (sys.executable, "-m", "shoal.train.worker", "--folder", str(folder.path), *self._words)
-        with theirs, their_keys:
-            fds = (theirs.fileno(), their_keys.fileno())
-            # Tied to this thread's process, as agents' ranks are.
+        with rank_end, rank_keys:
+            fds = (rank_end.fileno(), rank_keys.fileno())
+            # Bound to the life of this process, as agents' ranks are.
             process = start_process(words, {**os.environ, **env}, folder.log("local", number), fds)
         if number in self.ranks:
             self.ranks[number].line.close()
-        self.ranks[number] = Rank(process, ours)
+        self.ranks[number] = Rank(process, agent_end)
         self._entered.pop(number, None)
-        # asyncio itself holds tasks only weakly.
-        self._serving.append(asyncio.run_coroutine_threadsafe(self._serve(number, our_keys), self._loop))
+        # asyncio holds only weak references to tasks.
+        self._serving.append(asyncio.run_coroutine_threadsafe(self._serve(number, agent_keys), self._loop))
 
-    async def _serve(self, number: int, ours: socket.socket) -> None:
-        reader, writer = await asyncio.open_connection(sock=ours)
+    async def _serve(self, number: int, keys: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=keys)
         with suppress(EOFError, OSError):
             while True:
                 request = await read_request(reader)

@@ -1,4 +1,4 @@
-"""Scenarios for the tests of the simulator, and the slow way to simulate one: rank by rank, step by step."""
+"""Scenarios for the tests of the simulator, and a slow reference simulation: rank by rank, step by step."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def scenario(
     hours: float = 24.0,
     **more: Any,
 ) -> SimulationScenario:
-    """Eight nodes for a day, nothing wrong with them unless told otherwise."""
+    """Return a scenario of eight nodes for a day, by default without faults."""
     cluster = {name: more.pop(name) for name in ("ranks_per_node", "min_nodes", "spares") if name in more}
     times = {"detect_s": 20.0, "restart_s": 60.0, "regroup_s": 1.0, "rejoin_s": 10.0, "repair_s": 600.0}
     times |= {name: more.pop(name) for name in times if name in more}
-    found = SimulationScenario(
+    result = SimulationScenario(
         cluster=SimulatedCluster(nodes, divided_work(step_s, nodes, scaling), 1000.0, scaling=scaling, **cluster),
         failures=Failures(more.pop("mtbf_s", math.inf), more.pop("all_share", 0.0)),
         recovery=RecoveryModel(policy, **times),
@@ -45,20 +45,20 @@ def scenario(
         horizon_s=hours * HOUR,
         straggling=straggling or Steady(),
     )
-    assert not more, f"no such knob: {more}"
-    return found
+    assert not more, f"unknown arguments: {more}"
+    return result
 
 
 @dataclass
 class SlowWay:
-    """A training that restarts, and whose nodes are replaced at once: every rank of every step drawn on its own."""
+    """Simulate a training that restarts and whose nodes are replaced at once; every rank of every step is drawn."""
 
     scenario: SimulationScenario
     sigma: float
     random: np.random.Generator
 
     def steps(self) -> int:
-        """That count when time is up."""
+        """Return the steps that count at the end of the time."""
         plan, recovery, cluster = self.scenario.checkpoints, self.scenario.recovery, self.scenario.cluster
         now_s, done, saved = 0.0, 0, 0
         fails_at = self._next_failure(0.0)

@@ -1,4 +1,4 @@
-"""Which sockets a process listens on, as the kernel tells it: also of one in another network namespace."""
+"""Sockets that a process listens on, read from the kernel, also in another network namespace."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ class Listening:
 
 
 def listening(pid: int) -> list[Listening]:
-    """TCP ports that wait for connections, and UDP ports at which anybody may send."""
+    """Return TCP ports that wait for connections and UDP ports that accept packets from any sender."""
     own = _inodes(pid)
-    found = []
+    sockets = []
     for kind in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
             _, local, remote, state, *rest = line.split()
             waits = state == _LISTEN if kind.startswith("tcp") else remote.endswith(":0000")
             if waits and rest[5] in own:
                 address, port = local.split(":")
-                found.append(Listening(pid, kind, _address(address), int(port, 16)))
-    return found
+                sockets.append(Listening(pid, kind, _address(address), int(port, 16)))
+    return sockets
 
 
 def local_sockets(pids: Iterable[int]) -> set[str]:
-    """The names of Unix sockets that these processes have open; those without a name left out."""
+    """Return the names of the named Unix sockets that these processes have open."""
     own = {inode for pid in pids for inode in _inodes(pid)}
     return {name for inode, name in _local_sockets() if inode in own}
 
 
 def living(names: Set[str]) -> set[str]:
-    """Those of the names that any process still has open."""
+    """Return those of the names that a process still has open."""
     return {name for _, name in _local_sockets() if name in names}
 
 
@@ -56,27 +56,27 @@ def _local_sockets() -> list[tuple[str, str]]:
 
 
 def shared_files(pid: int) -> set[str]:
-    """What the process has mapped or open in /dev/shm."""
+    """Return the files in /dev/shm that the process has mapped or open."""
     mapped = Path(f"/proc/{pid}/maps").read_text().split("\n")
-    found = {line[line.index("/dev/shm/") :] for line in mapped if "/dev/shm/" in line}
+    names = {line[line.index("/dev/shm/") :] for line in mapped if "/dev/shm/" in line}
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
-            found.add(str(path.readlink()))
-    return {name for name in found if name.startswith("/dev/shm/")}
+            names.add(str(path.readlink()))
+    return {name for name in names if name.startswith("/dev/shm/")}
 
 
 def _inodes(pid: int) -> set[str]:
-    found = set()
+    inodes = set()
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             target = str(path.readlink())
             if target.startswith("socket:["):
-                found.add(target[8:-1])
-    return found
+                inodes.add(target[8:-1])
+    return inodes
 
 
 def _address(text: str) -> str:
-    """The kernel prints each word of it as this machine stores numbers."""
+    """Parse an address; the kernel prints its words in this machine's byte order."""
     words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
     packed = struct.pack(f"={len(words)}I", *words)
     return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, packed)

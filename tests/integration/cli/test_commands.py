@@ -1,4 +1,4 @@
-"""The command line: what it says, on which stream, and with which exit code."""
+"""The command line: its output, on which stream, and its exit code."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from tests.support.run_samples import make_run, start
 
 
 @dataclass(frozen=True)
-class Said:
+class Output:
     code: int
     out: str
     err: str
 
 
 class Call:
-    """`shoal WORDS` in this process."""
+    """Run `shoal WORDS` in this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch = monkeypatch
         self._capsys = capsys
 
-    def __call__(self, *words: str | Path) -> Said:
+    def __call__(self, *words: str | Path) -> Output:
         self._monkeypatch.setattr(sys, "argv", ["shoal", *map(str, words)])
-        with pytest.raises(SystemExit) as leaving:
+        with pytest.raises(SystemExit) as system_exit:
             main()
         out, err = self._capsys.readouterr()
-        assert isinstance(leaving.value.code, int)
-        return Said(leaving.value.code, out, err)
+        assert isinstance(system_exit.value.code, int)
+        return Output(system_exit.value.code, out, err)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A finished run of two ranks and its manifest as `--json` printed it."""
+    """Return a finished run of two ranks and its manifest as `--json` printed it."""
     folder = tmp_path_factory.mktemp("cli") / "run"
     return folder, train_tiny(folder, "--steps", "4")
 
@@ -90,13 +90,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
         (["sample", "nowhere"], "nowhere is not a run folder", "ls runs/"),
     ],
 )
-def test_wrong_usage_is_said_in_words(call: Call, words: list[str], seen: str, next_step: str) -> None:
-    said = call(*words)
-    assert (said.code, said.out) == (2, "")
-    assert said.err.startswith("error: ")
-    assert seen in said.err
-    assert next_step in said.err.rpartition("  next: ")[2]
-    assert "Traceback" not in said.err
+def test_wrong_usage_is_refused_with_a_next_step(call: Call, words: list[str], seen: str, next_step: str) -> None:
+    output = call(*words)
+    assert (output.code, output.out) == (2, "")
+    assert output.err.startswith("error: ")
+    assert seen in output.err
+    assert next_step in output.err.rpartition("  next: ")[2]
+    assert "Traceback" not in output.err
 
 
 @pytest.mark.parametrize(
@@ -113,15 +113,15 @@ def test_wrong_usage_is_said_in_words(call: Call, words: list[str], seen: str, n
     ],
     ids=" ".join,
 )
-def test_every_option_that_is_advised_exists(
+def test_every_advised_option_exists(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]
 ) -> None:
-    """And a verb that takes `--set` for one model refuses it for another."""
+    """A verb that takes `--set` for one model refuses it for another."""
     monkeypatch.chdir(tmp_path)
-    said = call(*words)
-    assert said.code == 2
+    output = call(*words)
+    assert output.code == 2
     verb = words[: 2 if words[0] in ("bench", "emit") else 1]
-    advised = re.findall(r"--[a-z-]+", said.err.rpartition("  next: ")[2])
+    advised = re.findall(r"--[a-z-]+", output.err.rpartition("  next: ")[2])
     offered = call(*verb, "--help").out
     assert [option for option in advised if option not in offered] == []
     assert not ("--params" in words and "--set" in advised)
@@ -170,10 +170,10 @@ def test_an_option_without_effect_is_refused(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str, seen: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    said = call(*words.split())
-    assert (said.code, said.out) == (2, "")
-    assert said.err.startswith(f"error: {seen}")
-    assert "  next: " in said.err
+    output = call(*words.split())
+    assert (output.code, output.out) == (2, "")
+    assert output.err.startswith(f"error: {seen}")
+    assert "  next: " in output.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -192,13 +192,13 @@ def test_an_option_with_an_effect_is_accepted(call: Call, tmp_path: Path, words:
     assert call("train", *words.split(), "--out", tmp_path / "run", "--dry-run").code == 0
 
 
-def test_settings_of_a_file_may_serve_several_ways_to_train(call: Call, tmp_path: Path) -> None:
+def test_a_config_file_may_have_settings_of_several_modes(call: Call, tmp_path: Path) -> None:
     (tmp_path / "my.toml").write_text("[sync]\nevery = 20\n")
     words = ("train", "--config", tmp_path / "my.toml", "--out", tmp_path / "run", "--dry-run")
     assert call(*words).code == 0
 
 
-def test_a_plan_takes_how_to_synchronise_from_the_settings(call: Call, tmp_path: Path) -> None:
+def test_a_plan_takes_the_sync_mode_from_the_settings(call: Call, tmp_path: Path) -> None:
     by_flags = call("plan", "--nodes", "2", "--sync", "diloco:20", "--accumulate", "2", "--json")
     by_sets = call(
         "plan", "--nodes", "2", *set_flags("sync.mode=diloco", "sync.every=20", "sync.accumulate=2"), "--json"
@@ -207,15 +207,15 @@ def test_a_plan_takes_how_to_synchronise_from_the_settings(call: Call, tmp_path:
     assert "diloco every 20 steps" in json.loads(by_sets.out)["strategy"]
 
 
-def test_an_unknown_verb_names_the_nearest(call: Call) -> None:
+def test_an_unknown_verb_is_refused_with_the_nearest_one(call: Call) -> None:
     assert "did you mean 'train'?" in call("trian").err
 
 
 @pytest.mark.parametrize("words", [[], ["bench"]])
-def test_no_verb_prints_the_help_and_nothing_else(call: Call, words: list[str]) -> None:
-    said = call(*words)
-    assert (said.code, said.err) == (2, "")
-    assert "Usage: shoal" in said.out
+def test_no_verb_prints_only_the_help(call: Call, words: list[str]) -> None:
+    output = call(*words)
+    assert (output.code, output.err) == (2, "")
+    assert "Usage: shoal" in output.out
 
 
 def test_debug_adds_the_traceback_and_changes_nothing_else(call: Call) -> None:
@@ -225,24 +225,24 @@ def test_debug_adds_the_traceback_and_changes_nothing_else(call: Call) -> None:
     assert debug.err.endswith(plain.err)
 
 
-def test_debug_after_two_dashes_belongs_to_somebody_else() -> None:
+def test_debug_after_two_dashes_belongs_to_the_script() -> None:
     assert take_debug(["run", "--debug", "--", "a", "--debug"]) == (["run", "--", "a", "--debug"], True)
     assert take_debug(["run", "--", "--debug"]) == (["run", "--", "--debug"], False)
 
 
-def test_a_bug_is_owned_up_to(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    def surprise(*_: object) -> None:
-        raise ZeroDivisionError("nobody thought of this")
+def test_an_unexpected_exception_is_reported_as_a_bug(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("unexpected")
 
-    monkeypatch.setattr("shoal.cli.train.build_config", surprise)
-    said = call("train")
-    assert said.code == 3
-    assert "shoal failed unexpectedly: ZeroDivisionError: nobody thought of this" in said.err
-    assert "--debug" in said.err
+    monkeypatch.setattr("shoal.cli.train.build_config", fail)
+    output = call("train")
+    assert output.code == 3
+    assert "shoal failed unexpectedly: ZeroDivisionError: unexpected" in output.err
+    assert "--debug" in output.err
 
 
-def test_version(call: Call) -> None:
-    assert call("--version") == Said(0, f"shoal {package.__version__}\n", "")
+def test_version_is_printed(call: Call) -> None:
+    assert call("--version") == Output(0, f"shoal {package.__version__}\n", "")
 
 
 # verify, report and sample without a run
@@ -251,9 +251,9 @@ def test_version(call: Call) -> None:
 @pytest.mark.parametrize("verb", ["verify", "report", "sample"])
 def test_a_missing_folder_and_one_that_is_no_run_are_refused(call: Call, tmp_path: Path, verb: str) -> None:
     for folder in (tmp_path / "nowhere", tmp_path):
-        said = call(verb, folder)
-        assert said.code == 2
-        assert said.err.startswith(f"error: {folder} is not a run folder: it has neither config.toml nor job.json\n")
+        output = call(verb, folder)
+        assert output.code == 2
+        assert output.err.startswith(f"error: {folder} is not a run folder: it has neither config.toml nor job.json\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -271,9 +271,9 @@ def test_a_missing_folder_and_one_that_is_no_run_are_refused(call: Call, tmp_pat
     ],
 )
 def test_resume_takes_no_other_settings(call: Call, tmp_path: Path, words: list[str], named: str) -> None:
-    said = call("train", *words, "--resume", tmp_path / "run")
-    assert said.code == 2
-    assert said.err.startswith(f"error: {named} does not go with --resume\n")
+    output = call("train", *words, "--resume", tmp_path / "run")
+    assert output.code == 2
+    assert output.err.startswith(f"error: {named} does not go with --resume\n")
 
 
 @pytest.mark.parametrize(
@@ -296,15 +296,15 @@ def test_resume_takes_no_other_settings(call: Call, tmp_path: Path, words: list[
     ],
     ids=str,
 )
-def test_what_a_resumed_run_cannot_have_is_refused_with_the_reason(
+def test_settings_that_a_resume_cannot_change_are_refused_with_the_reason(
     run: tuple[Path, dict[str, Any]], call: Call, words: list[str], seen: str, why: str
 ) -> None:
     folder = run[0]
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    said = call("train", "--resume", folder, *words)
-    assert (said.code, said.out) == (2, "")
-    assert seen in said.err
-    assert why in said.err
+    output = call("train", "--resume", folder, *words)
+    assert (output.code, output.out) == (2, "")
+    assert seen in output.err
+    assert why in output.err
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
@@ -313,8 +313,8 @@ def test_a_finished_run_is_continued_with_more_steps(run: tuple[Path, dict[str, 
 
 
 @pytest.mark.long
-def test_settings_change_for_the_rest_of_a_run(run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """More steps for a finished run and less work for one rank; the next resume keeps both."""
+def test_changed_settings_apply_to_the_rest_of_a_run(run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """Give a finished run more steps and one rank less work; the next resume keeps both."""
     folder = shutil.copytree(run[0], tmp_path / "run")
     words = set_flags("run.weights=1/0.34", "members.digest_every=2", "train.eval_every=1")
     longer = shoal("train", "--resume", folder, "--steps", "6", *words)
@@ -322,24 +322,24 @@ def test_settings_change_for_the_rest_of_a_run(run: tuple[Path, dict[str, Any]],
     assert "train.steps: 4 → 6; train.eval_every: 50 → 1; run.weights: unset → 1/0.34" in longer.stderr
     assert "the learning rate follows one schedule over 6 steps from here on: at step 5 it is" in longer.stderr
     assert "going on after step 4" in longer.stderr
-    [event] = [each for each in read_jsonl(folder / "supervisor.jsonl") if each["event"] == "config"]
+    [event] = [event for event in read_jsonl(folder / "supervisor.jsonl") if event["event"] == "config"]
     assert "run.weights: unset → 1/0.34" in event["changed"]
     again = shoal("train", "--resume", folder, "--steps", "8")
     assert again.returncode == 0, again.stderr
     config = load_config(folder / "config.toml")
     assert (config.run.weights, config.train.steps, config.members.digest_every) == ("1/0.34", 8, 2)
     starts = [
-        [each["share"] for each in read_jsonl(folder / f"events/rank-{rank}.jsonl") if each["event"] == "start"]
+        [event["share"] for event in read_jsonl(folder / f"events/rank-{rank}.jsonl") if event["event"] == "start"]
         for rank in (0, 1)
     ]
-    # Micro-batches of each rank's part: equal at first, unequal from the first resume on.
+    # Micro-batches per rank: equal at first, unequal from the first resume on.
     assert [one > other for one, other in zip(*starts, strict=True)] == [False, True, True]
     assert [step["step"] for step in steps_of(folder)] == list(range(1, 9))
     verified = shoal("verify", folder)
     assert verified.returncode == 0, verified.stdout
     assert "complete: 8 steps" in verified.stdout
     assert shoal("report", folder).returncode == 0
-    # Every machine is sent the settings as they are now.
+    # Every machine receives the current settings.
     assert training_files(RunFolder(folder)).texts(defaultdict(str))["config.toml"] == to_toml(config)
 
 
@@ -355,9 +355,9 @@ def test_a_dry_run_prints_the_commands_and_starts_nothing(
     call: Call, tmp_path: Path, launcher: str, names: list[str], module: str
 ) -> None:
     out = tmp_path / "it's here"
-    said = call("train", "--on", "local:3", "--launcher", launcher, "--out", out, "--dry-run")
-    blocks = [block.split("\n") for block in said.out.strip().split("\n\n")]
-    assert said.code == 0
+    output = call("train", "--on", "local:3", "--launcher", launcher, "--out", out, "--dry-run")
+    blocks = [block.split("\n") for block in output.out.strip().split("\n\n")]
+    assert output.code == 0
     assert [title for title, _ in blocks] == [f"# {name} on local" for name in names]
     for _, command in blocks:
         words = shlex.split(command)
@@ -366,39 +366,39 @@ def test_a_dry_run_prints_the_commands_and_starts_nothing(
     assert not out.exists()
 
 
-def test_a_dry_run_shows_each_rank_its_place(call: Call, tmp_path: Path) -> None:
-    said = call("train", "--on", "local:2", "--out", tmp_path / "run", "--dry-run")
-    first, second = (shlex.split(line) for line in said.out.splitlines() if " -m " in line)
+def test_a_dry_run_shows_the_placement_of_every_rank(call: Call, tmp_path: Path) -> None:
+    output = call("train", "--on", "local:2", "--out", tmp_path / "run", "--dry-run")
+    first, second = (shlex.split(line) for line in output.out.splitlines() if " -m " in line)
     assert {"RANK=0", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1"} <= set(first)
     assert {"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1"} <= set(second)
 
 
 def test_a_dry_run_is_printed_as_json(call: Call, tmp_path: Path) -> None:
-    said = call("train", "--on", "local:2", "--steps", "7", "--out", tmp_path / "run", "--dry-run", "--json")
-    document = json.loads(said.out)
-    assert [each["env"]["RANK"] for each in document["commands"]] == ["0", "1"]
-    assert [each["name"] for each in document["commands"]] == ["rank-0", "rank-1"]
+    output = call("train", "--on", "local:2", "--steps", "7", "--out", tmp_path / "run", "--dry-run", "--json")
+    document = json.loads(output.out)
+    assert [command["env"]["RANK"] for command in document["commands"]] == ["0", "1"]
+    assert [command["name"] for command in document["commands"]] == ["rank-0", "rank-1"]
     assert "shoal.train.worker" in document["commands"][0]["argv"]
     assert (document["run"], document["config"]["train"]["steps"]) == (str(tmp_path / "run"), 7)
     assert not (tmp_path / "run").exists()
 
 
-# A run that has just begun
+# A run that has just started
 
 
-def test_a_running_run_without_a_checkpoint_is_not_called_ended(
+def test_a_running_run_without_a_checkpoint_is_not_reported_as_ended(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = make_run(tmp_path / "run", [start(0), start(1)], "train.checkpoint_every=40")
     monkeypatch.setattr(sample_cli, "find_processes", lambda run: ["a process"])
-    said = call("sample", folder.path)
-    assert said.code == 2
-    assert "has no checkpoint yet" in said.err
-    assert "it is running and writes its first checkpoint after step 40" in said.err
-    assert f"logs -f {folder.path}\n" in said.err
+    output = call("sample", folder.path)
+    assert output.code == 2
+    assert "has no checkpoint yet" in output.err
+    assert "it is running and writes its first checkpoint after step 40" in output.err
+    assert f"logs -f {folder.path}\n" in output.err
 
 
-def test_advice_of_a_rank_names_the_run_folder(tmp_path: Path) -> None:
+def test_the_fix_of_a_rank_error_names_the_run_folder(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "my run")
     named = run.name_in("end the run and resume it: shoal stop RUN; shoal train --resume RUN")
     assert named == f"end the run and resume it: shoal stop '{run.path}'; shoal train --resume '{run.path}'"
@@ -410,8 +410,8 @@ def test_advice_of_a_rank_names_the_run_folder(tmp_path: Path) -> None:
 # Pipes
 
 
-def into_closed_pipe(*words: str | Path) -> tuple[int, str]:
-    """With Python's usual buffer, which is written when the program ends, after its last chance to catch anything."""
+def run_into_closed_pipe(*words: str | Path) -> tuple[int, str]:
+    """Run with Python's default buffering: output is written at exit, when no handler can catch an error."""
     reader, writer = os.pipe()
     os.close(reader)
     variables = {**os.environ, "PYTHONUNBUFFERED": ""}
@@ -423,17 +423,17 @@ def into_closed_pipe(*words: str | Path) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--dry-run", "--out", "never"]])
-def test_a_closed_pipe_ends_quietly(words: list[str]) -> None:
-    """141 is what a shell says of any program here; 0 and 1 would be answers to a question."""
-    assert into_closed_pipe(*words) == (141, "")
+def test_a_closed_pipe_ends_the_command_without_a_message(words: list[str]) -> None:
+    """141 is the usual exit code of a program with a closed pipe; 0 and 1 would be verdicts."""
+    assert run_into_closed_pipe(*words) == (141, "")
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])
-def test_a_verdict_nobody_reads_is_neither_yes_nor_no(run: tuple[Path, dict[str, Any]], more: list[str]) -> None:
-    assert into_closed_pipe("verify", run[0], *more) == (141, "")
+def test_verify_into_a_closed_pipe_exits_without_a_verdict(run: tuple[Path, dict[str, Any]], more: list[str]) -> None:
+    assert run_into_closed_pipe("verify", run[0], *more) == (141, "")
 
 
-def test_a_reader_that_leaves_early_gets_its_line() -> None:
+def test_a_reader_that_closes_early_gets_the_first_line() -> None:
     with subprocess.Popen(shoal_command("train", "--dry-run", "--out", "never"), stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"# rank-0 on local\n"
@@ -444,7 +444,7 @@ def test_a_reader_that_leaves_early_gets_its_line() -> None:
 # Results
 
 
-def test_train_json_is_the_manifest_that_was_written(run: tuple[Path, dict[str, Any]]) -> None:
+def test_train_json_is_the_written_manifest(run: tuple[Path, dict[str, Any]]) -> None:
     folder, manifest = run
     assert manifest == json.loads((folder / "manifest.json").read_text())
     assert manifest["status"] == "finished"
@@ -454,45 +454,43 @@ def test_train_json_is_the_manifest_that_was_written(run: tuple[Path, dict[str, 
 
 
 def test_a_finished_run_verifies(call: Call, run: tuple[Path, dict[str, Any]]) -> None:
-    said = call("verify", run[0])
-    assert (said.code, said.err) == (0, "")
-    assert said.out.startswith("identical: 2 replicas")
-    assert "complete: 4 steps, 64 samples" in said.out
+    output = call("verify", run[0])
+    assert (output.code, output.err) == (0, "")
+    assert output.out.startswith("identical: 2 replicas")
+    assert "complete: 4 steps, 64 samples" in output.out
 
 
 def test_verify_json_is_one_document(call: Call, run: tuple[Path, dict[str, Any]]) -> None:
-    said = call("verify", run[0], "--json")
-    verdict = json.loads(said.out)
-    assert (said.code, said.err) == (0, "")
+    output = call("verify", run[0], "--json")
+    verdict = json.loads(output.out)
+    assert (output.code, output.err) == (0, "")
     assert (verdict["byte_equivalent"], verdict["ranks"], verdict["ledger"]["ok"]) == (True, 2, True)
 
 
-def test_verify_answers_no_when_one_bit_differs(call: Call, run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_verify_fails_when_one_bit_differs(call: Call, run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     copy = shutil.copytree(run[0], tmp_path / "copy")
     state = copy / "state-rank-1.safetensors"
     content = bytearray(state.read_bytes())
     content[-1] ^= 1
     state.write_bytes(content)
-    said = call("verify", copy)
-    assert said.code == 1
-    assert said.out.startswith("different: rank 1 differs from rank 0")
+    output = call("verify", copy)
+    assert output.code == 1
+    assert output.out.startswith("different: rank 1 differs from rank 0")
     assert json.loads(call("verify", copy, "--json").out)["differing_ranks"] == [1]
 
 
-def test_verify_without_a_state_says_what_is_missing(
-    call: Call, run: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_verify_reports_a_missing_state(call: Call, run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     copy = shutil.copytree(run[0], tmp_path / "copy")
     (copy / "state-rank-1.safetensors").unlink()
-    said = call("verify", copy)
-    assert said.code == 1
-    assert "wrong: state-rank-1.safetensors: is missing: rank 1 wrote it when it finished" in said.out
+    output = call("verify", copy)
+    assert output.code == 1
+    assert "wrong: state-rank-1.safetensors: is missing: rank 1 wrote it when it finished" in output.out
 
 
 def test_report_json_names_the_page(call: Call, run: tuple[Path, dict[str, Any]]) -> None:
-    said = call("report", run[0], "--json")
-    page = Path(json.loads(said.out)["report"])
-    assert (said.code, said.err) == (0, "")
+    output = call("report", run[0], "--json")
+    page = Path(json.loads(output.out)["report"])
+    assert (output.code, output.err) == (0, "")
     assert page.read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html")
 
 

@@ -1,4 +1,4 @@
-"""`shoal plan`: what it answers, what it recommends, and how it says no: what starts processes."""
+"""Modules that `shoal plan` imports."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import sys
 from tests.unit.cli.test_plan import LOADED
 
 
-def test_a_plain_plan_loads_nothing_heavy() -> None:
+def test_a_plan_imports_no_heavy_module() -> None:
     done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "0 []\n"

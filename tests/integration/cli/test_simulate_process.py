@@ -1,14 +1,14 @@
-"""`--simulate` as a verb would call it: options, table, JSON, picture, stragglers fitted fro: what starts processes."""
+"""Modules that the options of `--simulate` import."""
 
 from __future__ import annotations
 
 import sys
 
 
-def test_declaring_the_options_loads_no_numbers_library() -> None:
-    """`plan --help` must answer at once."""
+def test_the_options_import_neither_numpy_nor_matplotlib() -> None:
+    """`plan --help` must be fast."""
     import subprocess
 
     script = "import sys, shoal.cli.simulate\nprint('numpy' in sys.modules, 'matplotlib' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert said.stdout.split() == ["False", "False"]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

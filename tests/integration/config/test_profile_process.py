@@ -1,4 +1,4 @@
-"""What is made of a probe's figures: the profile and its file, notes and verdicts, tables an: what starts processes."""
+"""The profile file of a probe, written by real processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.support.programs import shoal
 
 
-def test_nothing_but_a_profile_is_replaced(tmp_path: Path) -> None:
+def test_only_a_profile_file_is_overwritten(tmp_path: Path) -> None:
     notes = tmp_path / "notes.toml"
     notes.write_text("mine = true\n")
     for wrong in (notes, tmp_path / "no/such/folder.toml"):

@@ -1,4 +1,4 @@
-"""Processes of a run begin with default signals, whatever the shell that started shoal ignores or blocks."""
+"""Processes of a run start with default signals, even if the shell that started shoal ignores or blocks some."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.control.processes import find_processes, restore_signals
 from shoal.runs.manage import end_processes
 from tests.support.programs import read_jsonl, shoal_command
 
-# What a program finds when it begins, before Python changes anything: the kernel's own table. Without signals 32 and
+# The signal table of a starting program, read from the kernel before Python changes anything. Without signals 32 and
 # 33, which glibc keeps for itself: no program can set them, and some container runtimes start with 32 ignored.
 _OURS = sum(1 << (signum - 1) for signum in signal.valid_signals())
 _STATUS = (
@@ -32,8 +32,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/stat
 
 
 @contextlib.contextmanager
-def deaf() -> Iterator[None]:
-    """This process as a background job of an unfriendly shell would be."""
+def signals_ignored() -> Iterator[None]:
+    """Ignore and block signals in this process, as in a background job of a shell."""
     before = {signum: signal.signal(signum, signal.SIG_IGN) for signum in _IGNORED}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGINT})
     try:
@@ -47,14 +47,14 @@ def deaf() -> Iterator[None]:
 @pytest.mark.parametrize("start", [start_process, start_in_node])
 def test_a_rank_begins_with_default_signals(start: object, tmp_path: Path) -> None:
     assert callable(start)
-    with deaf():
+    with signals_ignored():
         process = start([sys.executable, "-I", "-c", _STATUS], {}, tmp_path / "log")
     assert process.wait(20) == 0
     assert (tmp_path / "log").read_text() == f"{[_NONE, _PYTHONS_OWN]}\n"
 
 
 def test_a_program_of_shoal_restores_the_signals_it_inherited() -> None:
-    with deaf():
+    with signals_ignored():
         code = f"from shoal.control.processes import restore_signals\nrestore_signals()\n{_STATUS}"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout == f"{[_NONE, _PYTHONS_OWN]}\n"
@@ -68,11 +68,11 @@ def test_restoring_keeps_handlers_that_are_set() -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_run_in_the_background_of_a_shell_can_be_stopped(signum: signal.Signals, tmp_path: Path) -> None:
-    """`shoal run … &` in a script: the shell has it ignore SIGINT."""
+    """`shoal run … &` in a script: the shell makes it ignore SIGINT."""
     script = tmp_path / "loop.py"
     script.write_text("import time\nprint('begun', flush=True)\nwhile True: time.sleep(0.05)\n")
     command = shoal_command("run", "--on", "local:2", "--out", tmp_path / "run", script)
-    with deaf():
+    with signals_ignored():
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -87,19 +87,19 @@ def test_a_run_in_the_background_of_a_shell_can_be_stopped(signum: signal.Signal
     assert process.returncode == 130, stderr
     assert "error: interrupted" in stderr
     ends = [event for event in read_jsonl(tmp_path / "run/agents/local.jsonl") if event["event"] == "ended"]
-    # The ranks ended by the signal that asked them, and were not killed.
+    # The ranks ended by the requested signal and were not killed.
     assert [event["code"] for event in ends] == [-signal.SIGINT, -signal.SIGINT]
 
 
 def test_shoal_itself_can_be_interrupted_before_it_starts_anything(tmp_path: Path) -> None:
-    """While it prepares, say reads a text from a pipe, no process of the run exists yet that would be asked."""
+    """While it prepares, for example reads a text from a pipe, no process of the run exists yet."""
     code = (
         "import os, signal, sys, time\nimport shoal.cli.main as cli\n"
         "def wait(arguments, debug):\n    print('waits', flush=True)\n    time.sleep(30)\n"
         "cli.run = wait\n"
         "cli.main()"
     )
-    with deaf():
+    with signals_ignored():
         process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout is not None
     with process.stdout:

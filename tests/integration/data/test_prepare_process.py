@@ -1,4 +1,4 @@
-"""Encoded once, reused while nothing changed, rebuilt when damaged; bad texts and folders en: what starts processes."""
+"""Preparing a corpus in several processes at once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from shoal.data.prepare import read_entry
 
 
-def test_two_processes_preparing_at_once_both_end_well(tmp_path: Path) -> None:
-    """Both wait for the same line on their standard input, so that they build at the same time."""
+def test_two_processes_can_prepare_the_same_corpus_at_once(tmp_path: Path) -> None:
+    """Both wait for a line on their standard input, so that they build at the same time."""
     code = (
         "import sys; from pathlib import Path; from shoal.config.schema import DataConfig;"
         "from shoal.data.prepare import prepare; print('ready', flush=True); sys.stdin.readline();"

@@ -1,4 +1,4 @@
-"""Tokenizers give back what they were given, and token files notice every kind of damage: what starts processes."""
+"""Tokenizer training is reproducible across processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cores a rank computes on: decided for made-up machines, and pinning on this one: what starts processes."""
+"""Pinning of rank processes to the cores of this machine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.unit.host.test_facts import pin_each
 
 
 @pytest.mark.parametrize(("wish", "ranks"), [("off", 2), ("auto", 1), ("auto", 99)])
-def test_affinity_stays_where_pinning_is_off_or_cannot_help(wish: str, ranks: int, tmp_path: Path) -> None:
-    """In 99 ranks' place: two that may use one core only."""
+def test_affinity_is_unchanged_when_pinning_is_off_or_useless(wish: str, ranks: int, tmp_path: Path) -> None:
+    """Instead of 99 ranks: two that may use one core only."""
     allowed = sorted(os.sched_getaffinity(0))[: 1 if ranks == 99 else None]
     for pinned, now in run_ranks(pin_each, min(ranks, 2), tmp_path, wish, allowed):
         assert pinned is None
@@ -22,7 +22,7 @@ def test_affinity_stays_where_pinning_is_off_or_cannot_help(wish: str, ranks: in
 
 
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
-def test_ranks_of_one_machine_are_pinned_apart(tmp_path: Path) -> None:
+def test_ranks_of_one_machine_are_pinned_to_different_cores(tmp_path: Path) -> None:
     allowed = sorted(os.sched_getaffinity(0))
     (first, now_first), (second, now_second) = run_ranks(pin_each, 2, tmp_path, "auto", allowed)
     assert list(first or ()) == now_first

@@ -1,4 +1,4 @@
-"""Every wire format gives what the same mathematics gives in one process: the same bits on all ranks, nothing lost."""
+"""Every wire format matches a computation in one process, has the same bits on all ranks and loses no gradient."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.support.ranks import run_ranks
 Arrays = dict[str, npt.NDArray[np.float32]]
 
 FORMATS = [str(WireChoice(name, 2)) for name in WIRE_FORMATS]
-# Sizes around a block's, one larger than what every rank gets a part of, and matrices that are thin or not.
+# Sizes around one block, one large enough that every rank owns a part, and thin and square matrices.
 SHAPES = {"a": (40, 96), "b": (1,), "c": (256,), "d": (257,), "e": (3, 5), "f": (700,), "g": (64, 64)}
 
 
 def gradients_of(rank: int, step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1000 * rank + step)
-    # Like gradients: each tensor has a size of its own.
+    # Like gradients: every tensor has its own magnitude.
     return {
         name: torch.randn(shape, generator=generator) * 10.0 ** (number - 5)
         for number, (name, shape) in enumerate(SHAPES.items())
@@ -39,12 +39,12 @@ def gradients_of(rank: int, step: int) -> dict[str, Tensor]:
 
 
 def buckets(step: int) -> list[list[str]]:
-    """As DDP does: other buckets from the second step on."""
+    """Return buckets as DDP does: different ones from the second step on."""
     return [["g", "f", "e"], ["d", "c", "b", "a"]] if step == 0 else [["g"], ["e", "f", "d"], ["c", "a", "b"]]
 
 
 class Exchanger:
-    """A wire with parameters, but without a model and DDP."""
+    """A compressor with parameters, without a model and DDP."""
 
     def __init__(self, world: World, form: str) -> None:
         self.parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
@@ -56,31 +56,31 @@ class Exchanger:
             flat = torch.cat([gradients[name].flatten() for name in names])
             bucket = Bucket(index, flat, [self.parameters[name] for name in names], index == len(groups) - 1)
             futures.append(self.wire(bucket))
-        found = {}
+        summed = {}
         for names, future in zip(groups, futures, strict=True):
             parts = future.wait().split([self.parameters[name].numel() for name in names])
-            found.update({name: part.clone().numpy() for name, part in zip(names, parts, strict=True)})
-        return found
+            summed.update({name: part.clone().numpy() for name, part in zip(names, parts, strict=True)})
+        return summed
 
 
 def steps(world: World, form: str, count: int) -> tuple[list[Arrays], Arrays]:
     exchanger = Exchanger(world, form)
-    found = [exchanger.exchange(gradients_of(world.rank, step), buckets(step)) for step in range(count)]
-    return found, {name: tensor.numpy() for name, tensor in exchanger.wire.state().items()}
+    sums_by_step = [exchanger.exchange(gradients_of(world.rank, step), buckets(step)) for step in range(count)]
+    return sums_by_step, {name: tensor.numpy() for name, tensor in exchanger.wire.state().items()}
 
 
-# The same mathematics in one process
+# The same computation in one process
 
 
 def quantised(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Blocks of 256 as whole multiples of a 127th of their largest number."""
-    found = np.empty_like(values)
+    """Round every block of 256 to whole multiples of 1/127 of its largest value."""
+    rounded = np.empty_like(values)
     for start in range(0, len(values), 256):
         block = values[start : start + 256]
         scale = np.float32(np.abs(block).max() * np.float32(1 / 127))
         whole = np.rint(block * (np.float32(1) / scale)) if scale > 0 else 0 * block
-        found[start : start + 256] = whole * scale
-    return found
+        rounded[start : start + 256] = whole * scale
+    return rounded
 
 
 def owner_of(number: int, block: int, blocks: int, size: int) -> int:
@@ -89,13 +89,13 @@ def owner_of(number: int, block: int, blocks: int, size: int) -> int:
 
 
 def int8_reference(size: int, count: int) -> list[Arrays]:
-    """Error feedback with senders and owners, block by block."""
+    """Compute error feedback of senders and owners, block by block."""
     rest = {
         (rank, name): np.zeros(int(np.prod(shape)), np.float32)
         for rank in range(size)
         for name, shape in SHAPES.items()
     }
-    found: list[Arrays] = []
+    sums_by_step: list[Arrays] = []
     for step in range(count):
         gradients = [gradients_of(rank, step) for rank in range(size)]
         summed: Arrays = {}
@@ -115,17 +115,17 @@ def int8_reference(size: int, count: int) -> list[Arrays]:
                 result[part] = quantised(total)
                 rest[owner, name][part] = total - result[part]
             summed[name] = result
-        found.append(summed)
-    return found
+        sums_by_step.append(summed)
+    return sums_by_step
 
 
 def bf16_reference(size: int, count: int) -> list[Arrays]:
-    found: list[Arrays] = []
+    sums_by_step: list[Arrays] = []
     for step in range(count):
         gradients = [gradients_of(rank, step) for rank in range(size)]
         summed: Arrays = {}
         for number, name in enumerate(SHAPES):
-            flat = [each[name].flatten() for each in gradients]
+            flat = [own[name].flatten() for own in gradients]
             result = torch.empty_like(flat[0])
             blocks = -(-len(result) // 256)
             for block in range(blocks):
@@ -136,12 +136,12 @@ def bf16_reference(size: int, count: int) -> list[Arrays]:
                     total += flat[rank][part].bfloat16().float() if rank != owner else 0
                 result[part] = total.bfloat16().float()
             summed[name] = result.numpy()
-        found.append(summed)
-    return found
+        sums_by_step.append(summed)
+    return sums_by_step
 
 
 def powersgd_reference(size: int, count: int, rank: int = 2) -> list[Arrays]:
-    """As the paper has it, with QR and matrix products in double precision."""
+    """Follow the paper, with QR and matrix products in double precision."""
     low = [name for name, shape in SHAPES.items() if len(shape) == 2 and rank * sum(shape) < np.prod(shape)]
     assert low == ["a", "g"]
     q = {
@@ -149,28 +149,28 @@ def powersgd_reference(size: int, count: int, rank: int = 2) -> list[Arrays]:
         for seed, name in enumerate(low)
     }
     errors = {(worker, name): torch.zeros(SHAPES[name]).double() for worker in range(size) for name in low}
-    found: list[Arrays] = []
+    sums_by_step: list[Arrays] = []
     for step in range(count):
         gradients = [gradients_of(worker, step) for worker in range(size)]
-        summed = {name: torch.stack([each[name].double() for each in gradients]).sum(dim=0) for name in SHAPES}
+        summed = {name: torch.stack([own[name].double() for own in gradients]).sum(dim=0) for name in SHAPES}
         for name in low:
             wanted = [gradients[worker][name].double() + errors[worker, name] for worker in range(size)]
-            p = torch.linalg.qr(torch.stack([each @ q[name] for each in wanted]).sum(dim=0)).Q
-            q[name] = torch.stack([each.T @ p for each in wanted]).sum(dim=0)
+            p = torch.linalg.qr(torch.stack([matrix @ q[name] for matrix in wanted]).sum(dim=0)).Q
+            q[name] = torch.stack([matrix.T @ p for matrix in wanted]).sum(dim=0)
             for worker in range(size):
                 errors[worker, name] = wanted[worker] - p @ (wanted[worker].T @ p).T
             summed[name] = p @ q[name].T
-        found.append({name: each.flatten().float().numpy() for name, each in summed.items()})
-    return found
+        sums_by_step.append({name: tensor.flatten().float().numpy() for name, tensor in summed.items()})
+    return sums_by_step
 
 
 def exact(size: int, count: int) -> list[Arrays]:
-    found: list[Arrays] = []
+    sums_by_step: list[Arrays] = []
     for step in range(count):
         gradients = [gradients_of(rank, step) for rank in range(size)]
-        sums = {name: torch.stack([each[name].double() for each in gradients]).sum(dim=0) for name in SHAPES}
-        found.append({name: each.flatten().float().numpy() for name, each in sums.items()})
-    return found
+        sums = {name: torch.stack([own[name].double() for own in gradients]).sum(dim=0) for name in SHAPES}
+        sums_by_step.append({name: tensor.flatten().float().numpy() for name, tensor in sums.items()})
+    return sums_by_step
 
 
 REFERENCES: dict[str, tuple[Callable[[int, int], list[Arrays]], float]] = {
@@ -184,81 +184,81 @@ REFERENCES: dict[str, tuple[Callable[[int, int], list[Arrays]], float]] = {
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("form", FORMATS)
-def test_the_sum_is_that_of_the_same_mathematics(form: str, size: int, tmp_path: Path) -> None:
-    """Within what fp16 and double precision differ by, of the largest number that was added; the others to the bit."""
+def test_sums_match_the_one_process_reference(form: str, size: int, tmp_path: Path) -> None:
+    """fp16 and double precision differ by a fraction of the largest summand; the other formats match to the bit."""
     reference, tolerance = REFERENCES[form]
     wanted = reference(size, 4)
     ranks = run_ranks(steps, size, tmp_path, form, 4)
     for step, tensors in enumerate(wanted):
         for name, tensor in tensors.items():
-            found = ranks[0][0][step][name]
+            actual = ranks[0][0][step][name]
             largest = max(float(gradients_of(rank, step)[name].abs().max()) for rank in range(size))
-            np.testing.assert_allclose(found, tensor, rtol=0, atol=tolerance * largest * size)
+            np.testing.assert_allclose(actual, tensor, rtol=0, atol=tolerance * largest * size)
             for other, _ in ranks[1:]:
-                assert other[step][name].tobytes() == found.tobytes(), f"{name} differs between ranks"
+                assert other[step][name].tobytes() == actual.tobytes(), f"{name} differs between ranks"
 
 
 @pytest.mark.parametrize("form", ["int8", "powersgd:2"])
-def test_error_feedback_loses_nothing(form: str, tmp_path: Path) -> None:
-    """What was sent in thirty steps and what is left on all ranks add up to all gradients."""
+def test_error_feedback_loses_no_gradient(form: str, tmp_path: Path) -> None:
+    """The sums of thirty steps plus the remaining errors of all ranks equal the sum of all gradients."""
     size, count = 3, 30
     ranks = run_ranks(steps, size, tmp_path, form, count)
     for name, shape in SHAPES.items():
         given_ = sum(gradients_of(rank, step)[name].double().numpy() for rank in range(size) for step in range(count))
-        sent = np.sum([found[name].astype(np.float64) for found in ranks[0][0]], axis=0).reshape(shape)
+        sent = np.sum([sums[name].astype(np.float64) for sums in ranks[0][0]], axis=0).reshape(shape)
         left = sum(state.get(f"residual.{name}", np.zeros(shape)).astype(np.float64) for _, state in ranks)
         np.testing.assert_allclose(sent + left, given_, rtol=0, atol=2e-5 * np.abs(given_).max())
 
 
-# What is not finite
+# Values that are not finite
 
 
-def with_a_hole(world: World, form: str, value: float, where: str) -> tuple[Arrays, list[Arrays], Arrays]:
+def exchange_nonfinite_value(world: World, form: str, value: float, where: str) -> tuple[Arrays, list[Arrays], Arrays]:
     exchanger = Exchanger(world, form)
     before = exchanger.exchange(gradients_of(world.rank, 0), buckets(0))
     broken = gradients_of(world.rank, 1)
     if world.rank == 1:
         broken[where].view(-1)[-1] = value
-    holed = exchanger.exchange(broken, buckets(1))
+    nonfinite = exchanger.exchange(broken, buckets(1))
     after = [exchanger.exchange(gradients_of(world.rank, step), buckets(step)) for step in (2, 3)]
-    assert all(np.isfinite(each).all() for each in before.values())
-    return holed, after, {name: tensor.numpy() for name, tensor in exchanger.wire.state().items()}
+    assert all(np.isfinite(values).all() for values in before.values())
+    return nonfinite, after, {name: tensor.numpy() for name, tensor in exchanger.wire.state().items()}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("where", ["a", "d"])
-def test_what_is_not_finite_reaches_everybody_and_stays_nowhere(
+def test_a_nonfinite_value_reaches_every_rank_and_leaves_no_state(
     form: str, value: float, where: str, tmp_path: Path
 ) -> None:
-    for holed, after, state in run_ranks(with_a_hole, 3, tmp_path, form, value, where):
-        assert not np.isfinite(holed[where]).all()
-        assert all(np.isfinite(each).all() for name, each in holed.items() if name != where)
-        assert all(np.isfinite(each).all() for found in after for each in found.values())
-        assert all(np.isfinite(each).all() for each in state.values())
+    for nonfinite, after, state in run_ranks(exchange_nonfinite_value, 3, tmp_path, form, value, where):
+        assert not np.isfinite(nonfinite[where]).all()
+        assert all(np.isfinite(values).all() for name, values in nonfinite.items() if name != where)
+        assert all(np.isfinite(values).all() for sums in after for values in sums.values())
+        assert all(np.isfinite(values).all() for values in state.values())
 
 
 # Save and load
 
 
 def interrupted(world: World, form: str, count: int, saved_after: int) -> list[Arrays]:
-    """A new wire goes on from the saved state, with the buckets of a first step, which DDP has after a resume."""
+    """Continue with a new wire from the saved state, with the buckets of a first step, as DDP does after a resume."""
     exchanger = Exchanger(world, form)
-    found = []
+    sums_by_step = []
     for step in range(count):
         if step == saved_after:
             state = {name: tensor.clone() for name, tensor in exchanger.wire.state().items()}
             exchanger = Exchanger(world, form)
             exchanger.wire.load_state(state)
-        found.append(exchanger.exchange(gradients_of(world.rank, step), buckets(step % saved_after)))
-    return found
+        sums_by_step.append(exchanger.exchange(gradients_of(world.rank, step), buckets(step % saved_after)))
+    return sums_by_step
 
 
 @pytest.mark.parametrize(("form", "size"), [("int8", 2), ("int8", 3), ("bf16", 3), ("powersgd:2", 2)])
-def test_a_saved_wire_goes_on_with_the_same_bits(form: str, size: int, tmp_path: Path) -> None:
+def test_a_restored_wire_continues_with_the_same_bits(form: str, size: int, tmp_path: Path) -> None:
     straight = run_ranks(steps, size, tmp_path, form, 6)
-    for (wanted, _), found in zip(straight, run_ranks(interrupted, size, tmp_path, form, 6, 3), strict=True):
-        for one, other in zip(wanted, found, strict=True):
+    for (wanted, _), continued in zip(straight, run_ranks(interrupted, size, tmp_path, form, 6, 3), strict=True):
+        for one, other in zip(wanted, continued, strict=True):
             assert all(one[name].tobytes() == other[name].tobytes() for name in SHAPES)
 
 
@@ -273,9 +273,9 @@ def load_wrong(world: World, form: str, name: str) -> str:
 
 @pytest.mark.parametrize(("form", "name"), [("fp16", "residual.a"), ("int8", "residual.z"), ("powersgd", "q.a")])
 def test_a_state_of_another_wire_is_refused(form: str, name: str, tmp_path: Path) -> None:
-    [said] = run_ranks(load_wrong, 1, tmp_path, form, name)
-    assert "another state of the wire" in said
-    assert "sync.wire" in said
+    [error_text] = run_ranks(load_wrong, 1, tmp_path, form, name)
+    assert "another state of the wire" in error_text
+    assert "sync.wire" in error_text
 
 
 # In a model
@@ -285,7 +285,7 @@ TINY = ModelConfig(layers=2, heads=2, width=32, seq_len=8, vocab_size=50)
 
 
 def rows_of(rank: int, micro: int, step: int) -> Tensor:
-    """Sentences that can be learned: each token follows from the one before it."""
+    """Return learnable sequences: every token follows from the one before it."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + micro)
     first = torch.randint(0, TINY.vocab_size, (4, 1), generator=generator)
     return (first + 3 * torch.arange(TINY.seq_len + 1)) % TINY.vocab_size
@@ -294,10 +294,10 @@ def rows_of(rank: int, micro: int, step: int) -> Tensor:
 def train(
     world: World, form: str, measure: str, count: int, saved_after: int | None = None
 ) -> tuple[list[float], Arrays]:
-    """Rank r has r + 1 micro-batches. Saved in the middle, a new model and a new exchange go on."""
+    """Train with r + 1 micro-batches on rank r. After a save a new model and a new exchange continue."""
     torch.manual_seed(1)
     model, state = GPT(TINY), dict[str, Tensor]()
-    sync, optimizer = _made(model, world, form, measure)
+    sync, optimizer = _make_exchange(model, world, form, measure)
     losses = []
     for step in range(count):
         if step == saved_after:
@@ -305,7 +305,7 @@ def train(
             saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             model = GPT(TINY)
             model.load_state_dict(saved)
-            sync, optimizer = _made(model, world, form, measure)
+            sync, optimizer = _make_exchange(model, world, form, measure)
             sync.load_state(state)
         losses.append(_step(sync, world, step))
         optimizer.step()
@@ -313,7 +313,7 @@ def train(
     return losses, {name: tensor.detach().numpy().copy() for name, tensor in weights(model).items()}
 
 
-def _made(model: GPT, world: World, form: str, measure: str) -> tuple[GradientSync, torch.optim.Optimizer]:
+def _make_exchange(model: GPT, world: World, form: str, measure: str) -> tuple[GradientSync, torch.optim.Optimizer]:
     config = SyncConfig(wire=form, measure=measure, bucket_mb=0.02)
     return make_gradient_sync(config, model, world), torch.optim.SGD(model.parameters(), lr=0.5)
 
@@ -340,9 +340,9 @@ def same_bits(replicas: Sequence[Arrays]) -> bool:
 @pytest.mark.parametrize(
     "form", ["int8", *(pytest.param(form, marks=pytest.mark.long) for form in FORMATS if form != "int8")]
 )
-def test_training_learns_and_replicas_stay_equal(form: str, measure: str, size: int, tmp_path: Path) -> None:
+def test_the_loss_falls_and_replicas_stay_equal(form: str, measure: str, size: int, tmp_path: Path) -> None:
     results = run_ranks(train, size, tmp_path, form, measure, 40)
-    assert same_bits([found for _, found in results])
+    assert same_bits([parameters for _, parameters in results])
     losses = results[0][0]
     assert losses[-1] < 0.75 * losses[0]
 
@@ -352,4 +352,4 @@ def test_a_resumed_training_has_the_same_bits(form: str, tmp_path: Path) -> None
     straight = run_ranks(train, 2, tmp_path, form, "hook", 8)
     resumed = run_ranks(train, 2, tmp_path, form, "hook", 8, 4)
     assert straight[0][0] == resumed[0][0]
-    assert same_bits([found for _, found in straight + resumed])
+    assert same_bits([parameters for _, parameters in straight + resumed])

@@ -1,4 +1,4 @@
-"""The parts of the wire formats by themselves: who owns what, how blocks are packed, in whic: what starts processes."""
+"""Building and loading the compression kernels, and the bytes that every wire format sends."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.unit.sync.test_compression_parts import (
 
 @pytest.fixture(autouse=True, scope="module")
 def loaded() -> None:
-    """Load the library from the usual cache: one that is loaded from a test's folder stays loaded under its name."""
+    """Load the library from the usual cache: a library loaded from a test's folder stays loaded under its name."""
     load_kernels()
 
 
-def test_a_compiler_that_fails_leaves_nothing(uncached: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_failing_compiler_leaves_no_file(uncached: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr(compression_native, "_FLAGS", (*compression_native._FLAGS, "-no-such-flag"))
     assert load_kernels.__wrapped__() is None
     assert not uncached.exists() or not list(uncached.iterdir())
@@ -39,7 +39,7 @@ def test_kernels_are_built_once(uncached: Path, monkeypatch: pytest.MonkeyPatch)
     assert stat.S_IMODE(uncached.stat().st_mode) == 0o700
     written = library.stat().st_mtime_ns
     assert load_kernels.__wrapped__() is not None
-    assert [found.stat().st_mtime_ns for found in uncached.iterdir()] == [written]
+    assert [path.stat().st_mtime_ns for path in uncached.iterdir()] == [written]
     monkeypatch.setattr(compression_native, "_FLAGS", (*compression_native._FLAGS, "-DANOTHER"))
     assert load_kernels.__wrapped__() is not None
     assert len(list(uncached.iterdir())) == 2
@@ -55,7 +55,7 @@ def test_a_damaged_library_is_not_used(uncached: Path) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("form", FORMATS)
-def test_bytes_are_those_of_theory(form: str, size: int, tmp_path: Path) -> None:
+def test_sent_bytes_match_the_theoretical_bytes(form: str, size: int, tmp_path: Path) -> None:
     wanted = ring_bytes(size, grad_bytes(BYTES_SHAPES.values(), form))
-    for found in run_ranks(count_bytes, size, tmp_path, form, 4):
-        assert found / 4 == pytest.approx(wanted, rel=0.03)
+    for sent_bytes in run_ranks(count_bytes, size, tmp_path, form, 4):
+        assert sent_bytes / 4 == pytest.approx(wanted, rel=0.03)

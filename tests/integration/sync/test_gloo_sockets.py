@@ -1,4 +1,4 @@
-"""Gloo's ports after the ranks have met: real ranks, and strangers who come too late."""
+"""Gloo's listening ports after a group has formed: later connections are refused."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from tests.support.ranks import run_ranks
 from tests.support.sockets import listening, open_files
 
 
-def come_late(world: World, _: None) -> tuple[int, int, int, float]:
-    """Ports shut, strangers that got in, files that are open since, and what an exchange still gives."""
+def connect_after_forming(world: World, _: None) -> tuple[int, int, int, float]:
+    """Return closed ports, accepted foreign connections, newly open files, and the sum of a later all-reduce."""
     before = open_files(os.getpid())
-    shut = close_listeners()
+    closed = close_listeners()
     ports = listening(os.getpid())
-    assert len(ports) == shut
-    let_in = 0
+    assert len(ports) == closed
+    accepted = 0
     for at in ports:
-        with socket.socket() as stranger:
-            stranger.settimeout(0.3)
-            let_in += stranger.connect_ex((at.address, at.port)) == 0
+        with socket.socket() as connection:
+            connection.settimeout(0.3)
+            accepted += connection.connect_ex((at.address, at.port)) == 0
     total = torch.ones(1)
     dist.all_reduce(total)
-    return shut, let_in, open_files(os.getpid()) - before, float(total)
+    return closed, accepted, open_files(os.getpid()) - before, float(total)
 
 
-def test_who_comes_after_the_ranks_have_met_is_not_heard(tmp_path: Path) -> None:
-    for shut, let_in, more, total in run_ranks(come_late, 2, tmp_path, None):
-        assert (shut >= 1, let_in, more, total) == (True, 0, 0, 2.0)
+def test_connections_after_the_group_formed_are_refused(tmp_path: Path) -> None:
+    for closed, accepted, new_files, total in run_ranks(connect_after_forming, 2, tmp_path, None):
+        assert (closed >= 1, accepted, new_files, total) == (True, 0, 0, 2.0)
 
 
 def form_again(world: World, _: None) -> float:
@@ -48,12 +48,12 @@ def form_again(world: World, _: None) -> float:
     return float(total)
 
 
-def test_a_later_group_forms_all_the_same(tmp_path: Path) -> None:
+def test_a_later_group_can_still_form(tmp_path: Path) -> None:
     assert run_ranks(form_again, 2, tmp_path, None) == [4.0, 4.0]
 
 
-def strangers_at_the_ports_of_a_group_of_one(world: World, _: None) -> int:
-    """Files that are open since strangers connected to the ports of that group; -1 where it has none."""
+def connect_to_a_group_of_one(world: World, _: None) -> int:
+    """Count files opened by foreign connections to the ports of the group; -1 if it has no port."""
     drop_groups()
     earlier = listening(os.getpid())
     store = dist.PrefixStore("alone", world.store)
@@ -61,15 +61,15 @@ def strangers_at_the_ports_of_a_group_of_one(world: World, _: None) -> int:
     ports = [at for at in listening(os.getpid()) if at not in earlier]
     before = open_files(os.getpid())
     for at in ports:
-        with socket.socket() as stranger:
-            stranger.settimeout(0.3)
-            stranger.connect_ex((at.address, at.port))
+        with socket.socket() as connection:
+            connection.settimeout(0.3)
+            connection.connect_ex((at.address, at.port))
     time.sleep(0.3)
     total = torch.ones(1)
     dist.all_reduce(total)
     return open_files(os.getpid()) - before if ports else -1
 
 
-def test_a_group_of_one_hears_no_stranger(tmp_path: Path) -> None:
-    """gloo listens for it as well, and would keep every connection."""
-    assert run_ranks(strangers_at_the_ports_of_a_group_of_one, 1, tmp_path, None) == [0]
+def test_a_group_of_one_refuses_foreign_connections(tmp_path: Path) -> None:
+    """gloo listens for a group of one too and would keep every connection."""
+    assert run_ranks(connect_to_a_group_of_one, 1, tmp_path, None) == [0]

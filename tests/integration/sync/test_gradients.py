@@ -1,4 +1,4 @@
-"""Every way of exchanging gradients gives the sum that one process computes alone, the same bits on all ranks."""
+"""Every way of exchanging gradients gives the sum that one process computes, with the same bits on all ranks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def gradients(model: GPT) -> Gradients:
 
 
 def shares(size: int) -> list[int]:
-    """Unequal on purpose: rank r has r + 1 micro-batches."""
+    """Return unequal micro-batch counts: rank r has r + 1."""
     return [rank + 1 for rank in range(size)]
 
 
@@ -88,12 +88,12 @@ def alone(size: int) -> Gradients:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("settings", WAYS, ids=lambda way: "-".join(map(str, way.values())))
-def test_the_sum_is_that_of_one_process(settings: dict[str, Any], world_size: int, tmp_path: Path) -> None:
+def test_the_sum_equals_that_of_one_process(settings: dict[str, Any], world_size: int, tmp_path: Path) -> None:
     reference = alone(world_size)
     results = run_ranks(exchange, world_size, tmp_path, settings)
-    for found, comm in results:
-        assert found.keys() == reference.keys()
-        for name, gradient in found.items():
+    for summed, comm in results:
+        assert summed.keys() == reference.keys()
+        for name, gradient in summed.items():
             np.testing.assert_allclose(gradient, reference[name], rtol=1e-4, atol=1e-6)
             assert gradient.tobytes() == results[0][0][name].tobytes(), f"{name} differs between ranks"
         assert comm.tail_s >= 0
@@ -101,10 +101,10 @@ def test_the_sum_is_that_of_one_process(settings: dict[str, Any], world_size: in
         assert (comm.allreduce_s is not None) == (comm.hidden_s is not None) == is_timed
 
 
-def closed(world: World, settings: dict[str, Any]) -> tuple[bool, Gradients]:
-    """What a model without an exchange makes of its own rows, after one that had one; whether that one is gone."""
+def train_after_closing(world: World, settings: dict[str, Any]) -> tuple[bool, Gradients]:
+    """Close an exchange; return whether it is freed, and the gradients that its model then computes alone."""
     model = fresh_model()
-    # So few tokens that DDP is to leave the tied weight to us.
+    # Few enough tokens that DDP leaves the tied weight to the exchange.
     sync = make_gradient_sync(SyncConfig(**settings), model, world, tokens=SHAPE.seq_len // 2)
     rows = rows_of(world.rank, 0)[:1, : SHAPE.seq_len // 2 + 1]
     for _ in range(3):
@@ -120,7 +120,7 @@ def closed(world: World, settings: dict[str, Any]) -> tuple[bool, Gradients]:
     del sync, wrapped
     gc.collect()
     if world.rank == 0:
-        # The others do not come: whoever still exchanged would wait for them in vain.
+        # The other ranks do not take part: an exchange would wait for them forever.
         model(rows[:, :-1], rows[:, 1:]).backward()
     return held() is None, gradients(model)
 
@@ -128,17 +128,17 @@ def closed(world: World, settings: dict[str, Any]) -> tuple[bool, Gradients]:
 @pytest.mark.parametrize(
     "settings", [WAYS[0], WAYS[1], WAYS[2], WAYS[-1]], ids=lambda way: "-".join(map(str, way.values()))
 )
-def test_a_closed_exchange_leaves_the_model_alone(settings: dict[str, Any], tmp_path: Path) -> None:
-    (is_gone, found), _ = run_ranks(closed, 2, tmp_path, settings)
-    assert is_gone
+def test_a_closed_exchange_leaves_the_model_unchanged(settings: dict[str, Any], tmp_path: Path) -> None:
+    (is_freed, computed), _ = run_ranks(train_after_closing, 2, tmp_path, settings)
+    assert is_freed
     model, rows = fresh_model(), rows_of(0, 0)[:1, : SHAPE.seq_len // 2 + 1]
     model(rows[:, :-1], rows[:, 1:]).backward()
     for name, gradient in gradients(model).items():
-        np.testing.assert_allclose(found[name], gradient, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(computed[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 def pipeline_threads(world: World, measure: str) -> tuple[list[str], list[str]]:
-    """Return the threads of the shared-memory pipeline while the exchange is open, and after it was closed."""
+    """Return the threads of the shared-memory pipeline while the exchange is open and after it is closed."""
     model = fresh_model()
     sync = make_gradient_sync(SyncConfig(measure=measure, inside="copies"), model, world)
     rows = rows_of(world.rank, 0)
@@ -162,7 +162,7 @@ def test_closing_an_exchange_ends_its_shared_memory_pipeline(measure: str, tmp_p
         assert after == []
 
 
-def one_after_another(world: World, settings: dict[str, Any]) -> Gradients:
+def exchange_twice(world: World, settings: dict[str, Any]) -> Gradients:
     model = fresh_model()
     for chosen in (settings, {"wire": "bf16", "inside": "gloo"}):
         sync = make_gradient_sync(SyncConfig(**chosen), model, world, tokens=SHAPE.seq_len // 2)
@@ -179,7 +179,7 @@ def one_after_another(world: World, settings: dict[str, Any]) -> Gradients:
 
 @pytest.mark.parametrize("settings", [WAYS[0], WAYS[2]], ids=["gloo", "shared"])
 def test_one_exchange_can_follow_another(settings: dict[str, Any], tmp_path: Path) -> None:
-    first, second = run_ranks(one_after_another, 2, tmp_path, settings)
+    first, second = run_ranks(exchange_twice, 2, tmp_path, settings)
     model = fresh_model()
     for rank in range(2):
         rows = rows_of(rank, 0)[:1, : SHAPE.seq_len // 2 + 1]
@@ -189,7 +189,7 @@ def test_one_exchange_can_follow_another(settings: dict[str, Any], tmp_path: Pat
         np.testing.assert_allclose(first[name], gradient, rtol=1e-2, atol=1e-2)
 
 
-def test_fp16_is_near_and_keeps_replicas_equal(tmp_path: Path) -> None:
+def test_fp16_is_close_and_keeps_replicas_equal(tmp_path: Path) -> None:
     reference = alone(2)
     (first, _), (second, _) = run_ranks(exchange, 2, tmp_path, {"wire": "fp16", "inside": "gloo"})
     for name, gradient in first.items():
@@ -198,8 +198,8 @@ def test_fp16_is_near_and_keeps_replicas_equal(tmp_path: Path) -> None:
     assert any((first[name] != exact).any() for name, exact in reference.items())
 
 
-def sent(world: World, settings: dict[str, Any]) -> list[int]:
-    """Parameters of every message of a second backward, when DDP has seen in which order gradients come."""
+def message_sizes(world: World, settings: dict[str, Any]) -> list[int]:
+    """Return the parameter count of every message of a second backward, after DDP has seen the order of gradients."""
     messages: list[int] = []
 
     class Counted(NoState):
@@ -220,15 +220,15 @@ def sent(world: World, settings: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("bucket_mb", [0.05, 0.2, 25.0])
-def test_buckets_are_those_that_plans_reckon_with(bucket_mb: float, tmp_path: Path) -> None:
+def test_buckets_match_those_of_the_plan(bucket_mb: float, tmp_path: Path) -> None:
     model = {"layers": 3, "heads": 2, "width": 64, "seq_len": 8, "vocab_size": 300}
-    [messages] = run_ranks(sent, 1, tmp_path, {"model": model, "bucket_mb": bucket_mb})
+    [messages] = run_ranks(message_sizes, 1, tmp_path, {"model": model, "bucket_mb": bucket_mb})
     planned = fill_buckets(cost_gradients(ModelConfig(**model)), bucket_mb)
     assert messages == [bucket.parameters for bucket in planned]
 
 
-def left_alone(world: World, steps: int) -> list[float]:
-    """Rank 1 dies before it tells of the last step; what rank 0 then still knows of its own."""
+def lose_peer(world: World, steps: int) -> list[float]:
+    """End rank 1 before it sends its last step; return the losses that rank 0 still has of its own steps."""
     exchange = StepGather(world, lag=steps)
     for step in range(steps):
         if world.rank == 1 and step == steps - 1:
@@ -240,14 +240,14 @@ def left_alone(world: World, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_step_whose_exchange_failed_is_still_known_to_who_did_it(steps: int, tmp_path: Path) -> None:
-    """Its samples are used, so the ledger must get it from somebody."""
-    losses, _ = run_ranks(left_alone, 2, tmp_path, steps, dying=[1])
+def test_a_rank_keeps_its_own_losses_when_their_exchange_fails(steps: int, tmp_path: Path) -> None:
+    """The samples of the step are used, so this rank must report them to the ledger."""
+    losses, _ = run_ranks(lose_peer, 2, tmp_path, steps, dying=[1])
     assert losses == [2.5 + step for step in range(steps)]
 
 
 def slow_rank(world: World, where: str) -> tuple[float, float, bool]:
-    """Rank 1 takes 0.2 s longer in every step; rank 0 asks to stop in the third."""
+    """Delay rank 1 by 0.2 s in every step; rank 0 requests a stop in the third."""
     exchange = StepGather(world)
     late_s = 0.2 if world.rank == 1 else 0.0
     for step in range(3):
@@ -262,7 +262,7 @@ def slow_rank(world: World, where: str) -> tuple[float, float, bool]:
 
 
 @pytest.mark.parametrize("where", ["compute", "optimizer"])
-def test_ranks_share_loss_waiting_and_the_wish_to_stop(where: str, tmp_path: Path) -> None:
+def test_ranks_share_loss_wait_time_and_stop_request(where: str, tmp_path: Path) -> None:
     (loss_0, wait_0, stop_0), (loss_1, wait_1, stop_1) = run_ranks(slow_rank, 2, tmp_path, where)
     assert loss_0 == loss_1 == 3.0
     assert stop_0
@@ -281,18 +281,18 @@ def make_unequal_then_equal(world: World) -> tuple[bool, bool, list[int], list[f
 
 
 def test_replicas_are_compared_and_copied(tmp_path: Path) -> None:
-    for before, after, told, summed in run_ranks(make_unequal_then_equal, 3, tmp_path):
+    for before, after, broadcast, summed in run_ranks(make_unequal_then_equal, 3, tmp_path):
         assert not before
         assert after
-        assert told == [1, 7]
+        assert broadcast == [1, 7]
         assert summed == [4.5, 3.0]
 
 
 def fail_on_one(world: World) -> None:
     if world.rank == 1:
-        raise ValueError("rank one says no")
+        raise ValueError("rank one failed")
 
 
-def test_the_harness_reports_the_first_failure(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="rank one says no"):
+def test_run_ranks_reports_the_first_failure(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank one failed"):
         run_ranks(fail_on_one, 2, tmp_path)

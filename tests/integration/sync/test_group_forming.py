@@ -1,4 +1,4 @@
-"""Groups that do not form, and what is left of them."""
+"""Groups that fail to form, and forming again afterwards."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def order(world: World) -> EnterGeneration:
 
 
 @contextmanager
-def hasty() -> Iterator[None]:
-    """Waits less for those who will not come."""
-    usual = process_groups._PROOF_S, process_groups._SLACK_S
+def short_timeouts() -> Iterator[None]:
+    """Shorten the wait for missing peers."""
+    saved = process_groups._PROOF_S, process_groups._SLACK_S
     process_groups._PROOF_S = process_groups._SLACK_S = 0.2
     yield
-    process_groups._PROOF_S, process_groups._SLACK_S = usual
+    process_groups._PROOF_S, process_groups._SLACK_S = saved
 
 
-def one_tries_alone(world: World) -> int:
-    """Rank 0 gets as far as gloo with nobody there; then both come."""
+def form_alone_then_together(world: World) -> int:
+    """Rank 0 fails to form a gloo group alone; then both ranks form one."""
     store, place = world.store, RankIdentity("here", torch.device("cpu"), "lo", None, GroupInterrupt())
     barrier(world)
     drop_groups()
     if world.rank == 0:
-        alone = dist.PrefixStore("nobody", store)
-        with hasty(), pytest.raises(RuntimeError):
+        alone = dist.PrefixStore("alone", store)
+        with short_timeouts(), pytest.raises(RuntimeError):
             form_group(GroupForming(alone, 0, 2, b"key", "alone", 0.2), place.device, "gloo", timeout_s=5)
         drop_groups()
     again = form_world(order(world), store, place, meet_s=20, timeout_s=10)
@@ -63,5 +63,5 @@ def one_tries_alone(world: World) -> int:
     return int(numbers[0])
 
 
-def test_ranks_meet_after_one_of_them_has_tried_in_vain(tmp_path: Path) -> None:
-    assert run_ranks(one_tries_alone, 2, tmp_path) == [3, 3]
+def test_a_group_forms_after_one_rank_has_failed_to_form_it(tmp_path: Path) -> None:
+    assert run_ranks(form_alone_then_together, 2, tmp_path) == [3, 3]

@@ -1,4 +1,4 @@
-"""A rank that waits inside DDP, in C++, is freed when its generation is over."""
+"""A rank that waits inside DDP, in C++, is released when its generation ends."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MAKE: dict[str, Callable[[nn.Module, World], HookedDDP | StockDDP]] = {
 }
 
 
-def train_and_be_left(way: str, steps: int, world: World) -> float:
-    """All do so many steps; then the other does nothing any more. Seconds that rank 0 waited for it."""
+def train_and_lose_peer(way: str, steps: int, world: World) -> float:
+    """Train this many steps; then rank 1 stops taking part. Return the seconds that rank 0 waits for it."""
     release = GroupInterrupt()
     world = replace(world, release=release)
     model = nn.Linear(4, 4)
@@ -42,11 +42,11 @@ def train_and_be_left(way: str, steps: int, world: World) -> float:
     if world.rank > 0:
         time.sleep(1.5)
         os._exit(0)
-    began = time.perf_counter()
+    started = time.perf_counter()
     threading.Timer(0.5, release.end).start()
     with pytest.raises(Exception, match="generation was over"):
         train() if steps else MAKE[way](model, world)
-    return time.perf_counter() - began
+    return time.perf_counter() - started
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,6 @@ def train_and_be_left(way: str, steps: int, world: World) -> float:
         pytest.param("stock", 2, id="summing gradients itself"),
     ],
 )
-def test_whoever_waits_in_ddp_is_freed_with_its_generation(way: str, steps: int, tmp_path: Path) -> None:
-    waited_s = run_ranks(partial(train_and_be_left, way, steps), 2, tmp_path, dying=[1])[0]
+def test_a_rank_waiting_in_ddp_is_released_when_its_generation_ends(way: str, steps: int, tmp_path: Path) -> None:
+    waited_s = run_ranks(partial(train_and_lose_peer, way, steps), 2, tmp_path, dying=[1])[0]
     assert 0.4 < waited_s < 1.2

@@ -1,4 +1,4 @@
-"""Outer steps between real ranks, against the same mathematics in one process with torch's own SGD."""
+"""Outer steps between real ranks, compared with the same computation in one process with torch's SGD."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.support.ranks import run_ranks
 Arrays = dict[str, npt.NDArray[np.float32]]
 
 SHAPE = ModelConfig(layers=2, heads=2, width=16, seq_len=8, vocab_size=30)
-# A last round that is not whole, pieces smaller than the model, and fragments that are on their way at the end.
+# An incomplete last round, pieces smaller than the model, and fragments in flight at the end.
 STEPS = 11
 SMALL = {"bucket_mb": 0.004}
 MODES: dict[str, dict[str, Any]] = {
@@ -72,7 +72,7 @@ def arrays(model: nn.Module) -> Arrays:
 
 
 def train(world: World, settings: dict[str, Any], shares: Sequence[float]) -> list[tuple[Arrays, Arrays]]:
-    """After every step: what this replica has, and what is common."""
+    """Return after every step the parameters of this replica and the common parameters."""
     model, optimizer = fresh()
     outer = make_outer_sync(SyncConfig(**settings), model, world, shares[world.rank])
     seen = []
@@ -88,7 +88,7 @@ def train(world: World, settings: dict[str, Any], shares: Sequence[float]) -> li
 
 
 class Together:
-    """N replicas in one process: what `train` must give, by plain torch and in its plainest form."""
+    """N replicas in one process: the expected result of `train`, with plain torch."""
 
     def __init__(self, shares: Sequence[float], descent: OuterOptimizer) -> None:
         self.shares = shares
@@ -128,7 +128,7 @@ class Together:
 
 
 def reference(_: World, mode: str, shares: Sequence[float]) -> list[list[tuple[Arrays, Arrays]]]:
-    """By step and rank. In a process as ranks are: with other threads, torch adds up in another order."""
+    """Return parameters by step and rank. Run it in a rank process: other thread counts change the order of sums."""
     world = Together(shares, AVERAGE if mode == "local" else OuterOptimizer(0.7, 0.9))
     result = []
     sent: dict[str, Tensor] = {}
@@ -145,7 +145,7 @@ def reference(_: World, mode: str, shares: Sequence[float]) -> list[list[tuple[A
 
 
 def stream(world: Together, fragments: list[list[str]], sent: dict[str, Tensor], step: int) -> None:
-    """The first of two fragments is sent at 2, 6, 10, the second at 4 and 8; both come back two steps later."""
+    """Send the first of two fragments at 2, 6, 10, the second at 4 and 8; both return two steps later."""
     sends = {2: 0, 4: 1, 6: 0, 8: 1, 10: 0}
     back = {4: [0], 6: [1], 8: [0], 10: [1], STEPS: [0]}
     for index in back.get(step, []):
@@ -160,32 +160,34 @@ def stream(world: Together, fragments: list[list[str]], sent: dict[str, Tensor],
 
 @pytest.mark.parametrize("shares", SHARES, ids=str)
 @pytest.mark.parametrize("mode", MODES)
-def test_outer_steps_are_those_of_one_process(mode: str, shares: Sequence[float], tmp_path: Path) -> None:
+def test_outer_steps_match_those_of_one_process(mode: str, shares: Sequence[float], tmp_path: Path) -> None:
     [expected] = run_ranks(reference, 1, tmp_path, mode, shares)
-    found = run_ranks(train, len(shares), tmp_path, MODES[mode], shares)
-    # Two numbers have one sum; of three, gloo adds up each part of a message in another order.
+    results = run_ranks(train, len(shares), tmp_path, MODES[mode], shares)
+    # Two numbers have one sum; with three, gloo sums every part of a message in another order.
     rtol, atol = (0.0, 0.0) if len(shares) == 2 else (1e-3, 1e-4)
     for step in range(STEPS):
         for rank in range(len(shares)):
-            for ours, theirs in zip(found[rank][step], expected[step][rank], strict=True):
-                for name, values in ours.items():
-                    np.testing.assert_allclose(values, theirs[name], rtol, atol, err_msg=f"{name} in step {step + 1}")
+            for actual, wanted in zip(results[rank][step], expected[step][rank], strict=True):
+                for name, values in actual.items():
+                    np.testing.assert_allclose(values, wanted[name], rtol, atol, err_msg=f"{name} in step {step + 1}")
 
 
 @pytest.mark.parametrize("wire", ["fp32", "fp16"])
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_common_has_the_same_bits_everywhere(mode: str, wire: str, tmp_path: Path) -> None:
+def test_common_parameters_have_the_same_bits_on_every_rank(mode: str, wire: str, tmp_path: Path) -> None:
     ranks = run_ranks(train, 3, tmp_path, {**MODES[mode], "wire": wire}, (0.5, 0.25, 0.25))
     for step in range(STEPS):
         commons = [{name: values.tobytes() for name, values in rank[step][1].items()} for rank in ranks]
         assert commons[0] == commons[1] == commons[2], f"step {step + 1}"
     for own, common in (rank[-1] for rank in ranks):
-        assert all(own[name].tobytes() == values.tobytes() for name, values in common.items()), "the end is common"
+        assert all(own[name].tobytes() == values.tobytes() for name, values in common.items()), (
+            "replicas differ at the end"
+        )
     differs = [own != common for own, common in ((r[4][0]["token.weight"], r[4][1]["token.weight"]) for r in ranks)]
-    assert all(each.any() for each in differs), "inside a round replicas are their own"
+    assert all(difference.any() for difference in differs), "replicas do not differ inside a round"
 
 
-def test_fp16_is_near(tmp_path: Path) -> None:
+def test_fp16_is_close(tmp_path: Path) -> None:
     exact = run_ranks(train, 2, tmp_path, MODES["diloco"], SHARES[0])[0][-1][1]
     halves = run_ranks(train, 2, tmp_path, {**MODES["diloco"], "wire": "fp16"}, SHARES[0])[0][-1][1]
     for name, values in halves.items():
@@ -204,16 +206,18 @@ def one_rank(world: World, settings: dict[str, Any]) -> bool:
     return all(np.array_equal(values, arrays(alone)[name]) for name, values in arrays(model).items())
 
 
-def test_the_average_of_one_rank_is_plain_training(tmp_path: Path) -> None:
+def test_averaging_over_one_rank_equals_plain_training(tmp_path: Path) -> None:
     assert run_ranks(one_rank, 1, tmp_path, MODES["local"]) == [True]
-    assert run_ranks(one_rank, 1, tmp_path, MODES["diloco"]) == [False], "its optimizer moves further than one rank did"
+    assert run_ranks(one_rank, 1, tmp_path, MODES["diloco"]) == [False], (
+        "its outer optimizer must move further than one rank"
+    )
 
 
-# Going on from a saved state
+# Continuing from a saved state
 
 
 def interrupted(world: World, mode: str, at: int) -> bool:
-    """A second training, filled with the state of the first after step `at`, goes on as the first does."""
+    """Load the state of a training after step `at` into a second one; return whether both continue equally."""
     settings, share = SyncConfig(**MODES[mode]), SHARES[1][world.rank]
     model, optimizer = fresh()
     outer = make_outer_sync(settings, model, world, share)
@@ -249,7 +253,7 @@ def copied(
 
 @pytest.mark.parametrize("at", [3, 4, 5])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_saved_state_goes_on_in_the_middle_of_a_round(mode: str, at: int, tmp_path: Path) -> None:
+def test_a_saved_state_continues_in_the_middle_of_a_round(mode: str, at: int, tmp_path: Path) -> None:
     assert run_ranks(interrupted, 2, tmp_path, mode, at) == [True, True]
 
 
@@ -257,7 +261,7 @@ def test_a_saved_state_goes_on_in_the_middle_of_a_round(mode: str, at: int, tmp_
 
 
 class HeldWire(NoState):
-    """Sums nothing, and answers when it is told to."""
+    """Sum nothing, and complete the futures when `answer` is called."""
 
     def __init__(self) -> None:
         self.held: list[tuple[Future[Tensor], Tensor]] = []
@@ -273,7 +277,7 @@ class HeldWire(NoState):
         self.held = []
 
 
-def streams_on(world: World) -> list[float]:
+def train_with_held_fragment(world: World) -> list[float]:
     model, optimizer = fresh()
     wire = HeldWire()
     exchange = OuterExchange(world, wire, 1.0)
@@ -284,7 +288,7 @@ def streams_on(world: World) -> list[float]:
     for step in range(1, 10):
         inner_step(model, optimizer, 0, step)
         blocked_s.append(outer.after_inner_step(step, last=False).tail_s)
-        assert len(wire.held) == (1 if step >= 6 else 0), "sent once, and nobody has answered"
+        assert len(wire.held) == (1 if step >= 6 else 0), "the fragment must be sent once and stay unanswered"
         with outer.common():
             assert all(np.array_equal(values, before[name]) for name, values in arrays(model).items())
     assert outer.in_flight == 1
@@ -297,9 +301,9 @@ def streams_on(world: World) -> list[float]:
     return blocked_s
 
 
-def test_nobody_waits_while_a_fragment_is_on_its_way(tmp_path: Path) -> None:
-    """The exchange is answered only after nine steps were trained: had a step waited for it, this would never end."""
-    [blocked_s] = run_ranks(streams_on, 1, tmp_path)
+def test_steps_do_not_wait_for_a_fragment_in_flight(tmp_path: Path) -> None:
+    """The exchange completes only after nine steps: a step that waited for it would never end."""
+    [blocked_s] = run_ranks(train_with_held_fragment, 1, tmp_path)
     assert blocked_s == [0.0] * 9
 
 
@@ -329,7 +333,7 @@ def most_gaps_at_once(world: World) -> int:
     return most
 
 
-def test_an_exchange_needs_little_memory_at_a_time(tmp_path: Path) -> None:
+def test_an_exchange_holds_few_pieces_in_memory_at_a_time(tmp_path: Path) -> None:
     assert run_ranks(most_gaps_at_once, 1, tmp_path) == [3]
 
 
@@ -339,10 +343,10 @@ def state_bytes(world: World, settings: dict[str, Any]) -> tuple[int, int]:
     return sum(tensor.nbytes for tensor in state.values()), sum(p.nbytes for p in model.parameters())
 
 
-def test_momentum_is_the_one_copy_beside_the_common_parameters(tmp_path: Path) -> None:
-    for found, model_bytes in run_ranks(state_bytes, 2, tmp_path, MODES["diloco"]):
-        assert found == model_bytes
-    assert all(found == 0 for found, _ in run_ranks(state_bytes, 2, tmp_path, MODES["local"]))
+def test_momentum_is_the_only_copy_beside_the_common_parameters(tmp_path: Path) -> None:
+    for outer_bytes, model_bytes in run_ranks(state_bytes, 2, tmp_path, MODES["diloco"]):
+        assert outer_bytes == model_bytes
+    assert all(outer_bytes == 0 for outer_bytes, _ in run_ranks(state_bytes, 2, tmp_path, MODES["local"]))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -352,7 +356,7 @@ def test_a_sum_that_is_not_finite_is_refused(bad: float) -> None:
         piece.outer_step(torch.tensor([0.0, bad, 0.0]), AVERAGE)
 
 
-# How a model is cut
+# How a model is split
 
 SIZED = st.lists(
     st.tuples(
@@ -398,7 +402,7 @@ def test_pieces_are_no_larger_than_allowed(parameters: list[tuple[str, int]], pi
 
 
 @given(st.integers(1, 60), st.data())
-def test_every_fragment_has_one_turn_a_round(every: int, data: st.DataObject) -> None:
+def test_every_fragment_is_sent_once_a_round(every: int, data: st.DataObject) -> None:
     fragments = data.draw(st.integers(1, every))
     for fragment in range(fragments):
         turns = [step for step in range(1, 2 * every + 1) if is_fragment_due(step, fragment, fragments, every)]
@@ -407,13 +411,13 @@ def test_every_fragment_has_one_turn_a_round(every: int, data: st.DataObject) ->
     assert is_fragment_due(every, fragments - 1, fragments, every)
 
 
-# What ranks tell each other while they drift apart
+# Statistics exchanged between ranks at different steps
 
 LAG = 3
 
 
-def lagging(world: World, steps: int) -> tuple[list[int], list[StepStats], list[StepStats]]:
-    """Rank 0 runs ahead as far as it may before rank 1 begins; rank 1 wants to stop in its second step."""
+def run_ahead(world: World, steps: int) -> tuple[list[int], list[StepStats], list[StepStats]]:
+    """Let rank 0 run ahead as far as allowed before rank 1 starts; rank 1 requests a stop in its second step."""
     exchange = StepGather(world, lag=LAG)
     if world.rank == 1:
         world.store.wait(["ahead"])
@@ -421,27 +425,27 @@ def lagging(world: World, steps: int) -> tuple[list[int], list[StepStats], list[
     for step in range(1, steps + 1):
         comm = CommTimes(ready_at=0.0, tail_s=0.0, allreduce_s=None, wait_s=0.0)
         exchange.begin(float(step * (1 + world.rank)), comm, stop=world.rank == 1 and step == 2)
-        found = exchange.finish()
-        counts.append(len(found))
-        known += found
+        finished = exchange.finish()
+        counts.append(len(finished))
+        known += finished
         if world.rank == 0 and step == LAG:
             world.store.set("ahead", "yes")
     return counts, known, exchange.drain()
 
 
-def test_ranks_may_drift_and_learn_the_same(tmp_path: Path) -> None:
-    """Had rank 0 waited for rank 1 in any of its first steps, neither would ever go on."""
-    ranks = run_ranks(lagging, 2, tmp_path, 6)
+def test_ranks_at_different_steps_receive_the_same_statistics(tmp_path: Path) -> None:
+    """If rank 0 waited for rank 1 in one of its first steps, both would wait forever."""
+    ranks = run_ranks(run_ahead, 2, tmp_path, 6)
     for counts, known, drained in ranks:
         assert counts == [0] * LAG + [1] * 3
         assert [shared.loss_sum for shared in known + drained] == [3.0 * step for step in range(1, 7)]
-        assert [shared.stop for shared in known] == [False, True, False], "all stop after step 5"
+        assert [shared.stop for shared in known] == [False, True, False], "every rank must stop after step 5"
 
 
 # Configuration
 
 
-def test_rounds_have_a_length_of_their_own() -> None:
+def test_every_mode_has_its_own_round_length() -> None:
     assert [SyncConfig(mode=mode).round_steps for mode in ("ddp", "stock", "local", "diloco", "streaming")] == [
         1, 1, 8, 50, 50,
     ]  # fmt: skip
@@ -467,6 +471,6 @@ def test_accumulate_is_ddp_with_four_times_the_batch() -> None:
         ["sync.mode=somehow"],
     ],
 )
-def test_settings_that_do_not_fit_are_refused(sets: list[str]) -> None:
+def test_invalid_combinations_of_settings_are_refused(sets: list[str]) -> None:
     with pytest.raises(ConfigError):
         build_config(sets=sets)

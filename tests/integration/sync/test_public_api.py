@@ -1,4 +1,4 @@
-"""The public API in other people's scripts, and the timer and schedule behind it."""
+"""The public API in user scripts, and its timer and learning rate schedule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXAMPLE = ROOT / "examples" / "own_script.py"
         pytest.param(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], marks=pytest.mark.long),
     ],
 )
-def test_the_example_runs_as_it_is(launch: list[str], tmp_path: Path) -> None:
+def test_the_example_script_runs(launch: list[str], tmp_path: Path) -> None:
     argv = [sys.executable, *launch, str(EXAMPLE)]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
@@ -54,8 +54,8 @@ def test_a_world_of_one_needs_no_launcher() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=60)
 
 
-def test_a_world_that_does_not_form_names_who_is_missing() -> None:
-    """Rank 0 of 2 with nobody else: an error after the deadline, never a quiet solo run."""
+def test_a_world_that_does_not_form_names_the_missing_rank() -> None:
+    """Start only rank 0 of 2: it fails after the deadline and never trains alone."""
     script = (
         "import torch\n"
         "from shoal.cluster.node import reserve_port\n"
@@ -84,12 +84,12 @@ def test_an_unknown_backend_is_refused() -> None:
         ({"RANK": "0"}, "WORLD_SIZE is None, not a number"),
     ],
 )
-def test_a_broken_placement_is_refused(variables: dict[str, str], message: str) -> None:
+def test_invalid_placement_variables_are_refused(variables: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Placement.from_env(variables)
 
 
-def test_a_placement_survives_the_environment() -> None:
+def test_a_placement_round_trips_through_the_environment() -> None:
     place = Placement(1, 3, 1, 2, "attic", 1, "10.0.0.2", 4242, 7, False, 0, "shoal")
     assert Placement.from_env(place.to_env()) == place
 
@@ -112,7 +112,7 @@ def test_the_timer_covers_the_step() -> None:
     assert "forward" not in timer.finish()
 
 
-def test_a_timer_that_is_off_times_only_the_step() -> None:
+def test_a_disabled_timer_measures_only_the_step() -> None:
     timer = WholeStepTimer()
     timer.start()
     with timer.phase("forward"):

@@ -1,4 +1,4 @@
-"""Attacks on gloo groups while they form: a process of another user takes the places of ranks before the ranks come."""
+"""Attacks on gloo groups while they form: another user's process connects in place of a rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from shoal.sync.process_groups import (
 from shoal.sync.world import RankIdentity, World, barrier, form_world, with_second_group
 from shoal.tools.doctor import gloo_worker
 from tests.integration.sync.test_group_forming import order
-from tests.integration.train.test_recover import judge, make_run
+from tests.integration.train.test_recover import check_run, make_run
 from tests.support.paths import SCRIPTS
 from tests.support.ranks import run_ranks
 from tests.support.scripted_agent import ScriptedAgent
@@ -46,9 +46,9 @@ SCRIPT = SCRIPTS / "gloo_stranger.py"
 
 
 @contextlib.contextmanager
-def stranger(mode: str) -> Iterator[str]:
-    """The attacking process; yields the name by which it is sent ports."""
-    name = f"stranger-{secrets.token_hex(8)}"
+def attacker(mode: str) -> Iterator[str]:
+    """Run the attacking process and yield the name of the socket on which it receives ports."""
+    name = f"attacker-{secrets.token_hex(8)}"
     with subprocess.Popen([sys.executable, str(SCRIPT), name, mode], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:
@@ -59,32 +59,32 @@ def stranger(mode: str) -> Iterator[str]:
 
 
 def attack(name: str, port: int) -> None:
-    """Returns when the stranger has taken every place at this port."""
-    with socket.socket(socket.AF_UNIX) as asking:
-        asking.settimeout(20)
-        asking.connect("\0" + name)
-        asking.sendall(str(port).encode())
-        assert asking.recv(4) == b"done"
+    """Return when the attacker has taken every connection at this port."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(20)
+        connection.connect("\0" + name)
+        connection.sendall(str(port).encode())
+        assert connection.recv(4) == b"done"
 
 
 class AttackedStore(dist.Store):
-    """Lets the stranger take the places at a new gloo port of this process before a peer can learn its address. gloo
-    listens first and writes its address then."""
+    """Let the attacker connect to every new gloo port of this process before a peer can learn its address. gloo
+    listens first and publishes its address afterwards."""
 
-    def __init__(self, base: dist.Store, stranger: str, times: int) -> None:
+    def __init__(self, base: dist.Store, attacker: str, times: int) -> None:
         super().__init__()
         self.base = base
-        self.stranger = stranger
+        self.attacker = attacker
         self.left = times
-        self.seen = {each.port for each in listening(os.getpid())}
+        self.seen = {end.port for end in listening(os.getpid())}
 
     def set(self, key: str, value: str | bytes) -> None:
-        new = {each.port for each in listening(os.getpid())} - self.seen
+        new = {end.port for end in listening(os.getpid())} - self.seen
         self.seen |= new
         if new and self.left > 0:
             self.left -= 1
             for port in new:
-                attack(self.stranger, port)
+                attack(self.attacker, port)
         self.base.set(key, value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
@@ -106,30 +106,30 @@ def total(world: World) -> float:
     return float(numbers[0])
 
 
-def here(warnings: list[ShoalError]) -> RankIdentity:
+def make_identity(warnings: list[ShoalError]) -> RankIdentity:
     return RankIdentity("here", torch.device("cpu"), "lo", None, GroupInterrupt(), warnings.append)
 
 
 def form_attacked(world: World, name: str, times: int) -> tuple[float, float, list[str]]:
-    """Forms a generation whose ports are attacked: what an all-reduce gives, how long it took, and the warnings."""
+    """Form a generation whose ports are attacked; return an all-reduce's sum, the seconds taken and the warnings."""
     warnings: list[ShoalError] = []
     store = AttackedStore(world.store, name, times)
     barrier(world)
     drop_groups()
-    began = time.monotonic()
-    formed = form_world(order(world), store, here(warnings), meet_s=20, timeout_s=60)
-    return total(formed), time.monotonic() - began, [warning.seen for warning in warnings]
+    started = time.monotonic()
+    formed = form_world(order(world), store, make_identity(warnings), meet_s=20, timeout_s=60)
+    return total(formed), time.monotonic() - started, [warning.seen for warning in warnings]
 
 
 @pytest.mark.parametrize("mode", ["silent", "close", pytest.param("garbage", marks=pytest.mark.long), "digest"])
-def test_a_group_whose_places_were_taken_is_formed_again(mode: str, tmp_path: Path) -> None:
-    with stranger(mode) as name:
+def test_an_attacked_group_is_formed_again(mode: str, tmp_path: Path) -> None:
+    with attacker(mode) as name:
         answers = run_ranks(form_attacked, 2, tmp_path, name, 1)
     assert [sum_ for sum_, _, _ in answers] == [3.0, 3.0]
-    # The timeout of a collective, in which the ranks waited before, is 60 s here.
+    # The timeout of a collective, which an undetected attack would reach, is 60 s here.
     assert max(seconds for _, seconds, _ in answers) < 20
     [warning] = answers[0][2]
-    assert answers[1][2] == [], "one rank warns for all"
+    assert answers[1][2] == [], "only one rank must warn"
     assert "rank 0" in warning or "rank 1" in warning
     assert "formed again on new ports" in warning
     if mode == "silent":
@@ -137,7 +137,7 @@ def test_a_group_whose_places_were_taken_is_formed_again(mode: str, tmp_path: Pa
         assert "between rank 0 on here and rank 1 on here" in warning
 
 
-def test_no_attack_no_warning(tmp_path: Path) -> None:
+def test_without_an_attack_there_is_no_warning(tmp_path: Path) -> None:
     for sum_, _, warnings in run_ranks(form_attacked, 2, tmp_path, "", 0):
         assert (sum_, warnings) == (3.0, [])
 
@@ -153,8 +153,8 @@ def never_form(world: World, name: str) -> tuple[str, str, str]:
 
 
 @pytest.mark.long
-def test_the_error_after_the_last_attempt_says_what_to_do(tmp_path: Path) -> None:
-    with stranger("silent") as name:
+def test_the_error_after_the_last_attempt_has_cause_and_fix(tmp_path: Path) -> None:
+    with attacker("silent") as name:
         for seen, why, fix in run_ranks(never_form, 2, tmp_path, name):
             assert seen.startswith("the group could not be formed in 2 attempts: a foreign connection from 127.0.0.1:")
             assert "keeps connecting" in why
@@ -163,7 +163,7 @@ def test_the_error_after_the_last_attempt_says_what_to_do(tmp_path: Path) -> Non
 
 
 def join_attacked(world: World, name: str) -> tuple[float, list[str]]:
-    """The way without elastic membership, which probe and `members.on_loss=end` use."""
+    """Join without elastic membership, as probe and `members.on_loss=end` do."""
     store = AttackedStore(world.store, name, 1)
     worlds._open_store = lambda placement, timeout_s: store
     barrier(world)
@@ -174,15 +174,15 @@ def join_attacked(world: World, name: str) -> tuple[float, list[str]]:
     return total(joined), [warning.seen for warning in warnings]
 
 
-def test_a_world_that_nobody_can_leave_is_proved_too(tmp_path: Path) -> None:
-    with stranger("silent") as name:
+def test_a_fixed_world_is_proved_too(tmp_path: Path) -> None:
+    with attacker("silent") as name:
         answers = run_ranks(join_attacked, 2, tmp_path, name)
     assert [sum_ for sum_, _ in answers] == [3.0, 3.0]
     assert [len(warnings) for _, warnings in answers] == [1, 0]
 
 
 def form_second_attacked(world: World, name: str, members: list[int]) -> tuple[float, list[str]]:
-    """The first group forms in peace; the second one, of some ranks only, is attacked."""
+    """Form the first group undisturbed; the second one, of some ranks only, is attacked."""
     warnings: list[ShoalError] = []
     store = AttackedStore(world.store, name, 0)
     barrier(world)
@@ -198,7 +198,7 @@ def form_second_attacked(world: World, name: str, members: list[int]) -> tuple[f
 
 
 def test_a_second_group_of_some_ranks_is_proved_too(tmp_path: Path) -> None:
-    with stranger("silent") as name:
+    with attacker("silent") as name:
         answers = run_ranks(form_second_attacked, 3, tmp_path, name, [0, 2])
     assert [sum_ for sum_, _ in answers] == [3.0, 0.0, 3.0]
     [warning] = answers[0][1]
@@ -210,22 +210,22 @@ def probe_attacked(world: World, name: str) -> dict[str, object]:
 
 
 def test_the_doctors_group_is_proved_too(tmp_path: Path) -> None:
-    with stranger("silent") as name:
+    with attacker("silent") as name:
         answers = run_ranks(probe_attacked, 2, tmp_path, name)
     assert [answer["ok"] for answer in answers] == [True, True]
     assert "a foreign connection" in str(answers[0]["detail"])
 
 
-def take_several(world: World, name: str) -> tuple[float, list[str]]:
-    """Two connections to each peer; the stranger takes those of the second one."""
+def form_with_several_connections(world: World, name: str) -> tuple[float, list[str]]:
+    """Open two connections to every peer; the attacker takes the second ones."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo,lo"
     return form_attacked(world, name, 1)[::2]
 
 
 @pytest.mark.long
 def test_every_connection_of_a_pair_is_proved(tmp_path: Path) -> None:
-    with stranger("silent") as name:
-        answers = run_ranks(take_several, 2, tmp_path, name)
+    with attacker("silent") as name:
+        answers = run_ranks(form_with_several_connections, 2, tmp_path, name)
     assert [sum_ for sum_, _ in answers] == [3.0, 3.0]
     assert len(answers[0][1]) == 1
 
@@ -247,8 +247,8 @@ def test_a_peer_with_another_key_is_foreign(tmp_path: Path) -> None:
         assert "the connection between rank 0 and rank 1 did not prove that it belongs to this run" in seen
 
 
-def be_released(world: World) -> float:
-    """Rank 1 connects and sends nothing; rank 0's generation is over meanwhile."""
+def wait_for_proof(world: World) -> float:
+    """Rank 1 connects and sends nothing; meanwhile rank 0's generation ends."""
     process_groups._PROOF_S = 30.0
     barrier(world)
     drop_groups()
@@ -258,38 +258,38 @@ def be_released(world: World) -> float:
         time.sleep(5)
         os._exit(0)
     threading.Timer(1.0, release.end).start()
-    began = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(GenerationEnded):
         form_main_group(GroupForming(store, 0, 2, b"key", "over", 0.5, release=release), 60)
-    return time.monotonic() - began
+    return time.monotonic() - started
 
 
 @pytest.mark.long
-def test_a_rank_that_waits_for_a_proof_is_freed_with_its_generation(tmp_path: Path) -> None:
-    assert run_ranks(be_released, 2, tmp_path, dying=[1])[0] < 20
+def test_a_rank_waiting_for_a_proof_is_released_when_its_generation_ends(tmp_path: Path) -> None:
+    assert run_ranks(wait_for_proof, 2, tmp_path, dying=[1])[0] < 20
 
 
-def test_a_digest_depends_on_everything_that_tells_connections_apart() -> None:
+def test_a_digest_depends_on_every_field_of_a_connection() -> None:
     original = (b"key", "gen-1-0", 0, 0, 1, 2)
     changed: list[tuple[bytes, str, int, int, int, int]] = [
         (b"another", "gen-1-0", 0, 0, 1, 2),
         (b"key", "gen-2-0", 0, 0, 1, 2),
         (b"key", "gen-1-0", 1, 0, 1, 2),
         (b"key", "gen-1-0", 0, 1, 1, 2),
-        # What comes back to its sender is not a proof.
+        # A digest reflected to its sender is not a proof.
         (b"key", "gen-1-0", 0, 0, 2, 1),
         (b"key", "gen-1-0", 0, 0, 1, 3),
     ]
-    assert len({pair_digest(*each) for each in [original, *changed]}) == len(changed) + 1
+    assert len({pair_digest(*fields) for fields in [original, *changed]}) == len(changed) + 1
     assert pair_digest(*original) == pair_digest(*original)
     assert len(pair_digest(*original)) == 32
 
 
-def test_foreign_are_the_connections_that_no_rank_opened() -> None:
+def test_connections_that_no_rank_opened_are_foreign() -> None:
     listener = FormingReport(unproven=(1,), accepted=("10.0.0.2:40", "10.0.0.9:66"))
     dialer = FormingReport(unproven=(0,), opened=("10.0.0.2:40",))
     assert foreign_ends([listener, dialer]) == ["10.0.0.9:66"]
-    # Its sockets are closed, so what it had opened is not known.
+    # Its sockets are closed, so its connections are unknown.
     failed = FormingReport(error="Connection closed by peer")
     assert foreign_ends([listener, failed]) == []
 
@@ -304,29 +304,29 @@ def test_a_warning_names_the_ranks_and_the_address() -> None:
 
 
 @pytest.mark.long
-def test_a_training_whose_regrouping_is_attacked_goes_on(tmp_path: Path) -> None:
+def test_a_training_continues_when_its_regrouping_is_attacked(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "sync.inside=gloo")
-    with stranger("silent") as name, ScriptedAgent(run, 3) as agent:
+    with attacker("silent") as name, ScriptedAgent(run, 3) as agent:
         agent.start(0, 1, 2)
-        agent.found((0, 1, 2))
+        agent.form((0, 1, 2))
         agent.await_step(0, 5)
-        seen = {each.port for rank in agent.ranks.values() for each in listening(rank.process.pid)}
+        seen = {end.port for rank in agent.ranks.values() for end in listening(rank.process.pid)}
         attacked = set()
 
-        def take_places(number: int, key: str) -> None:
-            new = {each.port for each in listening(agent.ranks[number].process.pid)} - seen
+        def attack_new_ports(number: int, key: str) -> None:
+            new = {end.port for end in listening(agent.ranks[number].process.pid)} - seen
             seen.update(new)
             if new and number not in attacked:
                 attacked.add(number)
                 for port in new:
                     attack(name, port)
 
-        agent.before_set = take_places
+        agent.before_set = attack_new_ports
         agent.kill(2)
         agent.regroup((0, 1))
         agent.await_end((0, 1))
     assert attacked == {0, 1}
-    judge(run, (0, 1))
+    check_run(run, (0, 1))
     assert agent.events(0, "membership")[-1]["formed_s"] < 20
     warnings = [event for event in agent.events(0, "warning") if event["error"] == "ForeignConnection"]
     assert "between rank 0 on local and rank 1 on local" in warnings[0]["seen"]

@@ -1,4 +1,4 @@
-"""A weight is found in a process's memory by its bytes, and harmed there."""
+"""A weight is located in a process's memory by its bytes and damaged there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.errors import LabError
 from shoal.tools.chaos.damage import MemoryDamage, known_weight, prepare_memory_damage
 
 WEIGHTS = struct.pack("<100f", *(0.01 * number for number in range(100)))
-# Holds the weights, and prints them when told to.
+# Holds the weights and prints them on request.
 HOLDER = """
 import sys
 weights = bytearray(sys.stdin.buffer.read(400))
@@ -28,7 +28,7 @@ sys.stdout.buffer.write(weights)
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Path:
-    """An older one, the newest, and one that was never finished."""
+    """Create an older checkpoint, the newest one, and an unfinished one."""
     for step, whole in ((50, True), (100, True), (150, False)):
         folder = tmp_path / f"step-{step:08d}"
         folder.mkdir()
@@ -56,23 +56,23 @@ def holder() -> Iterator[subprocess.Popen[bytes]]:
         yield process
 
 
-def test_the_first_matrix_of_the_newest_whole_checkpoint_is_taken(checkpoints: Path) -> None:
+def test_the_first_matrix_of_the_newest_complete_checkpoint_is_chosen(checkpoints: Path) -> None:
     assert known_weight(checkpoints) == ("b.weight", WEIGHTS[:256])
 
 
 @pytest.mark.parametrize("how", ["flip", "nan"])
-def test_one_number_of_a_running_process_changes(
+def test_one_number_in_a_running_process_is_damaged(
     checkpoints: Path, holder: subprocess.Popen[bytes], how: MemoryDamage
 ) -> None:
     prepare_memory_damage(holder.pid, checkpoints, how, random.Random(1))()
-    found = holder.communicate(b"x")[0]
-    [changed] = [at for at in range(100) if found[4 * at : 4 * at + 4] != WEIGHTS[4 * at : 4 * at + 4]]
-    (number,) = struct.unpack_from("<f", found, 4 * changed)
-    bits = [(ours ^ theirs).bit_count() for ours, theirs in zip(found, WEIGHTS, strict=True)]
+    memory = holder.communicate(b"x")[0]
+    [changed] = [at for at in range(100) if memory[4 * at : 4 * at + 4] != WEIGHTS[4 * at : 4 * at + 4]]
+    (number,) = struct.unpack_from("<f", memory, 4 * changed)
+    bits = [(new ^ old).bit_count() for new, old in zip(memory, WEIGHTS, strict=True)]
     assert number != number if how == "nan" else sum(bits) == 1
 
 
-def test_what_is_not_there_is_said(checkpoints: Path) -> None:
+def test_a_weight_that_is_not_in_memory_is_reported(checkpoints: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         with pytest.raises(LabError, match=r"b\.weight of the last checkpoint is nowhere") as caught:
             prepare_memory_damage(other.pid, checkpoints, "flip", random.Random(1))
@@ -80,6 +80,6 @@ def test_what_is_not_there_is_said(checkpoints: Path) -> None:
         other.communicate(b"\n")
 
 
-def test_before_the_first_checkpoint_nothing_can_be_found(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_reported(tmp_path: Path) -> None:
     with pytest.raises(LabError, match="there is no checkpoint"):
         known_weight(tmp_path)

@@ -1,4 +1,4 @@
-"""Real faults on real trainings: what holds is found to hold, what does not is named, and nothing is left."""
+"""Real faults in real trainings: assertions that hold pass, others are reported, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.support.labs import need_lab, new_labs
 from tests.support.programs import read_jsonl, shoal, shoal_command
 from tests.support.runs import ended_afterwards, wait_until
 
-# Says of a run that is only hung up on what is not so.
+# Expects a regroup that a hangup of the terminal does not cause.
 WRONG = """
 name = "wrong"
 row = 26
-text = "a hung-up terminal, of which too much is expected"
+text = "a hangup of the terminal with a wrong expectation"
 nodes = 2
 training.train.steps = 40
 steps = [{ at_step = 20, do = "signal-supervisor", signal = "HUP" }]
@@ -36,12 +36,12 @@ def figures(out: Path) -> dict[str, Any]:
     return document
 
 
-def broken(run: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(each["name"], each["seen"]) for each in run["assertions"] if not each["ok"]]
+def failed_assertions(run: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(item["name"], item["seen"]) for item in run["assertions"] if not item["ok"]]
 
 
 @pytest.mark.timeout(300)
-def test_what_holds_passes_and_what_does_not_is_named(tmp_path: Path) -> None:
+def test_assertions_that_hold_pass_and_others_are_reported(tmp_path: Path) -> None:
     (tmp_path / "wrong.toml").write_text(WRONG)
     out = tmp_path / "out"
     words = ("interrupt", tmp_path / "wrong.toml", "--on", "local:2", "--out", out)
@@ -49,8 +49,8 @@ def test_what_holds_passes_and_what_does_not_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "wrong 1: regrouped within 1 s: never" in done.stdout
     interrupted, wrong = figures(out)["runs"]
-    assert (interrupted["ok"], broken(interrupted)) == (True, [])
-    assert broken(wrong) == [("regrouped within 1 s", "never")]
+    assert (interrupted["ok"], failed_assertions(interrupted)) == (True, [])
+    assert failed_assertions(wrong) == [("regrouped within 1 s", "never")]
     injected = read_jsonl(out / "interrupt-1" / "chaos.jsonl")
     assert [(event["event"], event["scenario"], event["do"]) for event in injected] == [
         ("injected", "interrupt", "signal-supervisor")
@@ -60,7 +60,7 @@ def test_what_holds_passes_and_what_does_not_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(200)
-def test_a_fault_before_the_launch_is_found_by_doctor(tmp_path: Path) -> None:
+def test_doctor_finds_a_fault_before_the_launch(tmp_path: Path) -> None:
     need_lab()
     before = set(state.list_labs())
     words = ("one-way-doctor", "--on", "lab:2", "--json", "--out", tmp_path / "out")
@@ -72,13 +72,13 @@ def test_a_fault_before_the_launch_is_found_by_doctor(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_chaos_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_chaos_run_leaves_nothing_behind(tmp_path: Path) -> None:
     need_lab()
     before, out = set(state.list_labs()), tmp_path / "out"
     run = out / "freeze-long-1"
-    with ended_afterwards(run), (tmp_path / "said").open("wb") as said:
+    with ended_afterwards(run), (tmp_path / "stderr").open("wb") as stderr:
         chaos = subprocess.Popen(
-            shoal_command("chaos", "run", "freeze-long", "--on", "lab:3", "--out", out), stderr=said
+            shoal_command("chaos", "run", "freeze-long", "--on", "lab:3", "--out", out), stderr=stderr
         )
         wait_until(lambda: (run / "chaos.jsonl").exists(), 200)
         os.kill(chaos.pid, signal.SIGINT)
@@ -96,36 +96,38 @@ def test_chaos_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
         ),
         pytest.param(("all",), marks=pytest.mark.exhaustive),
     ],
-    ids=["one of a kind", "all"],
+    ids=["one of every kind", "all"],
 )
 @pytest.mark.timeout(3600)
 def test_every_scenario_holds_on_three_nodes(scenarios: tuple[str, ...], tmp_path: Path) -> None:
     need_lab()
     done = shoal("chaos", "run", *scenarios, "--on", "lab:3", "--out", tmp_path / "out", timeout_s=3500)
-    assert [(run["scenario"], broken(run)) for run in figures(tmp_path / "out")["runs"] if not run["ok"]] == []
+    assert [
+        (run["scenario"], failed_assertions(run)) for run in figures(tmp_path / "out")["runs"] if not run["ok"]
+    ] == []
     assert done.returncode == 0
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_a_soak_of_two_modes_in_turn(tmp_path: Path) -> None:
-    """Faster than a user would, and over too soon to find a leak, which it says. One mode that exchanges gradients, one
-    whose replicas part. This seed draws seven kinds of faults in ten."""
+def test_a_soak_runs_two_modes_in_turn(tmp_path: Path) -> None:
+    """Soak one mode that exchanges gradients and one with outer steps. It is too short to detect a leak, which it
+    reports. This seed draws seven kinds of faults in ten."""
     need_lab()
     before, out = set(state.list_labs()), tmp_path / "out"
     words = ("--minutes", "1", "--every", "6s", "--sync", "ddp+int8", "--sync", "local", "--seed", "4")
     done = shoal("chaos", "soak", *words, "--on", "lab:3", "--out", out, timeout_s=1400)
     figures = json.loads((out / "soak.json").read_text())
-    assert [(mode["sync"], len(mode["faults"]), broken(mode)) for mode in figures["modes"]] == [
+    assert [(mode["sync"], len(mode["faults"]), failed_assertions(mode)) for mode in figures["modes"]] == [
         ("ddp+int8", 5, []),
         ("local", 5, []),
     ]
     assert len({fault["kind"] for mode in figures["modes"] for fault in mode["faults"]}) == 7
     assert (figures["finished"], figures["planned"], figures["survived"]) == (True, 10, 10)
-    not_held = [name for name, _ in broken(figures)]
-    assert not_held in ([], ["growth of an agent and of a rank was judged"])
-    assert done.returncode == (1 if not_held else 0)
-    assert "survived" in done.stderr, "what goes on is not shown"
+    failed = [name for name, _ in failed_assertions(figures)]
+    assert failed in ([], ["growth of an agent and of a rank was judged"])
+    assert done.returncode == (1 if failed else 0)
+    assert "survived" in done.stderr, "the progress is not shown"
     assert new_labs(before) == set()
     for mode in figures["modes"]:
         assert mode["compared_faults"] > 0

@@ -1,4 +1,4 @@
-"""When a fault happens, which ones a soak draws, and what is made of a soak: what starts processes."""
+"""The connections that a chaos fault opens to a port."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import threading
 from shoal.tools.chaos.damage import connect
 
 
-def test_strangers_knock_as_often_as_asked() -> None:
-    came: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as door:
+def test_the_requested_number_of_foreign_connections_is_opened() -> None:
+    received: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
 
         def serve() -> None:
             for _ in range(25):
-                peer, _ = door.accept()
+                peer, _ = listener.accept()
                 with peer:
-                    came.append(peer.recv(64))
+                    received.append(peer.recv(64))
 
         server = threading.Thread(target=serve)
         server.start()
-        connect([f"127.0.0.1:{door.getsockname()[1]}"], connections=20, idle=5, on_node=list)
+        connect([f"127.0.0.1:{listener.getsockname()[1]}"], connections=20, idle=5, on_node=list)
         server.join(10)
-    assert sorted(map(len, came)) == [0] * 5 + [64] * 20
+    assert sorted(map(len, received)) == [0] * 5 + [64] * 20

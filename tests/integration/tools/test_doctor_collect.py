@@ -1,4 +1,4 @@
-"""What doctor's collector sees on this machine."""
+"""Facts that doctor's collector reads on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.tools.doctor.collect import network as collector_names
 from shoal.tools.doctor.collect.__main__ import observe
 
 
-def test_the_collector_sees_this_machine() -> None:
+def test_the_collector_describes_this_machine() -> None:
     seen = observe({"peers": ["127.0.0.1"], "address": "127.0.0.1", "port": 0})
     assert seen["failed"] == {}
     own = seen["machine"]
@@ -41,47 +41,47 @@ def test_the_collector_sees_this_machine() -> None:
 
 _STANDARD_ONLY = """
 import importlib.util, sys
-found = set(sys.modules)
+before = set(sys.modules)
 import shoal.tools.doctor.collect.__main__
-strangers = {name.partition(".")[0] for name in set(sys.modules) - found} - sys.stdlib_module_names - {"shoal"}
-print(sorted(strangers))
+foreign = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names - {"shoal"}
+print(sorted(foreign))
 """
 
 
-def test_the_collector_needs_nothing_but_python() -> None:
+def test_the_collector_needs_only_the_standard_library() -> None:
     done = subprocess.run([sys.executable, "-c", _STANDARD_ONLY], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
-def test_a_package_that_is_not_there() -> None:
+def test_a_missing_package_has_no_version() -> None:
     assert installed_version("no-such-package") is None
 
 
-def test_look_ups_that_take_too_long_are_left_alone() -> None:
-    began = time.monotonic()
+def test_slow_look_ups_are_abandoned() -> None:
+    started = time.monotonic()
     answers = collector_names.ask_all({"slow": lambda: time.sleep(5), "quick": lambda: "yes"}, timeout_s=0.2)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - started < 4
     assert answers["slow"] == {"took_s": None}
     assert answers["quick"]["answer"] == "yes"
 
 
-def test_only_an_address_of_our_own_is_published() -> None:
+def test_only_an_address_of_this_machine_is_published() -> None:
     assert collector_names.published(["192.0.2.1", "127.0.0.1", "127.0.0.2"]) == "127.0.0.1"
     assert collector_names.published(["192.0.2.1"]) is None
     assert collector_names.published([]) is None
 
 
-def test_hosts_files_and_sources() -> None:
+def test_hosts_files_and_name_sources_are_parsed() -> None:
     text = "127.0.0.1 localhost\n127.0.1.1 me.lan me # this one\n10.0.0.1 mean\n# 10.0.0.2 me\n"
     assert collector_names.hosts_file_addresses(text, "me") == ["127.0.1.1"]
-    said = "passwd: files\nhosts:  files mdns4_minimal [NOTFOUND=return] dns myhostname\n"
-    assert collector_names.host_sources(said) == ["files", "mdns4_minimal", "dns", "myhostname"]
+    text = "passwd: files\nhosts:  files mdns4_minimal [NOTFOUND=return] dns myhostname\n"
+    assert collector_names.host_sources(text) == ["files", "mdns4_minimal", "dns", "myhostname"]
     assert collector_names.host_sources("") == []
 
 
 @contextmanager
 def child(program: str = "print('ready', flush=True)", **variables: str) -> Iterator[tuple[int, str]]:
-    """A process that stays until we are done with it: its number, and the line it began with."""
+    """Run a process until the block ends; yield its pid and its first line."""
     words = [sys.executable, "-c", f"import socket, sys\n{program}\nsys.stdin.read()"]
     pipe, env = subprocess.PIPE, {**os.environ, **variables}
     with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=env) as process:
@@ -91,7 +91,7 @@ def child(program: str = "print('ready', flush=True)", **variables: str) -> Iter
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_who_has_a_port(family: socket.AddressFamily) -> None:
+def test_the_holder_of_a_port_is_described(family: socket.AddressFamily) -> None:
     loopback = "127.0.0.1" if family == socket.AF_INET else "::1"
     if collector_names.published([loopback]) is None:
         pytest.skip(f"this machine has no {loopback}")
@@ -119,15 +119,15 @@ def test_a_child_is_no_orphan() -> None:
         proc.describe_process(pid)
 
 
-def test_our_own_variables_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_RUN", "/r/mine")
+def test_processes_with_the_same_run_variable_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_RUN", "/r/own")
     with child() as (same, _), child(SHOAL_RUN="/r/other") as (other, _):
-        found = {each["pid"]: each["run"] for each in collector_processes.workers()["marked"]}
-    assert same not in found
-    assert found[other] == "/r/other"
+        runs = {worker["pid"]: worker["run"] for worker in collector_processes.workers()["marked"]}
+    assert same not in runs
+    assert runs[other] == "/r/other"
 
 
-def test_what_a_lid_does() -> None:
+def test_lid_actions_are_read() -> None:
     assert machine.lid_actions([]) == {"on_battery": "suspend", "on_mains": "suspend"}
     main = "[Login]\n#HandleLidSwitch=suspend\nHandleLidSwitchExternalPower=lock\n"
     assert machine.lid_actions([main]) == {"on_battery": "suspend", "on_mains": "lock"}
@@ -135,7 +135,7 @@ def test_what_a_lid_does() -> None:
     assert machine.lid_actions([main, later, "not a setting"]) == {"on_battery": "ignore", "on_mains": "lock"}
 
 
-def test_small_files_that_may_be_missing(tmp_path: Path) -> None:
+def test_missing_small_files_are_empty(tmp_path: Path) -> None:
     assert proc.read_text(tmp_path / "none") == ""
     assert proc.read_number(tmp_path / "none") is None
     (tmp_path / "cpus").write_text("0-2,5\n")
@@ -144,7 +144,7 @@ def test_small_files_that_may_be_missing(tmp_path: Path) -> None:
     assert proc.read_number(tmp_path / "limit") is None
 
 
-def test_the_tcp_sockets_of_a_process() -> None:
+def test_the_tcp_sockets_of_a_process_are_listed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
@@ -164,21 +164,21 @@ def test_memory_is_in_bytes() -> None:
     assert 0 < memory["MemAvailable"] <= memory["MemTotal"]
 
 
-def test_disks_are_named_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_disk_is_listed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "not/there/yet"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    (found,) = machine.disks()
-    assert (found["path"], len(found["for"]), found["read_only"]) == (str(tmp_path), 3, False)
+    (disk,) = machine.disks()
+    assert (disk["path"], len(disk["for"]), disk["read_only"]) == (str(tmp_path), 3, False)
 
 
-def test_a_folder_that_cannot_be_asked_for_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No system allows such a name; a home that is closed to us raises in the same way."""
+def test_an_inaccessible_folder_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No system allows such a name; an inaccessible home folder raises the same error."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("x" * 300) / "cache"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    (found,) = machine.disks()
-    assert (found["path"], len(found["for"])) == (str(tmp_path), 3)
+    (disk,) = machine.disks()
+    assert (disk["path"], len(disk["for"])) == (str(tmp_path), 3)
 
 
 POWER = {
@@ -193,7 +193,7 @@ POWER = {
 
 
 @pytest.mark.parametrize("case", POWER)
-def test_power_supplies(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_power_supplies_are_read(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     supplies, on_battery = POWER[case]
     for supply, files in supplies.items():
         (tmp_path / supply).mkdir()

@@ -1,4 +1,4 @@
-"""Does the collector see what the kernel has, and read what tools say?"""
+"""Network facts that the collector reads from the kernel and from tools."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from shoal.tools.doctor.run import COLLECTOR
 from tests.support.cluster_facts import Facts
 
 
-def test_a_python_without_anything_installed_will_do() -> None:
+def test_the_collector_runs_on_a_bare_python() -> None:
     bare = [sys.executable, "-S", *module_command(COLLECTOR)[1:]]
     programs = {
         "node": RemoteProgram("node", LocalProgram(bare, {"PYTHONPATH": str(Path(shoal.__file__).parent.parent)}))
     }
     with closing_all(programs):
-        said = programs["node"].ask(20.0, do="observe", peers=["127.0.0.1"], address="127.0.0.1", port=0)
+        facts = programs["node"].ask(20.0, do="observe", peers=["127.0.0.1"], address="127.0.0.1", port=0)
         port = programs["node"].ask(5.0, do="listen", address="127.0.0.1", name="node", port=0)["port"]
         place = {"address": "127.0.0.1", "port": port}
-        ((heard,), (other,)) = (
+        ((same,), (other,)) = (
             programs["node"].ask(5.0, do="dial", places=[{**place, "expect": name}], timeout_s=2.0)["tries"]
             for name in ("node", "another")
         )
         assert programs["node"].ask(5.0, do="burst", **place)["mbps"] > 0
         programs["node"].ask(5.0, do="send", port=port, tag="new", places=[{**place, "sizes": [128, 1500]}])
         sizes = programs["node"].ask(5.0, do="received", port=port)["sizes"]
-    assert said["failed"] == {}
-    assert (heard["outcome"], other["outcome"]) == ("ok", "other-machine")
+    assert facts["failed"] == {}
+    assert (same["outcome"], other["outcome"]) == ("ok", "other-machine")
     assert sizes == {"node": {"new": [128, 1500]}}
 
 
-def test_why_a_connection_fails() -> None:
+def test_the_reason_of_a_failed_connection_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    said = trials.dial({"places": [{"address": "127.0.0.1", "port": port, "expect": "x"}], "timeout_s": 1.0})
-    assert said["tries"][0]["outcome"] == "refused"
+    reply = trials.dial({"places": [{"address": "127.0.0.1", "port": port, "expect": "x"}], "timeout_s": 1.0})
+    assert reply["tries"][0]["outcome"] == "refused"
     assert trials.listen({"address": "192.0.2.77", "name": "x", "port": 0})["port"] is None
 
 
-def test_the_kernel_is_heard_as_it_speaks() -> None:
+def test_links_addresses_and_routes_match_the_kernel() -> None:
     (lo,) = [link for link in network.links() if link["name"] == "lo"]
     assert (lo["index"], lo["up"], lo["mac"]) == (socket.if_nametoindex("lo"), True, "00:00:00:00:00:00")
     assert (lo["index"], "127.0.0.1/8") in network.addresses()
     assert network.route("127.0.0.1") == {"index": lo["index"], "source": "127.0.0.1", "gateway": "", "local": True}
 
 
-def test_what_a_collector_sees_here() -> None:
-    found = network.observe({"peers": ["127.0.0.1"]})
-    assert found["routes"]["127.0.0.1"]["interface"] == "lo"
-    assert found["interfaces"]["lo"]["kind"] == "loopback"
-    assert found["port_range"][0] < found["port_range"][1]
-    assert found["firewall"].keys() == {"tools", "ufw", "firewalld", "chains"}
+def test_the_collector_describes_this_network() -> None:
+    facts = network.observe({"peers": ["127.0.0.1"]})
+    assert facts["routes"]["127.0.0.1"]["interface"] == "lo"
+    assert facts["interfaces"]["lo"]["kind"] == "loopback"
+    assert facts["port_range"][0] < facts["port_range"][1]
+    assert facts["firewall"].keys() == {"tools", "ufw", "firewalld", "chains"}
 
 
 @pytest.mark.parametrize(
@@ -76,16 +76,16 @@ def test_what_a_collector_sees_here() -> None:
         ("lo", "", False, "loopback"),
     ],
 )
-def test_kinds_of_interfaces(name: str, kernel_type: str, is_wifi: bool, kind: str) -> None:
+def test_interface_kinds_are_recognized(name: str, kernel_type: str, is_wifi: bool, kind: str) -> None:
     assert network.kind_of(name, kernel_type, is_wifi) == kind
 
 
-def test_names_in_the_hosts_file() -> None:
+def test_names_in_the_hosts_file_are_read() -> None:
     text = "127.0.0.1 localhost\n127.0.1.1\tlaptop.home laptop # laptop2\n#10.0.0.1 laptop\n10.0.0.2 laptop"
     assert network.hosts_file_addresses(text, "laptop") == ["127.0.1.1", "10.0.0.2"]
 
 
-def test_only_chains_that_may_drop_are_in_the_way() -> None:
+def test_only_chains_that_may_drop_are_blocking() -> None:
     def chain(name: str, hook: str | None, policy: str = "accept", family: str = "inet") -> Facts:
         hooked = {"hook": hook, "policy": policy} if hook else {}
         return {"chain": {"family": family, "table": "t", "name": name, **hooked}}
@@ -107,26 +107,26 @@ def test_only_chains_that_may_drop_are_in_the_way() -> None:
         rule("asking", "jump"),
         rule("plain", "drop"),
     ]
-    found = network.blocking_chains({"nftables": ruleset})
-    assert [(each["name"], each["hook"]) for each in found] == [
+    chains = network.blocking_chains({"nftables": ruleset})
+    assert [(chain_facts["name"], chain_facts["hook"]) for chain_facts in chains] == [
         ("strict", "input"),
         ("picky", "input"),
         ("asking", "output"),
     ]
 
 
-def test_what_a_card_says_of_its_speed() -> None:
-    def answer(speed: int, duplex: int, *modes: int) -> bytes:
+def test_the_link_settings_of_a_card_are_parsed() -> None:
+    def make_reply(speed: int, duplex: int, *modes: int) -> bytes:
         head = struct.pack("=II7Bb", 0x4C, speed, duplex, *[0] * 6, 3).ljust(48, b"\0")
         return head + b"".join(mode.to_bytes(12, "little") for mode in modes)
 
     gigabit, hundred = 1 << 5, 1 << 3
-    assert network.read_settings(answer(100, 1, gigabit | hundred | 1 << 47, hundred, gigabit)) == {
+    assert network.read_settings(make_reply(100, 1, gigabit | hundred | 1 << 47, hundred, gigabit)) == {
         "speed_mbps": 100,
         "duplex": "full",
         "best_mbps": 2500,
         "partner_mbps": 1000,
     }
-    assert network.read_settings(answer(0xFFFFFFFF, 0xFF, 0, 0, 0)) == {}
+    assert network.read_settings(make_reply(0xFFFFFFFF, 0xFF, 0, 0, 0)) == {}
     assert network.link_settings("no-such-card") == {}
     assert network.power_save("lo") is None

@@ -1,4 +1,4 @@
-"""`shoal explain`: every stored log of a real failure is explained by its own cause, and not: what starts processes."""
+"""`shoal explain` on files, pipes and failures produced by the test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.programs import shoal
 from tests.unit.tools.explain.test_explain import LOGS, ids
 
 
-def test_the_verb_reads_a_file_a_pipe_and_nothing(tmp_path: Path) -> None:
+def test_explain_reads_a_file_a_pipe_and_empty_input(tmp_path: Path) -> None:
     log = LOGS["gloo.connect-timeout"]
     done = shoal("explain", log)
     assert done.returncode == 0
@@ -40,8 +40,8 @@ def test_the_verb_reads_a_file_a_pipe_and_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_failures_made_here_and_now(tmp_path: Path) -> None:
-    """As torch prints them today: one program alone, a port that is taken, and two ranks that disagree."""
+def test_failures_of_the_installed_torch_are_explained(tmp_path: Path) -> None:
+    """Produce them with the installed torch: a program alone, a taken port, and two ranks that differ."""
     (tmp_path / "alone").mkdir()
     (tmp_path / "pair").mkdir()
     alone, pair = Bench(tmp_path / "alone"), Bench(tmp_path / "pair")
@@ -62,21 +62,21 @@ def test_failures_made_here_and_now(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_port_that_a_rank_names_is_one_its_peer_really_had(tmp_path: Path) -> None:
-    """A real kill: the survivor's message, with the port put right, leads to the killed process's own socket."""
+def test_the_corrected_port_in_a_message_belonged_to_the_killed_peer(tmp_path: Path) -> None:
+    """Kill a rank: the survivor's message, with the port corrected, leads to the killed process's socket."""
     bench = Bench(tmp_path)
     try:
         ranks = bench.ranks("work_for_ever")
         bench.wait_for("is at work", 2)
         sockets = psutil.Process(ranks[1].pid).net_connections("tcp")
-        had = {each.laddr.port for each in sockets}
+        ports = {connection.laddr.port for connection in sockets}
         os.kill(ranks[1].pid, signal.SIGKILL)
         bench.wait(20)
-        found = explain_text(bench.text())
+        findings = explain_text(bench.text())
     finally:
         bench.close()
-    assert found.best is not None
-    assert found.best.id in ("gloo.peer-reset", "gloo.peer-closed")
-    printed, really = map(int, re.findall(r"\]:(\d+) \(really port (\d+)\)", found.best.evidence.text)[0])
-    assert really in had
-    assert printed not in had
+    assert findings.best is not None
+    assert findings.best.id in ("gloo.peer-reset", "gloo.peer-closed")
+    printed, really = map(int, re.findall(r"\]:(\d+) \(really port (\d+)\)", findings.best.evidence.text)[0])
+    assert really in ports
+    assert printed not in ports

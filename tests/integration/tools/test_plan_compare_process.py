@@ -1,4 +1,4 @@
-"""From a profile to a prediction, from runs to constants, and what is said about the differe: what starts processes."""
+"""`shoal plan` from a profile, and predictions compared with a real run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.unit.tools.plan.test_compare import (
 )
 
 
-def test_a_plan_from_a_profile(profile: Profile, tmp_path: Path) -> None:  # noqa: F811
-    """Nodes that differ by noise are not balanced, and what lies beyond the measured ones is said."""
+def test_a_plan_is_made_from_a_profile(profile: Profile, tmp_path: Path) -> None:  # noqa: F811
+    """Nodes that differ by noise are not balanced; nodes beyond the measured ones are noted."""
     file = tmp_path / "profile.toml"
     write_profile(profile, file)
     done = shoal("plan", "--profile", file, "--nodes", "1,2,4")
@@ -45,12 +45,12 @@ def test_a_run_that_cannot_be_predicted_is_not_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_is_predicted_measured_and_learned_from(profile: Profile, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_is_predicted_measured_and_used_for_calibration(profile: Profile, tmp_path: Path) -> None:  # noqa: F811
     nodes = (profile.nodes[0].model_copy(update={"name": "local", "address": "127.0.0.1", "ranks": 2}),)
     summary = profile.summary.model_copy(update={"nodes": 1})
-    here = profile.model_copy(update={"on": "local:2", "nodes": nodes, "links": (), "summary": summary})
-    file, run = tmp_path / "here.toml", tmp_path / "run"
-    write_profile(here, file)
+    local_profile = profile.model_copy(update={"on": "local:2", "nodes": nodes, "links": (), "summary": summary})
+    file, run = tmp_path / "local.toml", tmp_path / "run"
+    write_profile(local_profile, file)
     flags = set_flags(*TINY)
     done = shoal("train", "--on", "local:2", "--steps", "8", "--out", run, "--plan", "--profile", file, *flags)
     assert done.returncode == 0, done.stderr
@@ -60,13 +60,13 @@ def test_a_run_is_predicted_measured_and_learned_from(profile: Profile, tmp_path
     assert page.returncode == 0
     assert "Predicted and measured" in (run / "report.html").read_text()
     before = record_of(run)
-    taught = shoal("plan", "--calibrate", run, "--profile", file, "--json")
-    assert taught.returncode == 0, taught.stderr
-    said = json.loads(taught.stdout)
+    calibrated = shoal("plan", "--calibrate", run, "--profile", file, "--json")
+    assert calibrated.returncode == 0, calibrated.stderr
+    document = json.loads(calibrated.stdout)
     learned = read_profile(file).calibration
     assert learned is not None
-    assert said["calibration"] == learned.model_dump()
-    [lesson] = said["runs"]
-    assert lesson["before_s"] == pytest.approx(before.step_s, rel=1e-3)
+    assert document["calibration"] == learned.model_dump()
+    [entry] = document["runs"]
+    assert entry["before_s"] == pytest.approx(before.step_s, rel=1e-3)
     after = predict_run(load_config(run / "config.toml"), file)
     assert after.compute_s == pytest.approx(learned.compute * before.compute_s, rel=1e-3)

@@ -1,4 +1,4 @@
-"""The probe: fits, budget and rates from made-up figures, the gauges on loopback, and whole probes of real clusters."""
+"""The probe: fits, budget and rates from given figures, the link meter on loopback, and probes of real clusters."""
 
 from __future__ import annotations
 
@@ -50,29 +50,29 @@ OTHERS = ("reduce-scatter", "all-gather", "broadcast")
 
 
 @given(st.floats(1e-6, 1e-1), st.floats(1e-11, 1e-6))
-def test_exact_times_give_their_alpha_and_beta_back(alpha_s: float, beta: float) -> None:
-    found = fit_alpha_beta([(size, alpha_s + beta * size) for size in SIZES])
-    assert found.beta_s_per_byte == pytest.approx(beta, rel=1e-3)
-    assert found.alpha_s == pytest.approx(alpha_s, rel=1e-3, abs=beta * SIZES[0] * 1e-3)
+def test_a_fit_of_exact_times_returns_alpha_and_beta(alpha_s: float, beta: float) -> None:
+    fit = fit_alpha_beta([(size, alpha_s + beta * size) for size in SIZES])
+    assert fit.beta_s_per_byte == pytest.approx(beta, rel=1e-3)
+    assert fit.alpha_s == pytest.approx(alpha_s, rel=1e-3, abs=beta * SIZES[0] * 1e-3)
 
 
 @pytest.mark.parametrize("factor", [0.2, 3.0, 20.0])
 @pytest.mark.parametrize("place", range(len(SIZES)))
-def test_one_disturbed_size_does_not_bend_the_fit(factor: float, place: int) -> None:
+def test_one_disturbed_size_does_not_change_the_fit(factor: float, place: int) -> None:
     noise = random.Random(place)
     samples = [(size, GIGABIT.seconds(size) * noise.uniform(0.98, 1.02)) for size in SIZES]
     samples[place] = (samples[place][0], factor * samples[place][1])
-    found = fit_alpha_beta(samples)
+    fit = fit_alpha_beta(samples)
     for size in SIZES:
-        assert found.seconds(size) == pytest.approx(GIGABIT.seconds(size), rel=0.1)
+        assert fit.seconds(size) == pytest.approx(GIGABIT.seconds(size), rel=0.1)
 
 
-def test_where_small_messages_pass_early_the_smallest_says_what_the_latency_is() -> None:
-    """As on a shaped link: 25 kB go at once, and only what follows is held up."""
+def test_on_a_shaped_link_the_smallest_message_gives_the_latency() -> None:
+    """A shaped link passes 25 kB at once and delays only the rest."""
     beta = 8 / 96e6
-    found = fit_alpha_beta([(size, 9e-4 + beta * max(0, size - 25_000)) for size in SIZES[:7]])
-    assert 0 < found.alpha_s <= 9e-4
-    assert found.seconds(8 << 20) == pytest.approx(9e-4 + beta * ((8 << 20) - 25_000), rel=0.05)
+    fit = fit_alpha_beta([(size, 9e-4 + beta * max(0, size - 25_000)) for size in SIZES[:7]])
+    assert 0 < fit.alpha_s <= 9e-4
+    assert fit.seconds(8 << 20) == pytest.approx(9e-4 + beta * ((8 << 20) - 25_000), rel=0.05)
 
 
 def test_one_size_is_not_enough_for_two_parameters() -> None:
@@ -80,7 +80,7 @@ def test_one_size_is_not_enough_for_two_parameters() -> None:
         fit_alpha_beta([(4096, 1e-3), (4096, 1.1e-3)])
 
 
-def test_bus_bandwidth_is_what_nccl_tests_calls_so() -> None:
+def test_bus_bandwidth_is_defined_as_in_nccl_tests() -> None:
     assert bus_gbps("all-reduce", 4, 1_000_000_000, 8.0) == pytest.approx(1.5)
     assert bus_gbps("all-gather", 4, 1_000_000_000, 8.0) == pytest.approx(0.75)
     assert bus_gbps("reduce-scatter", 4, 1_000_000_000, 8.0) == pytest.approx(0.75)
@@ -91,7 +91,7 @@ def test_bus_bandwidth_is_what_nccl_tests_calls_so() -> None:
 
 
 def sweep_at(line: LinearFit, budget_s: float) -> tuple[list[int], float]:
-    """What a sweep over such a link would measure, and how long it would take."""
+    """Return the sizes that a sweep over such a link would measure, and its duration."""
     tries: list[tuple[int, float]] = []
     spent_s = 0.0
     for size in SIZES:
@@ -105,19 +105,19 @@ def sweep_at(line: LinearFit, budget_s: float) -> tuple[list[int], float]:
     return sizes, spent_s + round_s * rounds_for(round_s, budget_s - spent_s)
 
 
-def test_a_fast_link_gets_every_size() -> None:
+def test_a_fast_link_is_measured_with_every_size() -> None:
     assert sweep_at(LinearFit(1e-4, 8 / 40e9), 10.0)[0] == list(SIZES)
 
 
 @pytest.mark.parametrize("mbps", [1, 10, 100, 1000])
-def test_a_slow_link_gets_smaller_sizes_and_keeps_to_the_time(mbps: int) -> None:
+def test_a_slow_link_is_measured_with_smaller_sizes_within_the_budget(mbps: int) -> None:
     sizes, spent_s = sweep_at(LinearFit(1e-3, 8 / (mbps * 1e6)), 8.0)
     assert sizes == list(SIZES[: len(sizes)])
     assert 3 <= len(sizes) < len(SIZES)
     assert spent_s <= 8.0
 
 
-def test_two_sizes_are_measured_however_little_time_there_is() -> None:
+def test_two_sizes_are_measured_even_with_little_time() -> None:
     assert sweep_at(LinearFit(1e-3, 8 / 1e6), 0.0)[0] == list(SIZES[:2])
 
 
@@ -130,7 +130,7 @@ def test_rounds_stay_within_their_limits() -> None:
     assert repeats_for(8.0, 10.0) == 1
 
 
-def test_the_next_size_is_expected_to_take_what_smaller_ones_say() -> None:
+def test_the_time_of_the_next_size_is_predicted_from_smaller_ones() -> None:
     assert expected_s(4096, []) == 0.0
     assert expected_s(16384, [(4096, 1e-3)]) == pytest.approx(4e-3)
     assert expected_s(1 << 20, [(1000, 2e-3), (2000, 3e-3)]) == pytest.approx(1e-3 + 1e-6 * (1 << 20))
@@ -159,7 +159,7 @@ def test_two_nodes_are_a_ring_of_one_pair() -> None:
     assert plan.ring == (("node1", "node2"), ("node2", "node1"))
 
 
-def test_many_nodes_have_their_ring_measured_and_that_is_said() -> None:
+def test_of_many_nodes_only_the_ring_is_measured_with_a_note() -> None:
     plan = plan_flows(named(12), 21.0)
     assert len(plan.pairs) == 12
     assert "66 pairs are too many" in plan.notes[0]
@@ -179,7 +179,7 @@ def steady(begin: float, bps: float, seconds: float, burst: int = 0) -> list[tup
     return [(begin + step / 100, burst + int(bps / 8 * step / 100)) for step in range(steps + 1)]
 
 
-def test_a_rate_leaves_out_the_beginning_and_counts_what_all_streams_share() -> None:
+def test_a_rate_omits_the_start_and_counts_the_time_shared_by_all_streams() -> None:
     assert rate_bps([steady(5.0, 8e6, 1.0, burst=500_000)], 1.0) == pytest.approx(8e6, rel=1e-6)
     stalled = [(at + 0.1 * (at > 5.5), bytes_) for at, bytes_ in steady(5.0, 8e6, 1.0)]
     assert rate_bps([stalled], 1.0) == pytest.approx(8e6, rel=1e-2)
@@ -191,52 +191,52 @@ def test_a_rate_leaves_out_the_beginning_and_counts_what_all_streams_share() -> 
             rate_bps(streams, 1.0)
 
 
-# The gauge itself
+# The link meter
 
 
 @pytest.fixture
-def gauge() -> Iterator[RemoteProgram]:
+def meter() -> Iterator[RemoteProgram]:
     source = str(Path(read_profile.__code__.co_filename).parents[2])
-    with closing(RemoteProgram("here", LocalProgram(module_command(LINK_METER), {"PYTHONPATH": source}))) as talk:
-        yield talk
+    with closing(RemoteProgram("here", LocalProgram(module_command(LINK_METER), {"PYTHONPATH": source}))) as program:
+        yield program
 
 
-def listening(talk: RemoteProgram) -> dict[str, Any]:
+def listen(program: RemoteProgram) -> dict[str, Any]:
     place = {"address": "127.0.0.1", "token": "secret"}
-    return {**place, "port": talk.ask(10, do="listen", **place)["port"]}
+    return {**place, "port": program.ask(10, do="listen", **place)["port"]}
 
 
-def flow_bps(talk: RemoteProgram, place: dict[str, Any], streams: int, seconds: float) -> float:
+def flow_bps(program: RemoteProgram, place: dict[str, Any], streams: int, seconds: float) -> float:
     order = {**place, "session": f"flow-{streams}", "streams": streams, "seconds": seconds}
     for step in ("expect", "send", "sent"):
-        talk.ask(20, do=step, **order)
-    return float(talk.ask(20, do="received", **order)["bps"])
+        program.ask(20, do=step, **order)
+    return float(program.ask(20, do="received", **order)["bps"])
 
 
-def test_the_gauge_needs_nothing_but_python(gauge: RemoteProgram) -> None:
-    facts = gauge.ask(10, do="facts")
+def test_the_link_meter_needs_only_python(meter: RemoteProgram) -> None:
+    facts = meter.ask(10, do="facts")
     assert facts["memory_bytes"] == psutil.virtual_memory().total
-    place = listening(gauge)
-    trips = gauge.ask(10, do="round_trip", count=50, seconds=5, **place)
+    place = listen(meter)
+    trips = meter.ask(10, do="round_trip", count=50, seconds=5, **place)
     assert trips["count"] == 50
     assert trips["median_s"] > 0
     for streams in (1, 4):
-        assert flow_bps(gauge, place, streams, 0.3) > 0
+        assert flow_bps(meter, place, streams, 0.3) > 0
     with pytest.raises(ControlError, match="KeyError"):
-        gauge.ask(5, do="nonsense")
+        meter.ask(5, do="nonsense")
 
 
-def test_a_stranger_is_closed_out(gauge: RemoteProgram) -> None:
-    place = listening(gauge)
-    with socket.create_connection((place["address"], place["port"]), timeout=5) as stranger:
-        stranger.sendall(b"guess echo -\n")
-        assert stranger.recv(100) == b""
+def test_a_connection_without_the_token_is_closed(meter: RemoteProgram) -> None:
+    place = listen(meter)
+    with socket.create_connection((place["address"], place["port"]), timeout=5) as connection:
+        connection.sendall(b"guess echo -\n")
+        assert connection.recv(100) == b""
 
 
-# Who computes when
+# Order of the compute measurements
 
 
-def test_nodes_of_one_machine_compute_one_after_another_and_machines_at_once() -> None:
+def test_nodes_of_one_machine_compute_in_turn_and_machines_in_parallel() -> None:
     from shoal.tools.probe.worker import assign_turns
 
     assert assign_turns({"node1": "a", "node2": "a", "node3": "b"}) == {"node1": 0, "node2": 1, "node3": 0}
@@ -257,59 +257,59 @@ def test_two_ranks_on_this_machine_are_probed(tmp_path: Path) -> None:
     folder.mkdir()
     done = shoal("probe", "--on", "local:2", "--budget", "5", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
-    found = read_profile(folder / "profile.toml")
-    assert found == Profile.model_validate_json(done.stdout)
+    profile = read_profile(folder / "profile.toml")
+    assert profile == Profile.model_validate_json(done.stdout)
     assert sorted(path.name for path in folder.iterdir()) == ["profile.png", "profile.toml"]
-    [loopback] = found.links
+    [loopback] = profile.links
     assert (loopback.tool, loopback.source, loopback.target) == ("shoal", "local", "local")
-    measured = [(entry.op, entry.element_bytes) for entry in found.collectives]
+    measured = [(entry.op, entry.element_bytes) for entry in profile.collectives]
     assert measured == [("all-reduce", 4), ("all-reduce", 2), *((op, 4) for op in OTHERS)]
-    assert {timing.name for timing in found.nodes[0].timings} == {"small", "wide"}
-    assert found.nodes[0].fp16_s_per_parameter is not None
-    assert [trial.connections for trial in found.connections] == [1, 2, 4]
-    assert found.nodes[0].compute.training[0].threads == 1
-    assert found.summary.stack_efficiency is not None
+    assert {pace.name for pace in profile.nodes[0].timings} == {"small", "wide"}
+    assert profile.nodes[0].fp16_s_per_parameter is not None
+    assert [trial.connections for trial in profile.connections] == [1, 2, 4]
+    assert profile.nodes[0].compute.training[0].threads == 1
+    assert profile.summary.stack_efficiency is not None
 
 
 @pytest.mark.long
-def test_interrupting_leaves_nothing(tmp_path: Path) -> None:
-    """In the middle of the links; children of any kind are conftest's business."""
+def test_an_interrupted_probe_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Interrupt while links are measured; conftest checks for children of any kind."""
     words = shoal_command("probe", "--on", "local:2", "-o", tmp_path / "profile.toml")
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as probing:
         deadline = time.monotonic() + 60
         while not psutil.Process(probing.pid).children():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        gauges = psutil.Process(probing.pid).children(recursive=True)
+        children = psutil.Process(probing.pid).children(recursive=True)
         probing.send_signal(signal.SIGINT)
         assert probing.wait(20) == 130
-    psutil.wait_procs(gauges, timeout=5)
-    assert not [each for each in gauges if each.is_running()]
+    psutil.wait_procs(children, timeout=5)
+    assert not [child for child in children if child.is_running()]
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.exhaustive
-def test_a_shaped_link_is_measured_as_it_is(tmp_path: Path) -> None:
-    """Within 5% of what was asked, TCP's own headers (3.5%) included in that."""
+def test_a_shaped_link_is_measured_correctly(tmp_path: Path) -> None:
+    """The rate is within 5% of the requested one, including TCP headers (3.5%)."""
     need_lab()
     file = tmp_path / "profile.toml"
     done = shoal("probe", "--on", "lab:2,link=100mbit", "--budget", "45", "-o", file, "--json", timeout_s=180)
     assert done.returncode == 0, done.stderr
-    found = read_profile(file)
+    profile = read_profile(file)
     assert json.loads(done.stdout)["world_size"] == 2
-    for each in found.links:
-        assert each.gbps == pytest.approx(0.1, rel=0.05)
-        assert each.gbps_4_streams == pytest.approx(0.1, rel=0.05)
-    reduce_ = found.collective("all-reduce")
+    for link in profile.links:
+        assert link.gbps == pytest.approx(0.1, rel=0.05)
+        assert link.gbps_4_streams == pytest.approx(0.1, rel=0.05)
+    reduce_ = profile.collective("all-reduce")
     assert reduce_ is not None
     assert reduce_.points[-1].bytes < SIZES[-1]
-    assert any("left out for lack of time" in note for note in found.notes)
-    assert found.nodes[0].machine == found.nodes[1].machine
+    assert any("left out for lack of time" in note for note in profile.notes)
+    assert profile.nodes[0].machine == profile.nodes[1].machine
 
 
 @pytest.mark.exhaustive
-def test_hosts_over_ssh_are_probed_and_keep_nothing_of_it(tmp_path: Path) -> None:
-    """Nodes of a lab share one disk, so each host gets a folder of its own to be its disk."""
+def test_hosts_over_ssh_are_probed_and_keep_no_file(tmp_path: Path) -> None:
+    """Nodes of a lab share one disk, so every host gets its own folder as its disk."""
     need_tool("sshd")
     with standing_lab(2, sshd=True) as lab:
         if not lab.state.spec.sshd:
@@ -323,7 +323,7 @@ def test_hosts_over_ssh_are_probed_and_keep_nothing_of_it(tmp_path: Path) -> Non
         words = shoal_command("probe", "--on", hosts, "--budget", "20", "-o", file)
         done = subprocess.run(lab.command("switch", words), capture_output=True, text=True, timeout=110, check=False)
         assert done.returncode == 0, done.stderr
-    found = read_profile(file)
-    assert [node.interface for node in found.nodes] == ["eth0", "eth0"]
-    assert [(each.source, each.target) for each in found.links] == [("node1", "node2"), ("node2", "node1")]
+    profile = read_profile(file)
+    assert [node.interface for node in profile.nodes] == ["eth0", "eth0"]
+    assert [(link.source, link.target) for link in profile.links] == [("node1", "node2"), ("node2", "node1")]
     assert not [path for path in tmp_path.glob("disk*/runs/*") if path.is_dir()]

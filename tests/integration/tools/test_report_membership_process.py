@@ -1,4 +1,4 @@
-"""What the manifest, the report and `shoal verify` say of machines that came and went: what starts processes."""
+"""`shoal verify` and the report page for runs whose membership changed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from shoal.tools.report.page import write_report
-from tests.integration.test_whole_runs import opened
+from tests.integration.test_whole_runs import rendered_document
 from tests.support.programs import shoal
 from tests.unit.tools.report.test_membership import ABANDONED, parted_run, with_equal_states
 
 
-def test_verify_counts_what_does_not_stand(tmp_path: Path) -> None:
+def test_verify_counts_abandoned_steps_and_omits_old_states(tmp_path: Path) -> None:
     run = with_equal_states(parted_run(tmp_path / "run", ABANDONED), 0, 1)
     save_file({"w": np.ones(4, np.float32)}, run.state(4))
     done = shoal("verify", run.path)
@@ -36,10 +36,10 @@ def test_verify_refuses_a_fork(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_real_browser_draws_who_took_part(tmp_path: Path) -> None:
+def test_a_real_browser_renders_the_membership(tmp_path: Path) -> None:
     run = parted_run(tmp_path / "run", ABANDONED)
     first = run.events(0).read_text().replace('"here"', '"<b>here"')
     run.events(0).write_text(first)
-    document = opened(write_report(run), tmp_path / "profile")
+    document = rendered_document(write_report(run), tmp_path / "profile")
     for label in ("lineage 3-1, abandoned", "rank 0 (&lt;b&gt;here)", "rank 1 (here)"):
         assert label in document

@@ -1,4 +1,4 @@
-"""The report page: complete, self-contained, and deaf to what a run's texts would like it to: what starts processes."""
+"""Modules that the readers of the report import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From events to figures, and the files a run ends with: what starts processes."""
+"""Writing the summary files of a run on a full disk."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shoal.tools.report.manifest import write_derived_files
 from tests.support.run_samples import make_run
 
 
-def test_a_full_disk_is_a_message_and_loses_nothing(tmp_path: Path) -> None:
-    """A file-size limit of one block fails a write just as a full disk does."""
+def test_a_full_disk_is_reported_and_no_file_is_lost(tmp_path: Path) -> None:
+    """A file-size limit of one block makes a write fail like a full disk."""
     run = make_run(tmp_path / "run")
     command = f'ulimit -f 1; exec "{sys.executable}" -m shoal.tools.report.manifest "{run.path}"'
     done = subprocess.run(["/bin/bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)

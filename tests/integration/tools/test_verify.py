@@ -1,7 +1,7 @@
-"""`shoal verify` on damaged run folders: every kind of damage is noticed, named by its file, and ends with exit 1.
+"""`shoal verify` on damaged run folders: every kind of damage is detected, reported with its file, and exits with 1.
 
-Two real runs are made once: one that went straight through, and one whose rank was killed and that was resumed. Each
-test damages a copy of one of them.
+Two real runs are made once: an uninterrupted one, and one with a killed rank that was resumed. Every test damages a
+copy of one of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEPS = 60
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks, sixty steps, three checkpoints."""
+    """Train two ranks for sixty steps with three checkpoints."""
     folder = tmp_path_factory.mktemp("plain") / "run"
     done = shoal("train", "--out", folder, "--steps", str(STEPS), *SETTINGS, timeout_s=180)
     assert done.returncode == 0, done.stderr
@@ -40,7 +40,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another run of the same shape, with another seed."""
+    """Train another run of the same shape with another seed."""
     folder = tmp_path_factory.mktemp("other") / "run"
     words = ("--steps", str(STEPS), *SETTINGS, "--set", "train.seed=7")
     assert shoal("train", "--out", folder, *words, timeout_s=180).returncode == 0
@@ -49,20 +49,20 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def eventful(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A rank is killed and the other one goes on; then everything is killed, and the run is resumed to its end."""
+    """Kill a rank while the other continues, then kill all processes, and resume the run to its end."""
     folder = tmp_path_factory.mktemp("eventful") / "run"
     with ended_afterwards(folder):
         assert shoal("train", "--detach", "--out", folder, "--steps", "1000", *SETTINGS).returncode == 0
         wait_until(lambda: _has_steps(folder, 40), 90)
         os.kill(parts_of(folder)["rank-1"].pid, signal.SIGKILL)
         wait_until(lambda: len(_generations(folder)) >= 2, 90)
-        for found in parts_of(folder).values():
-            os.kill(found.pid, signal.SIGKILL)
+        for process in parts_of(folder).values():
+            os.kill(process.pid, signal.SIGKILL)
         wait_until(lambda: not parts_of(folder), 20)
-    verdict = judge(folder)
-    assert verdict.exit_code == 0, f"killed, and not yet resumed: {verdict.output}"
+    verdict = verify(folder)
+    assert verdict.exit_code == 0, f"killed and not yet resumed: {verdict.output}"
     assert "unfinished: verified up to step" in verdict.output
-    # So that some steps are surely done again.
+    # This makes sure that some steps are done again.
     shutil.rmtree(newest_checkpoint(folder))
     last = read_jsonl(folder / "commits.jsonl")[-1]["step"]
     done = shoal("train", "--resume", folder, "--steps", str(last + STEPS), timeout_s=240)
@@ -78,11 +78,11 @@ def _generations(folder: Path) -> set[str]:
     return {str(record.get("generation")) for record in read_jsonl(folder / "commits.jsonl")}
 
 
-def judge(folder: Path) -> Result:
+def verify(folder: Path) -> Result:
     return CliRunner().invoke(app, ["verify", str(folder)])
 
 
-# Ways to damage a run folder. Each returns the file that the message has to name.
+# Ways to damage a run folder. Every function returns the file that the message must name.
 
 Harm = Callable[[Path, Path], str]
 LEDGER = "commits.jsonl"
@@ -248,7 +248,7 @@ def ledger_line_is_no_step(run: Path, other: Path) -> str:
 
 @harm
 def ledger_claims_an_abandoned_lineage(run: Path, other: Path) -> str:
-    """The one that the run ended with: an earlier one may have been superseded from before step 30 anyway."""
+    """Claim the last lineage: an earlier one may have been superseded from before step 30."""
     lineage = json.loads(lines_of(run / LEDGER)[-1])["lineage"]
     with (run / LEDGER).open("a") as file:
         file.write(json.dumps({"abandoned": lineage, "standing": "9-0", "after": 30}) + "\n")
@@ -288,7 +288,7 @@ def ledger_ends_with_half_a_line(run: Path, other: Path) -> str:
 
 @harm
 def ledger_ends_with_zeros(run: Path, other: Path) -> str:
-    """What a power cut leaves of bytes that were never written to disk."""
+    """Append what a power cut leaves of bytes that never reached the disk."""
     content = (run / LEDGER).read_bytes()
     (run / LEDGER).write_bytes(content[:2000] + bytes(len(content) - 2000))
     return LEDGER
@@ -565,35 +565,35 @@ def supervisor_has_garbage(run: Path, other: Path) -> str:
     return "supervisor.jsonl"
 
 
-def test_there_are_many_kinds_of_damage() -> None:
+def test_at_least_thirty_kinds_of_damage_are_tested() -> None:
     assert len(HARMS) >= 30
 
 
 @pytest.mark.parametrize("name", sorted(HARMS))
 @pytest.mark.parametrize("kind", ["plain", "eventful"])
-def test_damage_is_noticed(kind: str, name: str, plain: Path, eventful: Path, other: Path, tmp_path: Path) -> None:
+def test_damage_is_detected(kind: str, name: str, plain: Path, eventful: Path, other: Path, tmp_path: Path) -> None:
     run = shutil.copytree(plain if kind == "plain" else eventful, tmp_path / "run")
     file = HARMS[name](run, other)
-    verdict = judge(run)
+    verdict = verify(run)
     assert verdict.exit_code == 1, verdict.output
     assert any(file in line and line.startswith("wrong") for line in verdict.output.splitlines()), verdict.output
-    again = judge(run)
-    assert again.exit_code == 1, f"the first verdict has hidden it: {again.output}"
+    again = verify(run)
+    assert again.exit_code == 1, f"the first verify has hidden the damage: {again.output}"
 
 
-# What is no damage.
+# Changes that are not damage.
 
 
 @pytest.mark.parametrize("kind", ["plain", "eventful"])
-def test_an_unharmed_run_passes(kind: str, plain: Path, eventful: Path, tmp_path: Path) -> None:
+def test_an_undamaged_run_passes(kind: str, plain: Path, eventful: Path, tmp_path: Path) -> None:
     original = plain if kind == "plain" else eventful
-    assert judge(original).exit_code == 0, judge(original).output
+    assert verify(original).exit_code == 0, verify(original).output
     copy = shutil.copytree(original, tmp_path / "moved" / "elsewhere")
-    (copy / "notes.txt").write_text("mine")
-    (copy / "checkpoints" / "README").write_text("mine")
+    (copy / "notes.txt").write_text("user data")
+    (copy / "checkpoints" / "README").write_text("user data")
     for path in copy.rglob("*"):
         os.utime(path, (1, 1))
-    verdict = judge(copy)
+    verdict = verify(copy)
     assert verdict.exit_code == 0, verdict.output
     assert "wrong" not in verdict.output
     assert "identical: 2 replicas" in verdict.output
@@ -601,7 +601,7 @@ def test_an_unharmed_run_passes(kind: str, plain: Path, eventful: Path, tmp_path
 
 
 def test_redone_steps_are_counted_and_pass(eventful: Path) -> None:
-    verdict = judge(eventful)
+    verdict = verify(eventful)
     assert verdict.exit_code == 0
     assert "redone" in verdict.output
     assert "generations" in verdict.output

@@ -1,4 +1,4 @@
-"""Whole trainings with `--sync auto`: what they choose is said, done, kept, and the same to the bit after a resume."""
+"""Whole trainings with `--sync auto`: the choice is reported, applied, saved, and kept to the bit after a resume."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ SETS = (
     "train.checkpoint_every=4",
     "train.keep_checkpoints=9",
 )
-# The first two steps warm up, four are measured.
+# The first two steps are warm-up, the next four are measured.
 CHOSEN_AFTER = 6
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """On one machine gradients go through memory, and outer steps have no time to pay."""
+def local_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Train on one machine, where the exchange through shared memory is too fast for outer steps to pay."""
     folder = tmp_path_factory.mktemp("auto") / "run"
     return folder, train_tiny(folder, "--on", "local:2", "--sync", "auto", sets=SETS)
 
 
 @pytest.mark.long
-def test_where_the_exchange_is_cheap_nothing_changes(here: tuple[Path, dict[str, Any]]) -> None:
-    folder, manifest = here
+def test_a_cheap_exchange_keeps_ddp(local_run: tuple[Path, dict[str, Any]]) -> None:
+    folder, manifest = local_run
     strategy = manifest["strategy"]
     assert (manifest["sync"], manifest["wire"], manifest["byte_equivalent"]) == ("ddp", "fp32", True)
     assert (strategy["asked"], strategy["every"], strategy["choice"]["step"]) == ("auto", 1, CHOSEN_AFTER)
@@ -60,15 +60,15 @@ def test_where_the_exchange_is_cheap_nothing_changes(here: tuple[Path, dict[str,
 
 
 @pytest.mark.long
-def test_a_run_too_short_to_choose_says_so(tmp_path: Path) -> None:
+def test_a_run_too_short_to_choose_reports_it(tmp_path: Path) -> None:
     done = shoal("train", "--out", tmp_path / "run", "--sync", "auto", "--steps", "3", *set_flags(*TINY))
     assert done.returncode == 0, done.stderr
     assert "the first steps alone choose how to synchronise" in done.stderr
     assert "Nothing was chosen by step 3" in done.stdout
 
 
-def as_if_chosen(folder: Path, **changes: Any) -> None:
-    """As if rank 0 had chosen otherwise; the others know nothing of it."""
+def rewrite_choice(folder: Path, **changes: Any) -> None:
+    """Change the choice in the events of rank 0 and remove it from those of rank 1."""
     events = read_jsonl(folder / "events" / "rank-0.jsonl")
     changed = [{**event, **changes} if event["event"] == "choice" else event for event in events]
     (folder / "events" / "rank-0.jsonl").write_text("".join(json.dumps(event) + "\n" for event in changed))
@@ -76,7 +76,7 @@ def as_if_chosen(folder: Path, **changes: Any) -> None:
     (folder / "events" / "rank-1.jsonl").write_text("".join(json.dumps(event) + "\n" for event in others))
 
 
-def resumed(folder: Path, saved: int) -> dict[str, Any]:
+def resume_from(folder: Path, saved: int) -> dict[str, Any]:
     back_to(folder, saved)
     done = shoal("train", "--resume", folder, "--json")
     assert done.returncode == 0, done.stderr
@@ -95,34 +95,34 @@ def resumed(folder: Path, saved: int) -> dict[str, Any]:
         pytest.param(("ddp", "int8", 1), marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_resumed_run_goes_on_with_the_choice_it_made(
-    here: tuple[Path, dict[str, Any]], chosen: tuple[str, str, int], tmp_path: Path
+def test_a_resumed_run_keeps_its_choice(
+    local_run: tuple[Path, dict[str, Any]], chosen: tuple[str, str, int], tmp_path: Path
 ) -> None:
-    """From before the choice, at the step at which it was made; from after it, at once. To the same bits."""
+    """A resume from before the choice applies it at its step, a resume from after it at once, with the same bits."""
     mode, wire, every = chosen
     folder = tmp_path / "run"
-    shutil.copytree(here[0], folder)
-    as_if_chosen(folder, sync=mode, wire=wire, round_steps=every)
-    manifest = resumed(folder, 4)
+    shutil.copytree(local_run[0], folder)
+    rewrite_choice(folder, sync=mode, wire=wire, round_steps=every)
+    manifest = resume_from(folder, 4)
     assert (manifest["sync"], manifest["wire"], manifest["strategy"]["every"]) == chosen
     assert manifest["strategy"]["choice"]["step"] == CHOSEN_AFTER
-    assert here[1]["theoretical_bytes_per_step"] == 0 < manifest["theoretical_bytes_per_step"]
+    assert local_run[1]["theoretical_bytes_per_step"] == 0 < manifest["theoretical_bytes_per_step"]
     first = {rank: figures(folder, rank)[STEPS:] for rank in range(2)}
     state = (folder / "state-rank-1.safetensors").read_bytes()
-    assert first[0][:2] == figures(here[0], 0)[4:CHOSEN_AFTER]
-    assert first[0][2:] != figures(here[0], 0)[CHOSEN_AFTER:]
-    again = resumed(folder, 12)
+    assert first[0][:2] == figures(local_run[0], 0)[4:CHOSEN_AFTER]
+    assert first[0][2:] != figures(local_run[0], 0)[CHOSEN_AFTER:]
+    again = resume_from(folder, 12)
     assert (again["sync"], again["strategy"]["choice"]["step"]) == (mode, CHOSEN_AFTER)
     for rank in range(2):
         assert figures(folder, rank)[-(STEPS - 12) :] == first[rank][8:]
     assert (folder / "state-rank-1.safetensors").read_bytes() == state
     assert len(events_of(folder, "choice")) == 2
     if mode == "diloco":
-        lose_the_events(folder)
+        refuse_resume_without_events(folder)
 
 
-def lose_the_events(folder: Path) -> None:
-    """Nobody knows then that replicas have moments of their own, and nobody goes on without them."""
+def refuse_resume_without_events(folder: Path) -> None:
+    """Check that a run without events is not resumed: its replicas have their own moments."""
     for rank in range(2):
         (folder / "events" / f"rank-{rank}.jsonl").unlink()
     done = shoal("train", "--resume", folder, "--steps", str(STEPS + 4))
@@ -131,25 +131,29 @@ def lose_the_events(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_interrupted_before_its_choice_chooses_then(here: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_run_interrupted_before_its_choice_chooses_after_the_resume(
+    local_run: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    shutil.copytree(here[0], folder)
-    as_if_chosen(folder, event="forgotten")
-    assert resumed(folder, 4)["strategy"]["choice"]["step"] == 4 + CHOSEN_AFTER
+    shutil.copytree(local_run[0], folder)
+    rewrite_choice(folder, event="forgotten")
+    assert resume_from(folder, 4)["strategy"]["choice"]["step"] == 4 + CHOSEN_AFTER
 
 
 @pytest.mark.long
-def test_what_ran_is_what_is_learned_from(here: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_measurements_are_recorded_under_the_mode_that_ran(
+    local_run: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    shutil.copytree(here[0], folder)
-    as_if_chosen(folder, sync="diloco", wire="fp16", round_steps=5)
+    shutil.copytree(local_run[0], folder)
+    rewrite_choice(folder, sync="diloco", wire="fp16", round_steps=5)
     ran = config_as_run(load_config(folder / "config.toml"), summarize(RunFolder.open(folder).read_all_events()))
     assert str(strategy_of_config(ran.sync)) == "diloco every 5 steps, fp16"
 
 
 @pytest.mark.long
-def test_over_a_slow_link_replicas_part(tmp_path: Path) -> None:
-    """Against a plan that expected another link."""
+def test_a_slow_link_leads_to_outer_steps(tmp_path: Path) -> None:
+    """The plan expected another link."""
     need_lab()
     run = tmp_path / "run"
     sets = (*SETS, "model.width=32", "sync.every=8", "sync.planned=ddp:1,fp16", "sync.planned_step_s=0.02")
@@ -164,7 +168,7 @@ def test_over_a_slow_link_replicas_part(tmp_path: Path) -> None:
     assert events_of(run, "start")[0]["wire"] == "fp16"
     before = {rank: figures(run, rank) for rank in range(2)}
     state = (run / "state-rank-0.safetensors").read_bytes()
-    again = resumed(run, 12)
+    again = resume_from(run, 12)
     assert again["sync"] == manifest["sync"]
     for rank in range(2):
         assert figures(run, rank)[STEPS:] == before[rank][12:]
@@ -173,7 +177,7 @@ def test_over_a_slow_link_replicas_part(tmp_path: Path) -> None:
     assert "How replicas agree" in (run / "report.html").read_text()
 
 
-# What a plan chooses
+# The choice of a plan
 
 
 @pytest.fixture
@@ -181,10 +185,10 @@ def profile() -> Profile:
     return assemble(measured(), "2026-11-15T10:00:00+00:00", 60.0, 51.0)
 
 
-def over(profile: Profile, slower: float) -> Profile:
-    """The same machines behind a link so many times as slow."""
+def with_slower_link(profile: Profile, slower: float) -> Profile:
+    """Return the profile of the same machines with a link `slower` times as slow."""
     entries = tuple(
-        each.model_copy(update={"beta_s_per_byte": slower * each.beta_s_per_byte}) for each in profile.collectives
+        fit.model_copy(update={"beta_s_per_byte": slower * fit.beta_s_per_byte}) for fit in profile.collectives
     )
     return profile.model_copy(update={"collectives": entries})
 
@@ -200,12 +204,12 @@ def settings(*sets: str) -> Config:
 
 @pytest.mark.parametrize(("slower", "modes"), [(1e-3, {"ddp"}), (1e3, {"diloco", "streaming"})])
 def test_a_plan_chooses_by_the_profile(profile: Profile, slower: float, modes: set[str], tmp_path: Path) -> None:
-    options = sync_options(settings(), over(in_lab(profile), slower), tmp_path)
+    options = sync_options(settings(), with_slower_link(in_lab(profile), slower), tmp_path)
     assert [option.choice.mode for option in options] == ["ddp", "ddp", "ddp", "diloco", "streaming"]
     assert pick(options).choice.mode in modes
 
 
-def test_what_does_not_fit_is_not_planned(profile: Profile, tmp_path: Path) -> None:
+def test_options_that_do_not_fit_are_not_planned(profile: Profile, tmp_path: Path) -> None:
     nodes = tuple(node.model_copy(update={"memory_bytes": 650 * 10**6}) for node in in_lab(profile).nodes)
     small = in_lab(profile).model_copy(update={"nodes": nodes})
     modes = [option.choice.mode for option in sync_options(settings("train.micro_batch=1"), small, tmp_path)]
@@ -213,12 +217,12 @@ def test_what_does_not_fit_is_not_planned(profile: Profile, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_a_plan_is_kept_and_confirmed(profile: Profile, tmp_path: Path) -> None:
+def test_a_plan_is_saved_and_confirmed(profile: Profile, tmp_path: Path) -> None:
     nodes = (profile.nodes[0].model_copy(update={"name": "local", "address": "127.0.0.1", "ranks": 2}),)
     summary = profile.summary.model_copy(update={"nodes": 1})
-    here = profile.model_copy(update={"on": "local:2", "nodes": nodes, "links": (), "summary": summary})
+    local_profile = profile.model_copy(update={"on": "local:2", "nodes": nodes, "links": (), "summary": summary})
     file, run = tmp_path / "here.toml", tmp_path / "run"
-    write_profile(here, file)
+    write_profile(local_profile, file)
     flags = set_flags(*TINY, *SETS)
     done = shoal("train", "--out", run, "--on", "local:2", "--sync", "auto", "--profile", file, *flags)
     assert done.returncode == 0, done.stderr
@@ -230,7 +234,7 @@ def test_a_plan_is_kept_and_confirmed(profile: Profile, tmp_path: Path) -> None:
     assert load_config(run / "config.toml").sync.planned == "ddp:1,fp32"
 
 
-def test_a_plan_for_another_cluster_starts_nothing(profile: Profile, tmp_path: Path) -> None:
+def test_a_plan_for_another_cluster_is_refused(profile: Profile, tmp_path: Path) -> None:
     file, run = tmp_path / "profile.toml", tmp_path / "run"
     write_profile(profile, file)
     done = shoal("train", "--out", run, "--on", "local:2", "--sync", "auto", "--profile", file, *set_flags(*TINY))
@@ -239,7 +243,7 @@ def test_a_plan_for_another_cluster_starts_nothing(profile: Profile, tmp_path: P
 
 
 @pytest.mark.parametrize("is_used", [True, False])
-def test_the_profile_in_the_current_folder_is_used_where_it_is_of_this_cluster(
+def test_the_profile_in_the_current_folder_is_used_only_for_its_cluster(
     profile: Profile,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -253,9 +257,9 @@ def test_the_profile_in_the_current_folder_is_used_where_it_is_of_this_cluster(
     config = build_config(sets=[*TINY, f"run.on={on}", "sync.mode=auto", f"data.cache_dir={tmp_path / 'cache'}"])
     run = create_run(config, tmp_path / "run", 2)
     before_start(config, profile=None, plan=False)(run)
-    said = capsys.readouterr().err
-    assert ("by profile.toml; the first steps will show" in said) == is_used
-    assert ("plan: ./profile.toml is not used: " in said) == (not is_used)
-    # A prediction is made only where it was asked for.
-    assert "predicted" not in said
+    error_text = capsys.readouterr().err
+    assert ("by profile.toml; the first steps will show" in error_text) == is_used
+    assert ("plan: ./profile.toml is not used: " in error_text) == (not is_used)
+    # A prediction is made only on request.
+    assert "predicted" not in error_text
     assert (load_config(run.config).sync.planned is not None) == is_used

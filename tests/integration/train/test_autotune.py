@@ -1,4 +1,4 @@
-"""When to compile and when to multiply in bf16: by made-up times, with a memory that may be damaged, and for real."""
+"""When to compile and when to use bf16: decisions from given times, the trial cache, and real trials."""
 
 from __future__ import annotations
 
@@ -37,54 +37,54 @@ LONG = RemainingWork(blocks=100_000, flops=1e18)
 SHORT = RemainingWork(blocks=10, flops=1e9)
 
 
-def tried(plain_s: float, compiled_s: float, compile_s: float = 30.0, bf16_s: float = NEVER) -> BlockTimes:
+def make_times(plain_s: float, compiled_s: float, compile_s: float = 30.0, bf16_s: float = NEVER) -> BlockTimes:
     return BlockTimes(plain_s, bf16_s, compiled_s, compile_s, tried=1.0)
 
 
 @pytest.mark.parametrize(
-    ("times", "work", "is_paid", "compiled", "says"),
+    ("times", "work", "is_paid", "compiled", "reason"),
     [
-        (tried(0.010, 0.008), LONG, True, True, "compiled: a block is 1.25× as fast"),
-        (tried(0.010, 0.008), LONG, False, True, "1.25×"),
-        (tried(0.010, 0.012), LONG, True, False, "only 0.83× as fast"),
-        # A hundredth is noise.
-        (tried(0.010, 0.0099), LONG, True, False, "only 1.01×"),
-        # 2 ms saved ten times over do not pay for half a minute, unless it was spent already.
-        (tried(0.010, 0.008), SHORT, False, False, "compiling takes 30"),
-        (tried(0.010, 0.008), SHORT, True, True, "compiled"),
-        (tried(0.010, NEVER), LONG, True, False, "compiling failed"),
+        (make_times(0.010, 0.008), LONG, True, True, "compiled: a block is 1.25× as fast"),
+        (make_times(0.010, 0.008), LONG, False, True, "1.25×"),
+        (make_times(0.010, 0.012), LONG, True, False, "only 0.83× as fast"),
+        # One percent is noise.
+        (make_times(0.010, 0.0099), LONG, True, False, "only 1.01×"),
+        # Saving 2 ms ten times does not pay for 30 s of compiling, unless the result is cached.
+        (make_times(0.010, 0.008), SHORT, False, False, "compiling takes 30"),
+        (make_times(0.010, 0.008), SHORT, True, True, "compiled"),
+        (make_times(0.010, NEVER), LONG, True, False, "compiling failed"),
         (BlockTimes(0.010), LONG, False, False, "too short to gain from it, or there is no g++"),
     ],
 )
 def test_compiling_is_chosen_where_it_pays(
-    times: BlockTimes, work: RemainingWork, is_paid: bool, compiled: bool, says: str
+    times: BlockTimes, work: RemainingWork, is_paid: bool, compiled: bool, reason: str
 ) -> None:
     choice = decide(TrainConfig(), times, work, is_paid)
     assert (choice.compiled, choice.precision) == (compiled, "fp32")
-    assert says in choice.why
+    assert reason in choice.why
 
 
 @pytest.mark.parametrize(
-    ("times", "precision", "says"),
+    ("times", "precision", "reason"),
     [
         (BlockTimes(0.010, 0.002), "bf16", "bf16: a block takes 2 ms in bf16, 10 ms in fp32"),
         (BlockTimes(0.010, 0.020), "fp32", "fp32: a block takes 20 ms in bf16"),
         (BlockTimes(0.010), "fp32", "multiplies bf16 no faster"),
     ],
 )
-def test_bf16_is_chosen_where_it_is_faster(times: BlockTimes, precision: str, says: str) -> None:
+def test_bf16_is_chosen_where_it_is_faster(times: BlockTimes, precision: str, reason: str) -> None:
     choice = decide(AUTO, times, LONG, is_paid=False)
     assert choice.precision == precision
-    assert says in choice.why
+    assert reason in choice.why
 
 
-def test_what_was_said_is_done() -> None:
-    slow = tried(0.01, 0.09, bf16_s=0.09)
+def test_explicit_settings_override_the_trial() -> None:
+    slow = make_times(0.01, 0.09, bf16_s=0.09)
     assert decide(TrainConfig(compile="on", precision="auto"), slow, SHORT, is_paid=False).compiled
     assert decide(TrainConfig(compile="auto", precision="bf16"), slow, LONG, is_paid=False).precision == "bf16"
 
 
-def test_no_trial_where_nothing_is_open_or_nothing_can_be_won() -> None:
+def test_no_trial_runs_without_an_open_choice_or_possible_gain() -> None:
     assert settled(TrainConfig(compile="off"), is_cpu=True, work=LONG) == ComputeChoice(False, "fp32")
     on = TrainConfig(compile="on", precision="bf16")
     assert settled(on, is_cpu=True, work=LONG) == ComputeChoice(True, "bf16")
@@ -103,17 +103,17 @@ def test_the_demo_is_too_short_for_a_trial() -> None:
 
 
 @given(st.floats(1e-4, 10), st.floats(1e-4, 10), st.floats(1, 200), st.integers(0, 10**6))
-def test_whoever_compiles_without_having_paid_gains_time(
+def test_compiling_without_a_cached_result_saves_time(
     plain_s: float, compiled_s: float, compile_s: float, blocks: int
 ) -> None:
     work = RemainingWork(blocks, 1e18)
-    if decide(TrainConfig(), tried(plain_s, compiled_s, compile_s), work, is_paid=False).compiled:
+    if decide(TrainConfig(), make_times(plain_s, compiled_s, compile_s), work, is_paid=False).compiled:
         assert compile_s + blocks * compiled_s < blocks * plain_s
     if not may_pay(BlockTimes(plain_s, compile_s=compile_s), work):
         assert 0.35 * plain_s * blocks <= 2 * compile_s
 
 
-def test_a_key_tells_apart_what_differs() -> None:
+def test_the_cache_key_depends_on_every_input() -> None:
     model = ModelConfig(vocab_size=9)
     base = ("Neoverse-N1", "2.13.0", 1, 2, model, 4)
     others = [
@@ -124,12 +124,12 @@ def test_a_key_tells_apart_what_differs() -> None:
         (*base[:4], model.model_copy(update={"width": 384}), 4),
         (*base[:5], 8),
     ]
-    assert len({key(*each) for each in [base, *others]}) == 7
+    assert len({key(*fields) for fields in [base, *others]}) == 7
 
 
 def test_times_are_remembered(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "trials.json"
-    times = tried(0.1, 0.08)
+    times = make_times(0.1, 0.08)
     assert autotune.recall(file, "here") is None
     autotune.remember(file, "here", times)
     autotune.remember(file, "there", BlockTimes(0.5))
@@ -138,7 +138,7 @@ def test_times_are_remembered(tmp_path: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["trials.json"]
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_times_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "trials.json"
     for number in range(70):
         autotune.remember(file, f"model {number}", BlockTimes(1.0 + number))
@@ -176,7 +176,7 @@ WHOLE = {"plain_s": 0.1, "bf16_s": None, "compiled_s": 0.05, "compile_s": 20.0, 
         ),
     ],
 )
-def test_a_damaged_or_foreign_memory_is_none(text: str, tmp_path: Path) -> None:
+def test_a_damaged_or_foreign_cache_is_ignored(text: str, tmp_path: Path) -> None:
     file = tmp_path / "trials.json"
     file.write_text(text)
     assert autotune.recall(file, "here") is None
@@ -184,7 +184,7 @@ def test_a_damaged_or_foreign_memory_is_none(text: str, tmp_path: Path) -> None:
     assert autotune.recall(file, "here") == BlockTimes(0.25)
 
 
-def test_a_memory_that_cannot_be_written_or_is_nowhere_does_no_harm(tmp_path: Path) -> None:
+def test_an_unwritable_or_missing_cache_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for file in (tmp_path / "file" / "trials.json", None):
         autotune.remember(file, "here", BlockTimes(0.25))
@@ -195,7 +195,7 @@ MODEL = ModelConfig(layers=2, heads=2, width=16, seq_len=8, vocab_size=30)
 
 
 def choose_together(world: World, cache: str, times: list[float], fake: bool) -> tuple[Any, ...]:
-    """Rank r finds a compiled block as fast as `times[r]`; a plain one takes a second on every rank."""
+    """Choose with a compiled block that takes `times[r]` on rank r; an eager one takes one second on every rank."""
     os.environ["XDG_CACHE_HOME"] = f"{cache}-{world.rank}"
     calls = []
 
@@ -219,15 +219,15 @@ def choose_together(world: World, cache: str, times: list[float], fake: bool) ->
 def test_the_slowest_rank_decides_for_all_and_is_remembered(times: list[float], compiled: bool, tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
     first = run_ranks(choose_together, 2, tmp_path, cache, times, True)
-    assert [each[0] for each in first] == [compiled] * 2
+    assert [result[0] for result in first] == [compiled] * 2
     assert first[0][1] == first[1][1]
-    assert [each[2] for each in first] == [1, 1]
-    # Only rank 0 is its node's first, so rank 1's own memory is empty: all try again, and agree again.
+    assert [result[2] for result in first] == [1, 1]
+    # Only rank 0 is the first rank of its node, so rank 1's cache is empty: both ranks try and agree again.
     again = run_ranks(choose_together, 2, tmp_path, cache, times, True)
-    assert [each[:2] for each in again] == [each[:2] for each in first]
+    assert [result[:2] for result in again] == [result[:2] for result in first]
 
 
-def test_what_is_remembered_is_not_tried_again(tmp_path: Path) -> None:
+def test_remembered_times_are_not_measured_again(tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
     [first] = run_ranks(choose_together, 1, tmp_path, cache, [0.5], True)
     [second] = run_ranks(choose_together, 1, tmp_path, cache, [9.9], True)
@@ -245,7 +245,7 @@ def without_compiler(world: World, cache: str) -> tuple[bool, str]:
     return model._is_compiled, choice.why
 
 
-def test_without_a_compiler_all_stays_eager(tmp_path: Path) -> None:
+def test_without_a_compiler_every_rank_stays_eager(tmp_path: Path) -> None:
     [(compiled, why)] = run_ranks(without_compiler, 1, tmp_path, str(tmp_path / "cache"))
     assert not compiled
     assert "there is no g++" in why
@@ -266,43 +266,43 @@ def resume_from(world: World, folder: str, has_compiler: bool) -> ComputeChoice 
         ([], True, None),
     ],
 )
-def test_a_resumed_run_computes_as_it_began(
+def test_a_resumed_run_keeps_its_compute_choice(
     lines: list[dict[str, Any]], has_compiler: bool, choice: tuple[bool, str] | None, tmp_path: Path
 ) -> None:
     events = RunFolder(tmp_path / "run").events(0)
     events.parent.mkdir(parents=True)
     events.write_text("".join(json.dumps(start(0) | line) + "\n" for line in lines) + "{torn")
-    found = run_ranks(resume_from, 2, tmp_path, str(tmp_path / "run"), has_compiler)
-    assert [each and (each.compiled, each.precision) for each in found] == [choice] * 2
+    choices = run_ranks(resume_from, 2, tmp_path, str(tmp_path / "run"), has_compiler)
+    assert [result and (result.compiled, result.precision) for result in choices] == [choice] * 2
 
 
 def train_compiled(world: World) -> tuple[list[float], list[float], float, float, int]:
-    """By torch's tracer without its code generator: what compiles, and how often, is the same."""
+    """Train with torch's tracer but without its code generator: the number of compilations is the same."""
     torch.manual_seed(0)
     plain = GPT(MODEL)
-    ours = GPT(MODEL)
-    ours.load_state_dict(plain.state_dict())
+    traced = GPT(MODEL)
+    traced.load_state_dict(plain.state_dict())
     seen: list[int] = []
 
     def count(graph: Any, inputs: Any) -> Any:
         seen.append(1)
         return graph.forward
 
-    for block in ours.blocks:
+    for block in traced.blocks:
         block.compile(backend=count, dynamic=False)
-    ours._is_compiled = True
+    traced._is_compiled = True
     rows = torch.randint(MODEL.vocab_size, (2, MODEL.seq_len + 1))
     curves: list[list[float]] = [[], []]
-    for curve, model in zip(curves, (plain, ours), strict=True):
+    for curve, model in zip(curves, (plain, traced), strict=True):
         for _ in range(3):
             loss = model(rows[:, :-1], rows[:, 1:])
             loss.backward()
             curve.append(loss.item())
     values = []
-    for model in (plain, ours):
+    for model in (plain, traced):
         model.eval()
         with torch.no_grad(), model.run_eagerly():
-            # Another shape, another mode: nothing is compiled for it.
+            # Another shape and mode: evaluation compiles nothing.
             values.append(model(rows[:1, :-1], rows[:1, 1:]).item())
     return curves[0], curves[1], values[0], values[1], len(seen)
 
@@ -315,7 +315,7 @@ def test_blocks_are_compiled_once_and_evaluation_never(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-def test_a_model_in_bf16_is_near_and_its_weights_stay_fp32() -> None:
+def test_a_bf16_model_is_close_and_keeps_fp32_weights() -> None:
     torch.manual_seed(0)
     model = GPT(MODEL)
     rows = torch.randint(MODEL.vocab_size, (2, MODEL.seq_len + 1))

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, and no flipped bit gets in: what starts processes."""
+"""Checkpoints of processes that are killed while they save."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ def test_a_damaged_checkpoint_does_not_hide_another_machines_good_one(tmp_path: 
 
 
 @pytest.mark.long
-def test_fifty_kills_at_any_moment_of_a_save_leave_a_whole_checkpoint(tmp_path: Path) -> None:
-    """A process that does nothing but save, killed within the tenth of a second after a save; the next one goes on in
-    the same folder."""
+def test_fifty_kills_during_saves_always_leave_a_complete_checkpoint(tmp_path: Path) -> None:
+    """Kill a process that only saves within 0.1 s after a save; the next process continues in the same folder."""
     path, draw, reached, torn = tmp_path / "checkpoints", random.Random(13), 0, 0
     with parent_of_savers() as orders:
         for _ in range(50):
@@ -43,6 +42,6 @@ def test_fifty_kills_at_any_moment_of_a_save_leave_a_whole_checkpoint(tmp_path: 
             reached = CheckpointFolder(path, keep=3).load_latest(on_error=refused.append).progress.step
             assert refused == []
             assert reached == newest(path)
-    assert torn, "no kill fell into a save"
+    assert torn, "no kill happened during a save"
     save(CheckpointFolder(path, keep=3), reached + 1)
     assert not list(path.glob(".step-*"))

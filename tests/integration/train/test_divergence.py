@@ -1,4 +1,4 @@
-"""A bit that changes in one rank's memory: found, named, healed. Real ranks, a real training."""
+"""A bit flip in one rank's memory is detected, reported and healed in a real training with real ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WEIGHT, MOMENT = "model.blocks.0.feedforward.0.weight", "optimizer.exp_avg.block
 
 @dataclass(frozen=True)
 class Flip:
-    """One bit of one tensor on one rank, right after a step; only the first time that the step is done."""
+    """Flip one bit of one tensor on one rank right after a step, only the first time the step is done."""
 
     rank: int
     step: int
@@ -47,18 +47,18 @@ class Flip:
 
 
 def train(world: World, run: Path, config: Config, flips: Sequence[Flip]) -> tuple[int, str | None]:
-    """A whole training; the digest of this rank's state at its end, or the error that ended it."""
+    """Run a whole training; return the digest of this rank's final state and the error that ended it."""
     world = replace(world, keeps_files=world.is_main)
     folder = RunFolder.open(run)
     recorder = Recorder(folder, world)
     trainer = build_trainer(config, folder, world, recorder, StopRequest(), resume=False)
-    to_come = [flip for flip in flips if flip.rank == world.rank]
+    pending = [flip for flip in flips if flip.rank == world.rank]
     choose = trainer.between_steps
 
     def between_steps() -> None:
         choose()
-        while to_come and to_come[0].step == trainer.progress.step:
-            change(trainer, to_come.pop(0))
+        while pending and pending[0].step == trainer.progress.step:
+            change(trainer, pending.pop(0))
 
     trainer.between_steps = between_steps
     try:
@@ -97,12 +97,12 @@ def all_equal(ended: Sequence[tuple[int, str | None]]) -> bool:
 
 
 @pytest.mark.parametrize("tensor", [WEIGHT, MOMENT])
-def test_of_three_the_odd_one_is_named_and_healed(tensor: str, tmp_path: Path) -> None:
+def test_with_three_ranks_the_odd_one_is_reported_and_healed(tensor: str, tmp_path: Path) -> None:
     run, ended = run_with(tmp_path, 3, [Flip(1, 10, tensor)], "members.digest_every=10", "train.checkpoint_every=100")
     for rank in range(3):
-        [found] = events(run, "divergence", rank)
-        assert (found["step"], found["ranks"], found["healed_from"], found["back_to"]) == (10, [1], 0, None)
-        assert found["tensor"] == tensor
+        [event] = events(run, "divergence", rank)
+        assert (event["step"], event["ranks"], event["healed_from"], event["back_to"]) == (10, [1], 0, None)
+        assert event["tensor"] == tensor
     assert all_equal(ended)
     [warning] = [warning for rank in range(3) for warning in events(run, "warning", rank)]
     assert warning["seen"] == (
@@ -112,23 +112,23 @@ def test_of_three_the_odd_one_is_named_and_healed(tensor: str, tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_it_is_found_in_time_whenever_it_happens(tmp_path: Path) -> None:
-    """Two steps after a comparison on rank 0, and right before one on rank 2: both with the next comparison."""
+def test_a_flip_is_detected_at_the_next_comparison(tmp_path: Path) -> None:
+    """Flip two steps after a comparison on rank 0, and right before one on rank 2."""
     flips = [Flip(0, 12, WEIGHT, bit=20), Flip(2, 29, MOMENT)]
     run, ended = run_with(tmp_path, 3, flips, "members.digest_every=10", "train.checkpoint_every=1000")
-    found = [(event["step"], event["ranks"], event["healed_from"]) for event in events(run, "divergence")]
-    assert found == [(20, [0], 1), (30, [2], 0)]
+    detections = [(event["step"], event["ranks"], event["healed_from"]) for event in events(run, "divergence")]
+    assert detections == [(20, [0], 1), (30, [2], 0)]
     assert all_equal(ended)
 
 
 @pytest.mark.long
-def test_two_go_back_to_what_they_agreed_on(tmp_path: Path) -> None:
+def test_two_ranks_return_to_the_last_agreed_checkpoint(tmp_path: Path) -> None:
     run, ended = run_with(
         tmp_path, 2, [Flip(1, 13, WEIGHT)], "members.digest_every=10", "train.checkpoint_every=8", "train.steps=24"
     )
     for rank in range(2):
-        [found] = events(run, "divergence", rank)
-        assert (found["step"], found["ranks"], found["healed_from"], found["back_to"]) == (16, [0, 1], None, 8)
+        [event] = events(run, "divergence", rank)
+        assert (event["step"], event["ranks"], event["healed_from"], event["back_to"]) == (16, [0, 1], None, 8)
         steps = [event["step"] for event in events(run, "step", rank)]
         assert steps == [*range(1, 17), *range(9, 25)]
     ledger = check_ledger(read_jsonl(run.commits))
@@ -140,41 +140,41 @@ def test_two_go_back_to_what_they_agreed_on(tmp_path: Path) -> None:
     )
     assert not events(undisturbed, "divergence")
     assert all_equal(ended)
-    assert ended == expected, "what a training ends with has nothing of the bit in it"
+    assert ended == expected, "the flipped bit is in the final state"
 
 
-def test_two_at_the_last_step_go_back_too(tmp_path: Path) -> None:
-    """Step 24 is the last, and no checkpoint is due there but that of the end."""
+def test_two_ranks_return_to_a_checkpoint_at_the_last_step_too(tmp_path: Path) -> None:
+    """Step 24 is the last; only the final checkpoint is due there."""
     run, ended = run_with(tmp_path, 2, [Flip(0, 23, MOMENT)], "train.checkpoint_every=10", "train.steps=24")
-    [found] = events(run, "divergence")
-    assert (found["step"], found["back_to"]) == (24, 20)
+    [event] = events(run, "divergence")
+    assert (event["step"], event["back_to"]) == (24, 20)
     assert all_equal(ended)
     assert [event["status"] for event in events(run, "end")] == ["finished"]
 
 
-def test_two_without_a_checkpoint_fail_and_say_so(tmp_path: Path) -> None:
+def test_two_ranks_without_a_checkpoint_fail_with_an_error(tmp_path: Path) -> None:
     run, ended = run_with(tmp_path, 2, [Flip(1, 5, WEIGHT)], "members.digest_every=10", "train.checkpoint_every=20")
     assert [error for _, error in ended] == [f"after step 10 ranks 0 and 1 have another {WEIGHT} than each other"] * 2
     assert not list(run.checkpoints.iterdir())
 
 
 @given(rows=ROWS.filter(lambda rows: any(row != rows[0] for row in rows)))
-def test_only_a_strict_majority_is_believed(rows: list[list[int]]) -> None:
+def test_only_a_strict_majority_is_a_source(rows: list[list[int]]) -> None:
     names = [f"tensor {index}" for index in range(len(rows[0]))]
-    found = find_difference(names, rows)
-    if found.source is None:
+    difference = find_difference(names, rows)
+    if difference.source is None:
         assert max(rows.count(row) for row in rows) * 2 <= len(rows)
-        assert found.odd == tuple(range(len(rows)))
+        assert difference.odd == tuple(range(len(rows)))
     else:
-        assert rows.count(rows[found.source]) * 2 > len(rows)
-        assert found.odd == tuple(rank for rank, row in enumerate(rows) if row != rows[found.source])
-        assert found.source == rows.index(rows[found.source])
-    index = names.index(found.tensor)
+        assert rows.count(rows[difference.source]) * 2 > len(rows)
+        assert difference.odd == tuple(rank for rank, row in enumerate(rows) if row != rows[difference.source])
+        assert difference.source == rows.index(rows[difference.source])
+    index = names.index(difference.tensor)
     assert len({row[index] for row in rows}) == 2
     assert all(len({row[earlier] for row in rows}) == 1 for earlier in range(index))
 
 
-# In each of them something is common that no gradient touches for a while, and replicas that rightly differ beside it.
+# In every outer mode the common parameters stay unchanged for some steps while replicas differ as intended.
 OUTER: dict[str, tuple[str, ...]] = {
     "local": ("sync.mode=local", "sync.every=4"),
     "diloco": ("sync.mode=diloco", "sync.every=10"),
@@ -184,11 +184,11 @@ OUTER: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", OUTER)
-def test_what_is_common_in_outer_modes_is_compared_and_healed(mode: str, tmp_path: Path) -> None:
-    """Found at the first meeting of replicas that is due; streaming ones are compared as they go."""
+def test_common_parameters_of_outer_modes_are_compared_and_healed(mode: str, tmp_path: Path) -> None:
+    """The flip is detected at the next outer step; streaming replicas are compared continuously."""
     sets = (*OUTER[mode], "members.digest_every=10", "train.checkpoint_every=100")
     run, ended = run_with(tmp_path, 3, [Flip(2, 9, WEIGHT, bit=12)], *sets)
-    [found] = events(run, "divergence")
-    assert (found["ranks"], found["tensor"], found["healed_from"]) == ([2], WEIGHT, 0)
-    assert found["step"] == {"local": 12, "diloco": 10, "streaming": 10}[mode]
+    [event] = events(run, "divergence")
+    assert (event["ranks"], event["tensor"], event["healed_from"]) == ([2], WEIGHT, 0)
+    assert event["step"] == {"local": 12, "diloco": 10, "streaming": 10}[mode]
     assert all_equal(ended)

@@ -1,8 +1,8 @@
-"""The source of a copy is lost at every point of a regroup: real gloo ranks, whole memberships, one process each.
+"""The source of a state copy is lost at every point of a regroup: real gloo ranks, one process per rank.
 
-Every rank comes with a state of its own, so all but the source copy. The lowest rank is the source, and dies before its
-k-th exchange; the others regroup without it, the next one dies at another k, and so on until two are left. After each
-death every rank must have either exactly what it came with or exactly what the source sent.
+Every rank has its own state, so all ranks but the source copy. The lowest rank is the source and dies before its k-th
+exchange; the others regroup without it, the next one dies at another k, and so on until two are left. After every death
+a rank must have either exactly its own state or exactly the state of the source.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ WAYS = {
 }
 SETTINGS = ("train.global_batch=8", "train.steps=1000", "train.eval_every=1000", "train.checkpoint_every=1000")
 TRAINED = 5
-# More exchanges than a regroup of any mode has with pieces of this size.
+# More exchanges than a regroup of any mode needs with pieces of this size.
 MOST_EXCHANGES = 32
 PIECE_BYTES = 8 << 10
 DYING = 6
@@ -67,11 +67,11 @@ def folder_of(tmp_path: Path, way: str, ranks: int) -> Path:
 
 
 class Agent:
-    """The other end of one rank's line: sends orders, and halts the rank when a peer reports a failure."""
+    """The agent's end of one rank's connection: sends orders, and stops the rank when a peer reports a failure."""
 
     def __init__(self, folder: Path) -> None:
-        ours, self._end = socket.socketpair()
-        self.member = MembershipClient(AgentConnection(ours.detach()))
+        rank_end, self._end = socket.socketpair()
+        self.member = MembershipClient(AgentConnection(rank_end.detach()))
         self._folder = folder
         self._generation = Ballot(0, 0)
         threading.Thread(target=self._watch, daemon=True).start()
@@ -96,12 +96,12 @@ class Agent:
         )
         self._send(order)
         enter = self.member.await_enter()
-        # Not before: a lease of a generation that the rank has not entered counts for nothing.
+        # Not earlier: a lease of a generation that the rank has not entered is ignored.
         self._send(LeaseRenewed(generation=self._generation, at_s=boot_clock() + 600))
         return enter
 
     def report(self) -> None:
-        """This generation is broken."""
+        """Mark this generation as broken."""
         self._mark(self._generation).touch()
 
     def await_end(self) -> None:
@@ -128,14 +128,14 @@ class Agent:
         self._end.sendall(to_frame(message))
 
 
-def die_before(k: int, last_act: Callable[[], None]) -> None:
-    """Ends this process before its k-th exchange from now on."""
+def die_before(k: int, before_exit: Callable[[], None]) -> None:
+    """End this process before its k-th exchange from now on."""
     left = iter(range(k))
 
     def counted(exchange: Callable[..., Any]) -> Callable[..., Any]:
         def count(*arguments: Any, **options: Any) -> Any:
             if next(left, None) is None:
-                last_act()
+                before_exit()
                 os._exit(9)
             return exchange(*arguments, **options)
 
@@ -145,8 +145,8 @@ def die_before(k: int, last_act: Callable[[], None]) -> None:
         setattr(dist, name, counted(getattr(dist, name)))
 
 
-def standing(membership: GenerationChanger) -> dict[str, Any]:
-    """Everything that the next generation is told of a rank, or that it trains on with."""
+def snapshot(membership: GenerationChanger) -> dict[str, Any]:
+    """Return everything of a rank that the next generation receives or continues with."""
     trainer = membership.trainer
     position = membership.member.fence.position()
     return {
@@ -165,24 +165,24 @@ def standing(membership: GenerationChanger) -> dict[str, Any]:
     }
 
 
-def live(world: World, folder: Path, deaths: list[int]) -> dict[str, Any]:
-    """One rank's life: it trains, then regroups until it is its turn to die or it is one of the last two."""
+def run_rank(world: World, folder: Path, deaths: list[int]) -> dict[str, Any]:
+    """Train, then regroup until it is this rank's turn to die or it is one of the last two."""
     me, size = world.rank, world.size
     drop_groups()
     replicas._CHUNK_BYTES = PIECE_BYTES
     run = RunFolder(folder)
     config = load_config(run.config)
     agent = Agent(folder)
-    here = unjoined_world(Placement(me, size, me, size, launcher="shoal"), world.device)
-    recorder = Recorder(run, here, agent.member)
-    trainer = make_trainer(config, run, here, recorder, StopRequest(), agent.member.fence)
+    unjoined = unjoined_world(Placement(me, size, me, size, launcher="shoal"), world.device)
+    recorder = Recorder(run, unjoined, agent.member)
+    trainer = make_trainer(config, run, unjoined, recorder, StopRequest(), agent.member.fence)
     store = dist.FileStore(str(folder / "keys"), size)
     place = RankIdentity("local", world.device, "lo", None, agent.member.release)
     membership = GenerationChanger(agent.member, store, place, trainer, SyncChooser(trainer, config.sync), run)
     worker.enter_first_generation(membership, agent.enter(tuple(range(size)), me, 0, first=True), resume=False)
     for _ in range(TRAINED):
         trainer.step()
-    # Through files: the first rank that leaves a barrier would halt those that are still in it.
+    # Through files: the first rank that leaves a barrier would stop those that are still in it.
     (folder / f"trained-{me}").touch()
     while len(list(folder.glob("trained-*"))) < size:
         time.sleep(0.02)
@@ -192,19 +192,19 @@ def live(world: World, folder: Path, deaths: list[int]) -> dict[str, Any]:
     with torch.no_grad():
         for tensor in (*weights(trainer.model).values(), *moments(trainer.model, trainer.optimizer).values()):
             tensor.add_(1 + me)
-    seen = [standing(membership)]
+    seen = [snapshot(membership)]
     for turn, k in enumerate(deaths):
         enter = agent.enter(tuple(range(turn, size)), me, membership._state_step)
         if turn == me:
             die_before(k, agent.report)
             membership.try_to_enter(enter, time.perf_counter())
-            # It got through: then it dies as soon as it could train.
+            # The regroup succeeded: die before the first training step.
             agent.report()
             os._exit(9)
         if membership.try_to_enter(enter, time.perf_counter()):
             agent.await_end()
         membership.release_group()
-        seen.append(standing(membership))
+        seen.append(snapshot(membership))
     last = tuple(range(len(deaths), size))
     assert membership.try_to_enter(agent.enter(last, me, membership._state_step), time.perf_counter())
     for _ in range(3):
@@ -220,17 +220,17 @@ def check_chain(tmp_path: Path, way: str, deaths: list[int]) -> None:
     size = len(deaths) + 2
     folder = folder_of(tmp_path, way, size)
     dying = range(len(deaths))
-    lives = run_ranks(live, size, tmp_path, folder, deaths, deadline_s=240.0, dying=dying)
-    survivors = [life for life in lives if life is not None]
+    results = run_ranks(run_rank, size, tmp_path, folder, deaths, deadline_s=240.0, dying=dying)
+    survivors = [result for result in results if result is not None]
     assert len(survivors) == 2
-    assert len({(life["ended"], life["step"]) for life in survivors}) == 1
+    assert len({(result["ended"], result["step"]) for result in survivors}) == 1
     begun = survivors[0]["seen"][0]["progress"][2]
     assert survivors[0]["step"] == begun + 3
-    for life in survivors:
-        for before, after in zip(life["seen"], life["seen"][1:], strict=False):
+    for result in survivors:
+        for before, after in zip(result["seen"], result["seen"][1:], strict=False):
             assert after["has_state"]
             assert after["held"] == before["held"]
-            # Copied moments belong to copied weights: a rank is never half of one and half of another.
+            # Copied moments belong to copied weights: a rank never mixes two states.
             own = [after[name] == before[name] for name in ("weights", "moments", "lasting")]
             changed = after["weights"] != before["weights"]
             assert after == before if not changed else not own[1], (before, after)
@@ -240,13 +240,13 @@ def check_chain(tmp_path: Path, way: str, deaths: list[int]) -> None:
 
 
 def transfer_to(world: World, has_memory: bool) -> dict[str, Any]:
-    """Rank 0 sends; rank 1 has another state, rank 2 the same one."""
+    """Transfer the state of rank 0; rank 1 has another state, rank 2 the same one."""
     verdict = TransferPlan(source=0, step=5, behind=(1,))
-    own = Replica(named("model.", world.rank % 2), {}, named("optimizer.", world.rank % 2))
+    own = Replica(make_tensors("model.", world.rank % 2), {}, make_tensors("optimizer.", world.rank % 2))
     before = digest_of(own)
-    transfer = Transfer(world, verdict, False, True, lambda: named("optimizer.", 7))
+    transfer = Transfer(world, verdict, False, True, lambda: make_tensors("optimizer.", 7))
     if not has_memory:
-        setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))  # noqa: B010 - mypy minds the rest
+        setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))  # noqa: B010 - mypy rejects a plain assignment
     refused = False
     try:
         room = transfer.allocate(own, {}, has_state=True)
@@ -257,7 +257,7 @@ def transfer_to(world: World, has_memory: bool) -> dict[str, Any]:
     return {"refused": refused, "before": before, "own": digest_of(own), "received": digest_of(room)}
 
 
-def named(prefix: str, value: int) -> dict[str, torch.Tensor]:
+def make_tensors(prefix: str, value: int) -> dict[str, torch.Tensor]:
     return {f"{prefix}{name}": torch.full((size,), float(value)) for name, size in (("a", 1000), ("b", 70_000))}
 
 
@@ -266,17 +266,15 @@ def digest_of(replica: Replica) -> int:
 
 
 @pytest.mark.parametrize("has_memory", [True, False])
-def test_a_second_copy_is_taken_only_where_a_state_would_be_lost_and_memory_suffices(
-    has_memory: bool, tmp_path: Path
-) -> None:
+def test_a_second_copy_is_made_only_to_keep_a_state_and_with_enough_memory(has_memory: bool, tmp_path: Path) -> None:
     source, behind, same = run_ranks(transfer_to, 3, tmp_path, has_memory)
     assert source["received"] == behind["received"] == same["received"] == source["before"]
-    assert (behind["own"] == behind["before"]) == has_memory, "its own state is kept unless there is no room"
+    assert (behind["own"] == behind["before"]) == has_memory, "the own state must be kept if there is enough memory"
     # Neither the source nor a rank with the same bits needs memory.
-    assert [life["refused"] for life in (source, behind, same)] == [False, not has_memory, False]
+    assert [result["refused"] for result in (source, behind, same)] == [False, not has_memory, False]
 
 
-# A dying rank before each of these exchanges: a regroup of the tiny model has about 25.
+# One rank dies before every one of these exchanges: a regroup of the tiny model has about 25.
 def deaths_of(part: int) -> list[int]:
     return list(range(MOST_EXCHANGES))[part :: MOST_EXCHANGES // DYING + 1]
 
@@ -294,5 +292,5 @@ LONG = (("streaming", 4), ("ddp", 2))
     ],
 )
 @pytest.mark.timeout(300)
-def test_a_lost_source_leaves_every_rank_with_a_whole_state(way: str, part: int, tmp_path: Path) -> None:
+def test_a_lost_source_leaves_every_rank_with_a_complete_state(way: str, part: int, tmp_path: Path) -> None:
     check_chain(tmp_path, way, deaths_of(part))

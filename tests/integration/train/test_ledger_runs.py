@@ -1,4 +1,4 @@
-"""A machine's copy of the ledger when it comes back or changes sides."""
+"""A machine's copy of the ledger when it rejoins or leaves an abandoned lineage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import no_file_beyond
 
 LEFT, RIGHT = Ballot(2, 0), Ballot(2, 1)
-GIVEN_UP = AbandonCommits(lineage=LEFT, surviving=RIGHT, shared_step=2)
+ABANDONED = AbandonCommits(lineage=LEFT, surviving=RIGHT, shared_step=2)
 
 
 def record(step: int, generation: str, lineage: str = "1-0") -> dict[str, Any]:
@@ -38,46 +38,46 @@ def record(step: int, generation: str, lineage: str = "1-0") -> dict[str, Any]:
 
 
 def write(path: Path, *records: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    path.write_text("".join(json.dumps(line) + "\n" for line in records))
     return path
 
 
-def test_what_is_missing_is_added_and_what_is_there_is_not(tmp_path: Path) -> None:
+def test_only_missing_records_are_added(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(2, "1-0"))
     train_recorder.add_missing(EventLog(path, 0), [record(2, "1-0"), record(3, "4-0")])
-    assert [(each["step"], each["generation"]) for each in read_jsonl(path)] == [(1, "1-0"), (2, "1-0"), (3, "4-0")]
+    assert [(line["step"], line["generation"]) for line in read_jsonl(path)] == [(1, "1-0"), (2, "1-0"), (3, "4-0")]
 
 
-def test_a_lineage_is_given_up_once_however_many_say_so(tmp_path: Path) -> None:
+def test_a_lineage_is_marked_abandoned_once(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(3, "2-0", "2-0"), record(3, "2-1", "2-1"))
     for _ in range(2):
-        train_recorder.mark_abandoned(EventLog(path, 0), [GIVEN_UP])
-    [line] = [each for each in read_jsonl(path) if "abandoned" in each]
+        train_recorder.mark_abandoned(EventLog(path, 0), [ABANDONED])
+    [line] = [line for line in read_jsonl(path) if "abandoned" in line]
     assert (line["abandoned"], line["standing"], line["after"]) == ("2-0", "2-1", 2)
 
 
-def test_a_copy_that_has_nothing_of_a_lineage_need_not_know_that_it_ended(tmp_path: Path) -> None:
+def test_a_copy_without_a_lineage_gets_no_mark_of_its_end(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(3, "2-1", "2-1"))
-    train_recorder.mark_abandoned(EventLog(path, 0), [GIVEN_UP])
-    assert not [each for each in read_jsonl(path) if "abandoned" in each]
+    train_recorder.mark_abandoned(EventLog(path, 0), [ABANDONED])
+    assert not [line for line in read_jsonl(path) if "abandoned" in line]
 
 
 def test_a_new_machine_has_no_ledger_yet(tmp_path: Path) -> None:
     path = tmp_path / "commits.jsonl"
     assert train_recorder.last_step(path) == 0
-    train_recorder.mark_abandoned(EventLog(path, 0), [GIVEN_UP])
+    train_recorder.mark_abandoned(EventLog(path, 0), [ABANDONED])
     train_recorder.add_missing(EventLog(path, 0), [record(1, "1-0")])
     assert train_recorder.last_step(path) == 1
 
 
-def test_only_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_only_missing_records_are_returned(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(2, "1-0"))
     assert train_recorder.missing_records(path, [record(2, "1-0"), record(3, "1-0")]) == [record(3, "1-0")]
     assert train_recorder.missing_records(path, [record(2, "2-0")]) == [record(2, "2-0")]
     assert train_recorder.missing_records(tmp_path / "none", [record(1, "1-0")]) == [record(1, "1-0")]
 
 
-def test_of_a_long_ledger_the_end_is_enough(tmp_path: Path) -> None:
+def test_missing_records_of_a_long_ledger_are_found_at_its_end(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", *(record(step, "1-0") for step in range(1, 12_000)))
     assert path.stat().st_size > 1 << 20
     assert train_recorder.missing_records(path, [record(11_999, "1-0"), record(12_000, "1-0")]) == [
@@ -85,49 +85,49 @@ def test_of_a_long_ledger_the_end_is_enough(tmp_path: Path) -> None:
     ]
 
 
-def test_two_lineages_in_one_folder_are_told_apart_when_they_meet(tmp_path: Path) -> None:
-    """Nodes of a lab share a disk: both sides of a cut have written into the one ledger."""
+def test_two_lineages_in_one_folder_are_separated_when_they_merge(tmp_path: Path) -> None:
+    """Nodes of a lab share a disk: both sides of a partition have written to one ledger."""
     left, right = [[record(step, name, name) for step in (3, 4)] for name in ("2-0", "2-1")]
     both = [left[0], right[0], right[1], left[1], record(5, "2-1", "2-1")]
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(2, "1-0"), *both)
     assert not check_ledger(read_jsonl(path)).ok
-    train_recorder.mark_abandoned(EventLog(path, 0), [GIVEN_UP])
+    train_recorder.mark_abandoned(EventLog(path, 0), [ABANDONED])
     report = check_ledger(read_jsonl(path))
     assert report.ok
     assert (report.steps, report.abandoned) == (5, 2)
 
 
-def test_steps_of_a_lineage_that_was_given_up_come_with_that_word(tmp_path: Path) -> None:
-    """A machine was away while two others parted and met: its copy must not show a fork that is none."""
+def test_copied_steps_of_an_abandoned_lineage_include_its_mark(tmp_path: Path) -> None:
+    """A machine was away during a partition of two others: its copy must not show a fork."""
     left, right = [[record(step, name, name) for step in (3, 4)] for name in ("2-0", "2-1")]
-    theirs = write(tmp_path / "theirs.jsonl", record(1, "1-0"), record(2, "1-0"), *left, *right)
-    train_recorder.mark_abandoned(EventLog(theirs, 0), [GIVEN_UP])
-    ours = write(tmp_path / "ours.jsonl", record(1, "1-0"), record(2, "1-0"))
+    source = write(tmp_path / "source.jsonl", record(1, "1-0"), record(2, "1-0"), *left, *right)
+    train_recorder.mark_abandoned(EventLog(source, 0), [ABANDONED])
+    copy = write(tmp_path / "copy.jsonl", record(1, "1-0"), record(2, "1-0"))
     for _ in range(2):
-        train_recorder.add_missing(EventLog(ours, 0), train_recorder.records_after(theirs, 2))
-    assert check_ledger(read_jsonl(ours)) == check_ledger(read_jsonl(theirs))
-    assert check_ledger(read_jsonl(ours)).ok
-    assert len(read_jsonl(ours)) == len(read_jsonl(theirs))
+        train_recorder.add_missing(EventLog(copy, 0), train_recorder.records_after(source, 2))
+    assert check_ledger(read_jsonl(copy)) == check_ledger(read_jsonl(source))
+    assert check_ledger(read_jsonl(copy)).ok
+    assert len(read_jsonl(copy)) == len(read_jsonl(source))
 
 
-def bring(world: World, folder: Path) -> list[tuple[int, str, str]]:
-    """Rank 0's copy has ten steps and a lineage that was given up; rank 1 comes back with three."""
+def copy_ledger(world: World, folder: Path) -> list[tuple[int, str, str]]:
+    """Synchronize rank 0's copy with ten steps and an abandoned lineage with rank 1's copy of three steps."""
     path = folder / f"commits-{world.rank}.jsonl"
     whole = [record(step, "1-0") for step in range(1, 11)]
     end = {"abandoned": "2-0", "standing": "1-0", "after": 2}
     write(path, *(whole[:3] if world.rank else [*whole, record(4, "2-0", "2-0"), end]))
     state_transfer._RECORDS_PER_EXCHANGE = 4
     state_transfer.sync_ledgers(replace(world, keeps_files=True), world.rank == 1, path, [], lambda: EventLog(path, 0))
-    return [train_recorder.record_key(each) for each in read_jsonl(path)]
+    return [train_recorder.record_key(line) for line in read_jsonl(path)]
 
 
-def test_a_long_ledger_comes_in_pieces(tmp_path: Path) -> None:
-    whole, brought = run_ranks(bring, 2, tmp_path, tmp_path)
-    assert brought == whole
+def test_a_long_ledger_is_copied_in_pieces(tmp_path: Path) -> None:
+    whole, copied = run_ranks(copy_ledger, 2, tmp_path, tmp_path)
+    assert copied == whole
 
 
 def test_in_a_shared_folder_a_machine_counts_only_its_own_steps(tmp_path: Path) -> None:
-    """It would otherwise be told that the others' steps are abandoned when it comes back."""
+    """Otherwise the other machines' steps would be reported as abandoned when it rejoins."""
     both = [record(step, "1-0") | {"members": [0, 1]} for step in (1, 2, 3)]
     alone = [record(step, "2-0", "2-0") | {"members": [0]} for step in range(4, 112)]
     path = write(tmp_path / "commits.jsonl", *both, *alone)
@@ -135,7 +135,7 @@ def test_in_a_shared_folder_a_machine_counts_only_its_own_steps(tmp_path: Path) 
     assert [train_recorder.last_step(path, rank) for rank in (0, 1, 2)] == [111, 3, 0]
 
 
-def test_what_a_copy_lacks_is_named_once(tmp_path: Path) -> None:
+def test_a_recorded_hole_is_not_a_gap(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", *(record(step, "1-0") for step in (1, 2, 5, 9)))
     assert train_recorder.find_gaps(path, 10) == [(3, 4), (6, 8), (10, 10)]
     assert train_recorder.find_gaps(path, 5) == [(3, 4)]
@@ -144,48 +144,48 @@ def test_what_a_copy_lacks_is_named_once(tmp_path: Path) -> None:
     assert train_recorder.find_gaps(tmp_path / "none", 2) == [(1, 2)]
 
 
-def mend(world: World, folder: Path, sizes: tuple[int, int]) -> tuple[list[int], list[Any], list[str]]:
-    """A run resumed from step 10; each machine's ledger was cut to so many lines."""
+def fill_gaps(world: World, folder: Path, sizes: tuple[int, int]) -> tuple[list[int], list[Any], list[str]]:
+    """Resume from step 10 with the ledger of rank r truncated to `sizes[r]` lines."""
     path = folder / f"commits-{world.rank}.jsonl"
     write(path, *[record(step, "1-0") for step in range(1, 11)][: sizes[world.rank]])
-    told: list[str] = []
+    warnings: list[str] = []
     log = EventLog(path, 0)
-    recorder = SimpleNamespace(warn=lambda error: told.append(error.seen), open_ledger=lambda: log)
+    recorder = SimpleNamespace(warn=lambda error: warnings.append(error.seen), open_ledger=lambda: log)
     progress = SimpleNamespace(step=10)
     trainer: Any = SimpleNamespace(world=replace(world, keeps_files=True), progress=progress, recorder=recorder)
     state_transfer.fill_ledger_gaps(trainer, path)
     records = read_jsonl(path)
-    holes = [each["hole"] for each in records if "hole" in each]
-    return [each["step"] for each in records if "step" in each], holes, told
+    holes = [line["hole"] for line in records if "hole" in line]
+    return [line["step"] for line in records if "step" in line], holes, warnings
 
 
-def test_a_ledger_that_was_cut_is_filled_in_from_another_machine(tmp_path: Path) -> None:
+def test_a_truncated_ledger_is_filled_from_another_machine(tmp_path: Path) -> None:
     whole: tuple[list[int], list[Any], list[str]] = (list(range(1, 11)), [], [])
-    assert run_ranks(mend, 2, tmp_path, tmp_path, (10, 4)) == [whole, whole]
-    assert run_ranks(mend, 2, tmp_path, tmp_path, (0, 10)) == [whole, whole]
+    assert run_ranks(fill_gaps, 2, tmp_path, tmp_path, (10, 4)) == [whole, whole]
+    assert run_ranks(fill_gaps, 2, tmp_path, tmp_path, (0, 10)) == [whole, whole]
 
 
-def test_what_no_machine_has_is_a_hole_and_the_user_is_told(tmp_path: Path) -> None:
-    for steps, holes, told in run_ranks(mend, 2, tmp_path, tmp_path, (4, 7)):
+def test_lines_that_no_machine_has_are_recorded_as_a_hole_with_a_warning(tmp_path: Path) -> None:
+    for steps, holes, warnings in run_ranks(fill_gaps, 2, tmp_path, tmp_path, (4, 7)):
         assert (steps, holes) == (list(range(1, 8)), [[8, 10]])
-        assert "lacks the lines of the steps 8 to 10, which are before the checkpoint of step 10" in told[0]
+        assert "lacks the lines of the steps 8 to 10, which are before the checkpoint of step 10" in warnings[0]
     report = check_ledger(read_jsonl(tmp_path / "commits-0.jsonl"))
     assert (report.ok, report.last, report.holes) == (False, 7, [(8, 10)])
 
 
-def test_what_a_full_disk_does_not_take_is_written_later(tmp_path: Path) -> None:
-    """Lines from another machine, the word of a lineage that was given up, and no hole for what only waits."""
+def test_records_refused_by_a_full_disk_are_written_later(tmp_path: Path) -> None:
+    """Check lines from another machine, the mark of an abandoned lineage, and that waiting lines are no hole."""
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(3, "2-0", "2-0"))
     log = EventLog(path, 0, lambda text: None)
-    brought = [record(2, "1-0"), record(3, "2-1", "2-1")]
+    copied = [record(2, "1-0"), record(3, "2-1", "2-1")]
     with no_file_beyond(path.stat().st_size):
         for _ in range(2):
-            train_recorder.mark_abandoned(log, [GIVEN_UP])
-            train_recorder.add_missing(log, brought)
+            train_recorder.mark_abandoned(log, [ABANDONED])
+            train_recorder.add_missing(log, copied)
         assert len(read_jsonl(path)) == 2
         assert train_recorder.find_gaps(path, 3, log.kept_events()) == []
         assert [
-            each["step"] for each in train_recorder.records_after(path, 1, log.kept_events()) if "step" in each
+            line["step"] for line in train_recorder.records_after(path, 1, log.kept_events()) if "step" in line
         ] == [
             3,
             2,
@@ -206,9 +206,9 @@ def make_recorder(run: Path, rank: int, keeps_files: bool) -> tuple[Recorder, Wo
 
 
 @pytest.mark.parametrize("recovers", [False, True])
-def test_a_rank_that_no_longer_keeps_the_ledger_writes_no_line_a_second_time(tmp_path: Path, recovers: bool) -> None:
-    """The disk was full for 300 steps. The rank that keeps the ledger next remembers the last 256, or the run goes back
-    to a checkpoint and does all of them again."""
+def test_a_rank_that_stops_keeping_the_ledger_writes_no_line_twice(tmp_path: Path, recovers: bool) -> None:
+    """Fill the disk for 300 steps. The next rank that keeps the ledger remembers the last 256, or the run returns to a
+    checkpoint and repeats all of them."""
     (tmp_path / "events").mkdir()
     path = write(tmp_path / "commits.jsonl")
     former, world = make_recorder(tmp_path, 1, keeps_files=True)
@@ -229,26 +229,26 @@ def test_a_rank_that_no_longer_keeps_the_ledger_writes_no_line_a_second_time(tmp
     former.close()
     successor.close()
     written = read_jsonl(path)
-    assert sorted(each["step"] for each in written) == list(range(1, 301))
-    assert {each["generation"] for each in written} == ({"3-0"} if recovers else {"1-0"})
+    assert sorted(line["step"] for line in written) == list(range(1, 301))
+    assert {line["generation"] for line in written} == ({"3-0"} if recovers else {"1-0"})
 
 
 def train_without_checkpoint(world: World, run: Path, steps: int) -> tuple[int, int]:
-    """How many of the steps are in the ledger then, and how many wait to be committed."""
+    """Return how many steps are in the ledger, and how many wait to be committed."""
     world = replace(world, keeps_files=world.is_main)
     folder = RunFolder.open(run)
     recorder = Recorder(folder, world)
     trainer = build_trainer(load_config(folder.config), folder, world, recorder, StopRequest(), resume=False)
     for _ in range(steps):
         trainer.step()
-    found = len(read_jsonl(folder.commits)), len(recorder.pending)
+    counts = len(read_jsonl(folder.commits)), len(recorder.pending)
     recorder.close()
-    return found
+    return counts
 
 
 @pytest.mark.parametrize(("way", "every"), [("local", 2), ("local", 8), ("diloco", 20), ("streaming", 20), ("ddp", 1)])
-def test_steps_are_committed_while_the_training_goes_on(tmp_path: Path, way: str, every: int) -> None:
-    """In short rounds none was before the next checkpoint: all waited in memory, and could be lost with a rank."""
+def test_steps_are_committed_during_the_training(tmp_path: Path, way: str, every: int) -> None:
+    """With short rounds steps once waited in memory until the next checkpoint and could be lost with a rank."""
     rounds = (f"sync.every={every}",) if way != "ddp" else ()
     sets = (*TINY, "train.global_batch=6", "train.compile=off", "train.pin=off", f"sync.mode={way}", *rounds)
     run = create_run(build_config("grammar", None, sets=sets), tmp_path / "run", 2)

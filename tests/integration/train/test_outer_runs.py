@@ -1,4 +1,4 @@
-"""Whole trainings with outer steps, by the command a user types: replicas agree, nothing is lost, resuming is exact."""
+"""Whole trainings with outer steps through the command line: replicas agree, no sample is lost, resuming is exact."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.programs import TINY, read_jsonl, set_flags, shoal, steps_of,
 from tests.support.runs import ended_afterwards, front, wait_until
 
 STEPS = 30
-# Step 13 is inside a round of each, and with a fragment on its way that was sent after step 12.
+# Step 13 is inside a round of every mode, with a fragment in flight that was sent after step 12.
 SAVED = 13
 COMMON = (f"train.steps={STEPS}", "train.global_batch=12", "train.eval_every=10", f"train.checkpoint_every={SAVED}")
 MODES: dict[str, tuple[str, ...]] = {
@@ -29,7 +29,7 @@ Run = tuple[str, Path, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The same training with gradients exchanged in every step."""
+    """Run the same training with gradients exchanged in every step."""
     return train_tiny(tmp_path_factory.mktemp("exact") / "run", "--on", "local:2", sets=(*COMMON, "sync.inside=gloo"))
 
 
@@ -44,7 +44,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     mode: str = request.param
     folder = tmp_path_factory.mktemp(mode) / "run"
-    # Unequal shares, as those of a fast and a slow machine.
+    # Unequal shares, as of a fast and a slow machine.
     sets = (*COMMON, *MODES[mode], "run.weights=1/0.5")
     return mode, folder, train_tiny(folder, "--on", "local:2", sets=sets)
 
@@ -53,7 +53,7 @@ def events_of(folder: Path, name: str, rank: int = 0) -> list[dict[str, Any]]:
     return [event for event in read_jsonl(folder / "events" / f"rank-{rank}.jsonl") if event["event"] == name]
 
 
-def test_it_ends_with_equal_replicas(run: Run) -> None:
+def test_the_training_ends_with_equal_replicas(run: Run) -> None:
     mode, folder, manifest = run
     assert (manifest["status"], manifest["sync"], manifest["byte_equivalent"]) == ("finished", mode, True)
     states = {(folder / f"state-rank-{rank}.safetensors").read_bytes() for rank in range(2)}
@@ -62,7 +62,7 @@ def test_it_ends_with_equal_replicas(run: Run) -> None:
 
 
 @pytest.mark.long
-def test_it_learns_about_as_much(run: Run, exact: dict[str, Any]) -> None:
+def test_the_loss_is_close_to_that_of_ddp(run: Run, exact: dict[str, Any]) -> None:
     manifest = run[2]
     first = steps_of(run[1])[0]["loss"]
     assert manifest["val_loss"] < first - 0.5 * (first - exact["val_loss"])
@@ -72,13 +72,13 @@ def test_shares_are_unequal(run: Run) -> None:
     assert [events_of(run[1], "start", rank)[0]["share"] for rank in range(2)] == [2, 1]
 
 
-def test_the_ledger_lags_and_misses_nothing(run: Run) -> None:
+def test_the_ledger_has_every_step_and_sample(run: Run) -> None:
     commits = read_jsonl(run[1] / "commits.jsonl")
     assert [commit["step"] for commit in commits] == list(range(1, STEPS + 1))
     assert [commit["samples"] for commit in commits] == [[12 * step, 12 * step + 12] for step in range(STEPS)]
 
 
-def test_the_worlds_loss_comes_later_and_is_the_same_everywhere(run: Run) -> None:
+def test_the_loss_of_the_world_is_the_same_on_every_rank(run: Run) -> None:
     logs = read_rank_logs(RunFolder.open(run[1]).read_all_events())
     ledger = [commit["loss"] for commit in read_jsonl(run[1] / "commits.jsonl")]
     assert logs[0].column("loss").tolist() == logs[1].column("loss").tolist() == ledger
@@ -88,8 +88,8 @@ def test_the_worlds_loss_comes_later_and_is_the_same_everywhere(run: Run) -> Non
     assert own[0] != own[1]
 
 
-def test_bytes_are_those_of_a_step_of_a_round(run: Run) -> None:
-    """In theory: this machine's loopback, which the counter is of, carries what others send too."""
+def test_theoretical_bytes_are_averaged_over_a_round(run: Run) -> None:
+    """Use the theoretical value: the loopback counter also counts other programs."""
     mode, _, manifest = run
     every = {"local": 4, "diloco": 10, "streaming": 8}[mode]
     assert manifest["theoretical_bytes_per_step"] == pytest.approx(4 * manifest["model_params"] / every)
@@ -106,9 +106,9 @@ def test_phases_add_up_to_the_step(run: Run) -> None:
     assert with_exchange == every[run[0]]
 
 
-def test_evaluation_is_of_what_is_common(run: Run) -> None:
-    found = [event.get("common_step", event["step"]) for event in events_of(run[1], "eval")]
-    assert found == {"local": [8, 20, 30], "diloco": [10, 20, 30], "streaming": [10, 20, 30]}[run[0]]
+def test_the_common_parameters_are_evaluated(run: Run) -> None:
+    evaluated_steps = [event.get("common_step", event["step"]) for event in events_of(run[1], "eval")]
+    assert evaluated_steps == {"local": [8, 20, 30], "diloco": [10, 20, 30], "streaming": [10, 20, 30]}[run[0]]
     losses = [[event["val_loss"] for event in events_of(run[1], "eval", rank)] for rank in range(2)]
     assert losses[0] == losses[1]
 
@@ -145,16 +145,16 @@ def test_resuming_inside_a_round_repeats_the_same_bits(run: Run, tmp_path: Path)
     [
         pytest.param("missing", marks=pytest.mark.long),
         pytest.param("damaged", marks=pytest.mark.exhaustive),
-        pytest.param("another life", marks=pytest.mark.exhaustive),
+        pytest.param("older shard", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_lost_part_is_said_and_costs_a_part_of_a_round(run: Run, loss: str, tmp_path: Path) -> None:
+def test_a_lost_shard_is_reported_and_costs_part_of_a_round(run: Run, loss: str, tmp_path: Path) -> None:
     if loss != "missing" and run[0] != "diloco":
         pytest.skip("the same for all")
     mode, folder, _ = run
     again = tmp_path / "again"
     shutil.copytree(folder, again)
-    newest = SAVED if loss != "another life" else 2 * SAVED
+    newest = SAVED if loss != "older shard" else 2 * SAVED
     back_to(again, newest)
     part = again / "checkpoints" / f"step-{newest:08d}" / "rank-1.safetensors"
     match loss:
@@ -163,7 +163,7 @@ def test_a_lost_part_is_said_and_costs_a_part_of_a_round(run: Run, loss: str, tm
         case "damaged":
             part.write_bytes(part.read_bytes()[:-1] + b"?")
         case _:
-            graft(again, part)
+            insert_older_shard(again, part)
     done = shoal("train", "--resume", again)
     assert done.returncode == 0, done.stderr
     common = {"local": 12, "diloco": 10 * (newest // 10), "streaming": 13}[mode]
@@ -177,8 +177,8 @@ def test_a_lost_part_is_said_and_costs_a_part_of_a_round(run: Run, loss: str, tm
     assert verified.returncode == 0, verified.stdout
 
 
-def graft(run: Path, part: Path) -> None:
-    """The part that rank 1 saved at an earlier step, with a sum that fits: only its mark tells that it does not."""
+def insert_older_shard(run: Path, part: Path) -> None:
+    """Insert the shard that rank 1 saved at an earlier step with a valid checksum: only its mark differs."""
     earlier = part.parent.parent / f"step-{SAVED:08d}"
     shutil.copy(earlier / part.name, part)
     sums = [json.loads((folder / "manifest.json").read_text()) for folder in (part.parent, earlier)]
@@ -187,7 +187,7 @@ def graft(run: Path, part: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_other_ranks_is_gone_on_from(run: Run, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_world_size_can_be_resumed(run: Run, tmp_path: Path) -> None:
     again = tmp_path / "again"
     shutil.copytree(run[1], again)
     back_to(again, SAVED)
@@ -202,8 +202,8 @@ def test_a_checkpoint_of_other_ranks_is_gone_on_from(run: Run, tmp_path: Path) -
 
 
 @pytest.mark.exhaustive
-def test_an_interrupt_inside_a_round_stops_all_at_one_step(tmp_path: Path) -> None:
-    """And what was interrupted ends as what was not."""
+def test_an_interrupt_inside_a_round_stops_every_rank_at_one_step(tmp_path: Path) -> None:
+    """The resumed run ends like one that was not interrupted."""
     lengths = ("train.steps=400", "train.global_batch=12", "train.eval_every=400", "train.checkpoint_every=400")
     sets = (*TINY, *lengths, "sync.mode=diloco", "sync.every=150")
     out = tmp_path / "run"
@@ -226,7 +226,7 @@ def test_an_interrupt_inside_a_round_stops_all_at_one_step(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_a_longer_training_goes_on_after_an_end_inside_a_round(run: Run, tmp_path: Path) -> None:
+def test_a_longer_training_continues_after_an_end_inside_a_round(run: Run, tmp_path: Path) -> None:
     longer = tmp_path / "longer"
     shutil.copytree(run[1], longer)
     done = shoal("train", "--resume", longer, "--steps", str(STEPS + 5), "--json")
@@ -236,7 +236,7 @@ def test_a_longer_training_goes_on_after_an_end_inside_a_round(run: Run, tmp_pat
 
 
 @pytest.mark.exhaustive
-def test_local_steps_of_one_rank_are_plain_training(tmp_path: Path) -> None:
+def test_local_steps_of_one_rank_equal_plain_training(tmp_path: Path) -> None:
     sets = (*COMMON, "train.steps=12")
     plain = train_tiny(tmp_path / "plain", "--on", "local:1", sets=sets)
     local = train_tiny(tmp_path / "local", "--on", "local:1", "--sync", "local", "--every", "4", sets=sets)

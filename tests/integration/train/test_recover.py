@@ -1,4 +1,4 @@
-"""Ranks that go from one generation to the next in their own process: real workers, real gloo, a scripted council."""
+"""Ranks that move from one generation to the next in their own process: real workers, real gloo, a scripted agent."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def make_run(folder: Path, *sets: str, ranks: int = 3) -> Path:
     return run.path
 
 
-def judge(run: Path, ids: tuple[int, ...], steps: int = STEPS) -> None:
-    """Every step once, every sample once, and the same bits everywhere."""
+def check_run(run: Path, ids: tuple[int, ...], steps: int = STEPS) -> None:
+    """Check that every step and sample is there once and that all ranks have the same bits."""
     ledger = check_ledger(read_jsonl(run / "commits.jsonl"))
     assert ledger.ok, ledger
     assert (ledger.steps, ledger.samples) == (steps, 12 * steps)
@@ -56,22 +56,22 @@ def agent(tmp_path: Path) -> Iterator[ScriptedAgent]:
     run = make_run(tmp_path / "run", "sync.inside=gloo")
     with ScriptedAgent(run, 3) as agent:
         agent.start(0, 1, 2)
-        agent.found((0, 1, 2))
+        agent.form((0, 1, 2))
         yield agent
 
 
-def test_survivors_go_on_and_lose_no_step(agent: ScriptedAgent) -> None:
+def test_survivors_continue_and_lose_no_step(agent: ScriptedAgent) -> None:
     agent.await_step(0, 5)
     agent.kill(2)
     agent.regroup((0, 1))
     agent.await_end((0, 1))
-    judge(agent.run.path, (0, 1))
+    check_run(agent.run.path, (0, 1))
     [_, event] = agent.events(1, "membership")
     assert (event["how"], event["size"], event["ids"]) == ("regrouped", 2, [0, 1])
 
 
 @pytest.mark.long
-def test_a_restarted_rank_copies_and_trains_on(agent: ScriptedAgent) -> None:
+def test_a_restarted_rank_copies_the_state_and_continues(agent: ScriptedAgent) -> None:
     agent.await_step(0, 5)
     agent.kill(0)
     agent.regroup((1, 2))
@@ -79,24 +79,24 @@ def test_a_restarted_rank_copies_and_trains_on(agent: ScriptedAgent) -> None:
     agent.start(0)
     agent.regroup((0, 1, 2), joining=(0,), after_step=True)
     agent.await_end((0, 1, 2))
-    judge(agent.run.path, (0, 1, 2))
+    check_run(agent.run.path, (0, 1, 2))
     assert agent.events(0, "membership")[-1]["how"] == "joined"
 
 
 @pytest.mark.long
-def test_a_machine_that_joins_with_its_own_disk_writes_each_line_once(tmp_path: Path) -> None:
-    """It copies the ledger of the others, and is told the newest steps as well."""
+def test_a_machine_that_joins_with_its_own_disk_writes_every_line_once(tmp_path: Path) -> None:
+    """It copies the ledger of another machine and also receives the newest steps."""
     run = make_run(tmp_path / "run", "sync.inside=gloo", "run.on=join:2")
     own = make_run(tmp_path / "own", "sync.inside=gloo", "run.on=local:1")
     with ScriptedAgent(run, 3) as agent:
         agent.own_folders[2] = RunFolder(own)
         agent.start(0, 1)
-        agent.found((0, 1))
+        agent.form((0, 1))
         agent.start(2)
         agent.await_step(0, 10)
         agent.regroup((0, 1, 2), joining=(2,), after_step=True)
         agent.await_end((0, 1, 2))
-    judge(run, (0, 1))
+    check_run(run, (0, 1))
     for folder in (run, own):
         steps = [record["step"] for record in read_jsonl(folder / "commits.jsonl")]
         assert steps == list(range(1, STEPS + 1))
@@ -105,8 +105,8 @@ def test_a_machine_that_joins_with_its_own_disk_writes_each_line_once(tmp_path: 
 
 
 @pytest.mark.long
-def test_what_the_supervisor_of_the_ledger_did_not_come_to_write_is_written_by_the_next(agent: ScriptedAgent) -> None:
-    """It is one step behind the others when it dies between an exchange and the line that follows."""
+def test_lines_missing_after_the_ledger_writer_died_are_written_by_the_next(agent: ScriptedAgent) -> None:
+    """The ledger is one step behind if its writer dies between an exchange and the line that follows."""
     agent.await_step(0, 5)
     agent.kill(0)
     path = agent.run.commits
@@ -114,13 +114,13 @@ def test_what_the_supervisor_of_the_ledger_did_not_come_to_write_is_written_by_t
     path.write_bytes(b"".join(lines[:-1]))
     agent.regroup((1, 2))
     agent.await_end((1, 2))
-    judge(agent.run.path, (1, 2))
+    check_run(agent.run.path, (1, 2))
     steps = [record["step"] for record in read_jsonl(path)]
     assert steps == sorted(set(steps))
 
 
 @pytest.mark.long
-def test_a_frozen_rank_commits_nothing_and_comes_back(agent: ScriptedAgent) -> None:
+def test_a_frozen_rank_commits_nothing_and_rejoins(agent: ScriptedAgent) -> None:
     agent.await_step(0, 5)
     agent.kill(1, signal.SIGSTOP)
     agent.regroup((0, 2))
@@ -128,7 +128,7 @@ def test_a_frozen_rank_commits_nothing_and_comes_back(agent: ScriptedAgent) -> N
     agent.kill(1, signal.SIGCONT)
     agent.regroup((0, 1, 2), joining=(1,))
     agent.await_end((0, 1, 2))
-    judge(agent.run.path, (0, 1, 2))
+    check_run(agent.run.path, (0, 1, 2))
 
 
 WAYS = {
@@ -149,7 +149,7 @@ WAYS = {
 }
 
 
-# One of a kind in every long run; the others differ in what is on the wire, not in who is there.
+# One of every kind is marked long; the others differ in the wire format, not in the membership.
 LONG = ("shared", "int8", "streaming")
 
 
@@ -157,11 +157,11 @@ LONG = ("shared", "int8", "streaming")
     "way",
     [pytest.param(way, marks=pytest.mark.long if way in LONG else pytest.mark.exhaustive) for way in WAYS],
 )
-def test_every_way_of_exchanging_survives_a_loss_and_a_return(way: str, tmp_path: Path) -> None:
+def test_every_way_of_exchanging_survives_a_loss_and_a_rejoin(way: str, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", *WAYS[way])
     with ScriptedAgent(run, 3) as agent:
         agent.start(0, 1, 2)
-        agent.found((0, 1, 2))
+        agent.form((0, 1, 2))
         agent.await_step(0, 7)
         agent.kill(1)
         agent.regroup((0, 2))
@@ -169,11 +169,11 @@ def test_every_way_of_exchanging_survives_a_loss_and_a_return(way: str, tmp_path
         agent.await_step(0, 12)
         agent.regroup((0, 1, 2), joining=(1,), after_step=True)
         agent.await_end((0, 1, 2))
-    judge(run, (0, 1, 2))
+    check_run(run, (0, 1, 2))
 
 
 def lose_all(agent: ScriptedAgent, at_step: int, ids: tuple[int, ...]) -> None:
-    """Every rank is killed and started again without its state."""
+    """Kill every rank and start it again without its state."""
     agent.await_step(0, at_step)
     for number in ids:
         agent.kill(number)
@@ -191,12 +191,12 @@ def lose_all(agent: ScriptedAgent, at_step: int, ids: tuple[int, ...]) -> None:
     ],
 )
 @pytest.mark.timeout(400)
-def test_without_a_state_all_go_back_to_the_newest_checkpoint(way: str, tmp_path: Path) -> None:
-    """Twice: the second time to a checkpoint of the lineage that had gone back itself."""
+def test_without_a_state_all_ranks_return_to_the_newest_checkpoint(way: str, tmp_path: Path) -> None:
+    """Do so twice: the second checkpoint belongs to the lineage of the first return."""
     run = make_run(tmp_path / "run", *WAYS[way], "train.checkpoint_every=10", ranks=2)
     with ScriptedAgent(run, 2) as agent:
         agent.start(0, 1)
-        agent.found((0, 1))
+        agent.form((0, 1))
         lose_all(agent, 13, (0, 1))
         agent.recover((0, 1))
         lose_all(agent, 33, (0, 1))
@@ -205,16 +205,16 @@ def test_without_a_state_all_go_back_to_the_newest_checkpoint(way: str, tmp_path
         first, second = agent.events(0, "recovery")
         warned = [event["seen"] for event in agent.events(0, "warning")]
     assert (first["step"], second["step"]) == (10, 30)
-    # Where replicas meet once a round, only whole rounds are committed.
+    # With outer steps only whole rounds are committed.
     assert first["redone"] == first["lost_step"] - 10 >= (0 if WAYS[way][0].startswith("sync.mode") else 2)
     assert any(f"from the checkpoint of step 10, and {first['redone']} steps are done again" in seen for seen in warned)
-    judge(run, (0, 1))
-    # Whoever resumes this run later must find one training in it.
+    check_run(run, (0, 1))
+    # A later resume must find one training in this run.
     kept = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert kept[-1] == f"step-{STEPS:08d}"
     history = json.loads((run / "checkpoints" / kept[-1] / "state.json").read_text())["history"]
     assert [step for _, step in history] == [10, 30]
-    # Nor does the report forget what was trained before.
+    # The report must contain the steps before the return too.
     events = [event for rank in (0, 1) for event in read_jsonl(run / "events" / f"rank-{rank}.jsonl")]
     assert [event["how"] for event in events if event["event"] == "membership"] == ["first", *["recovered"] * 2] * 2
     assert len(summarize(events).loss) == STEPS
@@ -224,29 +224,29 @@ def test_without_a_state_all_go_back_to_the_newest_checkpoint(way: str, tmp_path
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_before_the_first_checkpoint_they_begin_again(tmp_path: Path) -> None:
+def test_before_the_first_checkpoint_the_training_starts_over(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "train.checkpoint_every=40", ranks=2)
     with ScriptedAgent(run, 2) as agent:
         agent.start(0, 1)
-        agent.found((0, 1))
+        agent.form((0, 1))
         lose_all(agent, 9, (0, 1))
         agent.recover((0, 1))
         agent.await_end((0, 1))
         [event] = agent.events(0, "recovery")
     assert event["step"] == 0
-    judge(run, (0, 1))
+    check_run(run, (0, 1))
     losses = {event["step"]: event["loss"] for event in read_jsonl(run / "commits.jsonl")}
     assert losses[STEPS] < losses[1]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_where_checkpoints_are_gone_the_run_ends_and_says_so(tmp_path: Path) -> None:
-    """To begin again would silently throw away more than was ever at risk."""
+def test_a_run_whose_checkpoints_are_gone_ends_with_an_error(tmp_path: Path) -> None:
+    """Starting over would silently discard more steps than a failure may cost."""
     run = make_run(tmp_path / "run", "train.checkpoint_every=10", ranks=2)
     with ScriptedAgent(run, 2) as agent:
         agent.start(0, 1)
-        agent.found((0, 1))
+        agent.form((0, 1))
         agent.await_step(0, 15)
         lose_all(agent, 15, (0, 1))
         shutil.rmtree(run / "checkpoints")
@@ -260,13 +260,13 @@ def test_where_checkpoints_are_gone_the_run_ends_and_says_so(tmp_path: Path) -> 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_fewer_ranks_go_back_with_the_batch_and_the_learning_rate_of_the_launch(tmp_path: Path) -> None:
-    """Three ranks with weights, each with a batch of four; two of them come back. A damaged checkpoint is named."""
+def test_fewer_ranks_resume_with_the_batch_and_learning_rate_of_the_launch(tmp_path: Path) -> None:
+    """Two of three weighted ranks return, with a batch of four per rank. A damaged checkpoint is reported."""
     settings = ("run.weights=2/1/1", "train.scaling=weak", "train.global_batch=4", "train.checkpoint_every=10")
     run = make_run(tmp_path / "run", *settings, "train.micro_batch=1")
     with ScriptedAgent(run, 3) as agent:
         agent.start(0, 1, 2)
-        agent.found((0, 1, 2))
+        agent.form((0, 1, 2))
         lose_all(agent, 23, (0, 1, 2))
         agent.kill(1)
         newest = run / "checkpoints" / "step-00000020" / "model.safetensors"
@@ -279,11 +279,11 @@ def test_fewer_ranks_go_back_with_the_batch_and_the_learning_rate_of_the_launch(
     assert again["share"] == 8
     assert again["resumed_from"] == 10
     assert any("step-00000020/model.safetensors is damaged" in seen for seen in warned)
-    judge(run, (0, 2))
+    check_run(run, (0, 2))
 
 
-def recover_in_vain(world: World, folder: Path) -> list[str]:
-    """What each of six recoveries ends with; there is no checkpoint, and the ledger has fifteen steps."""
+def recover_without_checkpoint(world: World, folder: Path) -> list[str]:
+    """Return the errors of six recoveries without a checkpoint and with fifteen steps in the ledger."""
     run = RunFolder(folder)
     run.commits.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 16)))
     trainer: Any = SimpleNamespace(
@@ -303,20 +303,20 @@ def recover_in_vain(world: World, folder: Path) -> list[str]:
     return seen
 
 
-def test_recoveries_that_break_again_and_again_come_to_an_end(tmp_path: Path) -> None:
-    [[*broken, last]] = run_ranks(recover_in_vain, 1, tmp_path, tmp_path)
+def test_repeatedly_failing_recoveries_end_the_run(tmp_path: Path) -> None:
+    [[*broken, last]] = run_ranks(recover_without_checkpoint, 1, tmp_path, tmp_path)
     assert len(broken) == 5
     assert all("no machine has a checkpoint" in seen for seen in broken)
     assert "went back to a checkpoint 5 times" in last
 
 
 @pytest.mark.long
-def test_what_the_supervisor_of_the_ledger_has_not_learned_yet_it_learns_from_the_furthest(tmp_path: Path) -> None:
-    """Where replicas part, one may be eight steps ahead and know so much earlier what is committed."""
+def test_the_ledger_writer_gets_missing_steps_from_the_furthest_rank(tmp_path: Path) -> None:
+    """With outer steps a replica may be eight steps ahead and know earlier which steps are committed."""
     run = make_run(tmp_path / "run", *WAYS["streaming"])
     with ScriptedAgent(run, 3) as agent:
         agent.start(0, 1, 2)
-        agent.found((0, 1, 2))
+        agent.form((0, 1, 2))
         agent.await_step(0, 11)
         agent.kill(0, signal.SIGSTOP)
         agent.await_standstill(2)
@@ -324,20 +324,20 @@ def test_what_the_supervisor_of_the_ledger_has_not_learned_yet_it_learns_from_th
         threading.Timer(0.3, agent.kill, (0, signal.SIGCONT)).start()
         agent.regroup((0, 2))
         agent.await_end((0, 2))
-    judge(run, (0, 2))
+    check_run(run, (0, 2))
 
 
 @pytest.mark.parametrize(
     "inside", [pytest.param("gloo", marks=pytest.mark.long), pytest.param("shared", marks=pytest.mark.exhaustive)]
 )
-def test_wherever_ranks_are_when_it_breaks_they_go_on_together(inside: str, tmp_path: Path) -> None:
-    """Something is due after every step, so that some ranks have done it and others have not."""
+def test_ranks_continue_together_after_a_break_at_any_point(inside: str, tmp_path: Path) -> None:
+    """Work is due after every step, so that some ranks have done it and others have not."""
     due = ("train.checkpoint_every=1", "train.eval_every=2", "train.gc_every=3", "members.digest_every=2")
     run = make_run(tmp_path / "run", *due, "train.steps=100000", f"sync.inside={inside}")
     pauses = random.Random(7)
     with ScriptedAgent(run, 3) as agent:
         agent.start(0, 1, 2)
-        agent.found((0, 1, 2))
+        agent.form((0, 1, 2))
         for _ in range(15):
             last = max(record["step"] for record in read_jsonl(run / "commits.jsonl") or [{"step": 0}])
             agent.await_step(0, last + 2)
@@ -347,21 +347,21 @@ def test_wherever_ranks_are_when_it_breaks_they_go_on_together(inside: str, tmp_
 
 
 @pytest.mark.exhaustive
-def test_whoever_comes_back_has_compiled_before_the_others_wait_for_it(tmp_path: Path) -> None:
+def test_a_rejoining_rank_compiles_before_the_others_wait_for_it(tmp_path: Path) -> None:
     need_tool("g++")
     run = make_run(tmp_path / "run", "train.compile=on", "train.steps=100000", ranks=2)
     with ScriptedAgent(run, 2) as agent:
         agent.start(0, 1)
-        agent.found((0, 1))
+        agent.form((0, 1))
         agent.await_step(0, 5)
         agent.kill(1)
         agent.regroup((0,))
         agent.start(1)
-        agent.ranks[1].hear(RankReady)
+        agent.ranks[1].receive(RankReady)
         agent.regroup((0, 1), joining=(1,), after_step=True)
         _, joined = wait_until(lambda: agent.events(1, "membership")[1:] and agent.events(1, "membership"))
         agent.await_step(1, joined["step"] + 1)
         first = next(event for event in agent.events(1, "step") if event["step"] == joined["step"] + 1)
     assert agent.events(1, "start")[-1]["compiled"] is True
-    # To compile takes seconds.
+    # Compiling takes seconds.
     assert first["forward_s"] + first["backward_s"] < 0.5

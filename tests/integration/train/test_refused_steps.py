@@ -1,4 +1,4 @@
-"""A loss that is no number on one rank: the step is nobody's, and everybody says whose it was. Real ranks train."""
+"""A loss that is not finite on one rank: no rank applies the step, and every rank reports the same cause."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shoal.train.trainer import RefusedStep, StopRequest, Trainer, explain
 from tests.support.programs import TINY, read_jsonl
 from tests.support.ranks import run_ranks
 
-# Step 7 is the first bad one. In the outer modes others learn of it up to eight steps later, after a round has ended.
+# Step 7 is the first bad one. In the outer modes other ranks learn of it up to eight steps later, after a round.
 BAD = 7
 WAYS: dict[str, tuple[str, ...]] = {
     "fp32": ("sync.inside=gloo",),
@@ -42,7 +42,7 @@ Poison = Callable[[Trainer], None]
 
 
 def bad_batch(trainer: Trainer) -> None:
-    """The loss of one step is no number; what the replica has learned is untouched."""
+    """Make the loss of one step nan; the replica's weights stay intact."""
 
     def spoil(module: nn.Module, inputs: Any, loss: Tensor) -> Tensor:
         return loss * math.nan if trainer.progress.step + 1 == BAD else loss
@@ -51,7 +51,7 @@ def bad_batch(trainer: Trainer) -> None:
 
 
 def bad_weight(trainer: Trainer) -> None:
-    """A weight of this replica is infinite from then on: whatever it would send to others is no number either."""
+    """Make a weight of this replica infinite: its later gradients and sums are not finite either."""
 
     def spoil(module: nn.Module, inputs: Any) -> None:
         if trainer.progress.step + 1 == BAD:
@@ -62,7 +62,7 @@ def bad_weight(trainer: Trainer) -> None:
 
 
 def bad_gradient(trainer: Trainer) -> None:
-    """The loss is a number, and its gradient is none."""
+    """Make the gradient infinite; the loss stays finite."""
 
     def spoil(gradient: Tensor) -> Tensor:
         return gradient * math.inf if trainer.progress.step + 1 == BAD else gradient
@@ -70,13 +70,13 @@ def bad_gradient(trainer: Trainer) -> None:
     next(trainer.model.parameters()).register_hook(spoil)
 
 
-def train(world: World, run: Path, poison: Poison, culprits: tuple[int, ...]) -> tuple[str, bool]:
-    """The error that ended the training, and whether what replicas have in common is still all numbers."""
+def train(world: World, run: Path, poison: Poison, bad_ranks: tuple[int, ...]) -> tuple[str, bool]:
+    """Return the error that ended the training, and whether the common parameters are still finite."""
     world = replace(world, keeps_files=world.is_main)
     folder = RunFolder.open(run)
     recorder = Recorder(folder, world)
     trainer = build_trainer(load_config(folder.config), folder, world, recorder, StopRequest(), resume=False)
-    if world.rank in culprits:
+    if world.rank in bad_ranks:
         poison(trainer)
     try:
         Loop(trainer, folder).run()
@@ -85,17 +85,18 @@ def train(world: World, run: Path, poison: Poison, culprits: tuple[int, ...]) ->
         with trainer.outer.common():
             is_sound = all(tensor.isfinite().all() for tensor in replica_state(trainer).values())
         return error.render(), is_sound
-    raise AssertionError("it trained on")
+    raise AssertionError("the training did not fail")
 
 
-def run_poisoned(folder: Path, way: str, poison: Poison, culprits: tuple[int, ...] = (1,)) -> tuple[str, list[bool]]:
-    """The error, the same on all ranks, and what `train` says of each; no commit or checkpoint has the bad step."""
+def run_poisoned(folder: Path, way: str, poison: Poison, bad_ranks: tuple[int, ...] = (1,)) -> tuple[str, list[bool]]:
+    """Return the error, which is the same on all ranks, and the second result of `train` per rank. Check that no commit
+    and no checkpoint contains the bad step."""
     common = ("train.steps=30", "train.global_batch=6", "train.eval_every=100", "train.compile=off", "train.pin=off")
     sets = (*TINY, *common, "train.checkpoint_every=6", *WAYS[way])
     run = create_run(build_config("grammar", None, sets=sets), folder / "run", 2)
     for name in ("events", "checkpoints"):
         (run.path / name).mkdir(exist_ok=True)
-    ended = run_ranks(train, 2, folder, run.path, poison, culprits)
+    ended = run_ranks(train, 2, folder, run.path, poison, bad_ranks)
     assert len({error for error, _ in ended}) == 1
     assert [commit["step"] for commit in read_jsonl(run.commits)] == list(range(1, BAD))
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000006"]
@@ -103,7 +104,7 @@ def run_poisoned(folder: Path, way: str, poison: Poison, culprits: tuple[int, ..
 
 
 @pytest.mark.parametrize("way", [way if way in SHORT else pytest.param(way, marks=pytest.mark.long) for way in WAYS])
-def test_one_bad_batch_is_named_and_nobody_has_it(way: str, tmp_path: Path) -> None:
+def test_a_bad_batch_is_reported_and_applied_by_no_rank(way: str, tmp_path: Path) -> None:
     error, is_sound = run_poisoned(tmp_path, way, bad_batch)
     assert error.startswith(
         f"error: a loss was not finite in step {BAD}: that of rank 1 on samples 39 to 41 became nan; "
@@ -114,7 +115,7 @@ def test_one_bad_batch_is_named_and_nobody_has_it(way: str, tmp_path: Path) -> N
 
 
 def late_weight(trainer: Trainer) -> None:
-    """A weight goes bad between the loss and its gradient."""
+    """Make a weight nan between the loss and its gradient."""
 
     def spoil(module: nn.Module, inputs: Any, loss: Tensor) -> None:
         if trainer.progress.step + 1 == BAD:
@@ -140,28 +141,28 @@ def test_a_weight_that_goes_bad_after_the_loss_names_its_rank(tmp_path: Path) ->
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["shared", "diloco", "local", "streaming"])
-def test_a_weight_that_is_no_number_reaches_nobody_else(way: str, tmp_path: Path) -> None:
+def test_a_weight_that_is_not_finite_reaches_no_other_rank(way: str, tmp_path: Path) -> None:
     error, is_sound = run_poisoned(tmp_path, way, bad_weight)
     assert f"in step {BAD}: that of rank 1 on samples 39 to 41 became nan" in error
     assert is_sound[0]
 
 
 @pytest.mark.long
-def test_a_gradient_of_one_rank_is_named_where_replicas_part(tmp_path: Path) -> None:
+def test_with_outer_steps_the_rank_of_a_bad_gradient_is_reported(tmp_path: Path) -> None:
     error, is_sound = run_poisoned(tmp_path, "diloco", bad_gradient)
     assert f"a gradient norm was not finite in step {BAD}: that of rank 1 on samples 39 to 41 became" in error
     assert is_sound == [True, True]
 
 
 @pytest.mark.long
-def test_a_training_that_diverges_everywhere_blames_nobody(tmp_path: Path) -> None:
-    error, is_sound = run_poisoned(tmp_path, "fp32", bad_batch, culprits=(0, 1))
+def test_a_training_that_diverges_on_every_rank_names_no_rank(tmp_path: Path) -> None:
+    error, is_sound = run_poisoned(tmp_path, "fp32", bad_batch, bad_ranks=(0, 1))
     assert error.startswith(f"error: the loss became nan in step {BAD} on every rank\n")
     assert "why:  the training diverged" in error
     assert is_sound == [True, True]
 
 
-def test_the_first_bad_step_counts_and_the_loss_before_the_norm() -> None:
+def test_the_first_bad_step_is_reported_and_its_loss_before_its_norm() -> None:
     later = RefusedStep(0, step=9, loss="inf", norm="nan", samples=(0, 4))
     spoiled = RefusedStep(1, step=8, loss="finite", norm="nan", samples=(4, 8))
     culprit = RefusedStep(5, step=8, loss="inf", norm="nan", samples=(8, 12))

@@ -1,4 +1,4 @@
-"""Whole trainings by the command a user types: one rank equals many, resuming is exact, launchers agree."""
+"""Whole trainings through the command line: one rank equals many, resuming is exact, launchers agree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMES = ("data_s", "forward_s", "backward_s", "exposed_s", "wait_s", "optimizer_
 
 
 class Runs(dict[int, tuple[Path, dict[str, Any]]]):
-    """The same training on so many ranks: made when the first test asks for it."""
+    """The same training by number of ranks, run when first requested."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -36,12 +36,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_many_ranks_train_what_one_trains(runs: Runs, ranks: int) -> None:
+def test_many_ranks_have_the_losses_of_one_rank(runs: Runs, ranks: int) -> None:
     alone, together = steps_of(runs[1][0]), steps_of(runs[ranks][0])
     assert [step["step"] for step in together] == list(range(1, 51))
-    for ours, theirs in zip(alone, together, strict=True):
-        assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-4), f"step {ours['step']}"
-        assert theirs["tokens"] == ours["tokens"]
+    for one, many in zip(alone, together, strict=True):
+        assert many["loss"] == pytest.approx(one["loss"], rel=1e-4), f"step {one['step']}"
+        assert many["tokens"] == one["tokens"]
     assert alone[-1]["loss"] < alone[0]["loss"] - 0.3
 
 
@@ -65,7 +65,7 @@ def test_phases_add_up_to_the_step(runs: Runs) -> None:
         assert min(step[name] for name in TIMES) > -1e-6
 
 
-def test_shards_add_up_and_name_their_first_sentence(runs: Runs) -> None:
+def test_shards_add_up_and_record_their_first_sentence(runs: Runs) -> None:
     shards = [read_jsonl(runs[3][0] / "events" / f"rank-{rank}.jsonl")[1] for rank in range(3)]
     assert [shard["event"] for shard in shards] == ["shard"] * 3
     assert sum(shard["size"] for shard in shards) == shards[0]["total"]
@@ -80,7 +80,7 @@ def test_the_ledger_has_every_sample_once(runs: Runs) -> None:
     assert [commit["samples"] for commit in commits] == [[12 * step, 12 * step + 12] for step in range(50)]
 
 
-def test_the_manifest_has_what_the_design_promises(runs: Runs) -> None:
+def test_the_manifest_has_every_documented_field(runs: Runs) -> None:
     manifest = runs[2][1]
     assert manifest["world_size"] == 2
     assert manifest["seed"] == 35_000
@@ -88,7 +88,7 @@ def test_the_manifest_has_what_the_design_promises(runs: Runs) -> None:
     assert manifest["model_params"] > 1000
     assert manifest["tokens_per_sec_2proc"] > 0
     assert manifest["allreduce_p50_ms"] > 0
-    # Both ranks are on this machine: gradients go through shared memory, the step's own exchange by gloo.
+    # Both ranks are on this machine: gradients use shared memory, the statistics of a step use gloo.
     assert (manifest["inside"], manifest["backend"], manifest["process_group"]) == ("shared", "shared memory", "gloo")
     assert (manifest["on"], manifest["lab"]) == ("local:2", None)
     [command] = manifest["commands"]
@@ -103,8 +103,8 @@ def test_the_manifest_has_what_the_design_promises(runs: Runs) -> None:
     assert {"step", "rank", "step_s", *TIMES} <= rows[0].keys()
 
 
-def test_resuming_repeats_the_same_bits(runs: Runs, tmp_path: Path) -> None:
-    """Steps 41 to 50 were done once by the whole run and once more from the checkpoint at 40."""
+def test_a_resumed_run_has_the_same_bits(runs: Runs, tmp_path: Path) -> None:
+    """Steps 41 to 50 run once in the whole run and once more from the checkpoint of step 40."""
     first = tmp_path / "first"
     shutil.copytree(runs[2][0], first)
     state = (first / "state-rank-1.safetensors").read_bytes()
@@ -122,7 +122,7 @@ def test_resuming_repeats_the_same_bits(runs: Runs, tmp_path: Path) -> None:
     assert shoal("verify", first).returncode == 0
 
 
-def test_a_changed_bit_is_named(runs: Runs, tmp_path: Path) -> None:
+def test_a_changed_bit_is_reported(runs: Runs, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(runs[3][0], copy)
     victim = copy / "state-rank-2.safetensors"
@@ -136,7 +136,7 @@ def test_a_changed_bit_is_named(runs: Runs, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
-def test_other_launchers_train_the_same(runs: Runs, launcher: str, tmp_path: Path) -> None:
+def test_other_launchers_give_the_same_training(runs: Runs, launcher: str, tmp_path: Path) -> None:
     manifest = train_tiny(tmp_path / "run", "--on", "local:2", "--launcher", launcher, sets=FIFTY)
     assert manifest["launcher"] == launcher
     assert manifest["final_loss"] == runs[2][1]["final_loss"]
@@ -151,7 +151,7 @@ def test_other_launchers_train_the_same(runs: Runs, launcher: str, tmp_path: Pat
         pytest.param(("--measure", "off"), marks=pytest.mark.long),
     ],
 )
-def test_other_ways_to_exchange_train_the_same(runs: Runs, flags: tuple[str, str], tmp_path: Path) -> None:
+def test_other_ways_to_exchange_give_the_same_training(runs: Runs, flags: tuple[str, str], tmp_path: Path) -> None:
     manifest = train_tiny(tmp_path / "run", "--on", "local:2", *flags, sets=FIFTY)
     assert (manifest["allreduce_p50_ms"] is None) == bool({"off", "stock"} & {*flags})
     assert (manifest["phases"] == {}) == ("off" in flags)
@@ -161,7 +161,7 @@ def test_other_ways_to_exchange_train_the_same(runs: Runs, flags: tuple[str, str
 
 
 @pytest.mark.long
-def test_accumulation_trains_the_same(runs: Runs, tmp_path: Path) -> None:
+def test_accumulation_gives_the_same_training(runs: Runs, tmp_path: Path) -> None:
     manifest = train_tiny(tmp_path / "run", "--on", "local:2", "--micro-batch", "2", sets=FIFTY)
     assert manifest["strategy"]["accumulation"] == 3
     assert manifest["final_loss"] == pytest.approx(runs[2][1]["final_loss"], rel=1e-4)

@@ -1,4 +1,4 @@
-"""Failures where ranks meet: torch's store and torchrun's rendezvous, on the nodes of a lab."""
+"""Failures of the rendezvous: torch's store and torchrun's rendezvous, on the nodes of a lab."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GLOO = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
 
 
 @on_lab("store.refused")
-def nobody_listens(bench: Bench, lab: Lab) -> None:
+def store_not_started(bench: Bench, lab: Lab) -> None:
     rank_one_alone(bench, lab, meeting_at(lab, FIRST)["MASTER_ADDR"])
 
 
@@ -40,7 +40,7 @@ def store_behind_firewall(bench: Bench, lab: Lab) -> None:
 
 @on_lab("store.no-answer")
 def store_behind_firewall_in_few_words(bench: Bench, lab: Lab) -> None:
-    """Where the log level is high, only the traceback is left, and it does not say which of the two it was."""
+    """With a high log level only the traceback is printed, which does not show which of the two causes it was."""
     lab.perform(lab_lab.set_firewall(FIRST, ("22",)))
     rank_one_alone(bench, lab, meeting_at(lab, FIRST)["MASTER_ADDR"], env={"TORCH_CPP_LOG_LEVEL": "FATAL"})
 
@@ -105,7 +105,7 @@ def rendezvous_host_dies(bench: Bench, lab: Lab) -> None:
 
 @on_lab("store.retrying")
 def late_rank_zero(bench: Bench, lab: Lab) -> None:
-    """The other rank is refused for a while, says so, and tries again."""
+    """The other rank is refused for a while, logs it, and retries."""
     for rank, node in ((1, SECOND), (0, FIRST)):
         start_named(bench, lab, node, rank, "healthy_with_patience")
         time.sleep(10)
@@ -114,13 +114,13 @@ def late_rank_zero(bench: Bench, lab: Lab) -> None:
 
 @on_lab("store.reverse-dns")
 def no_reverse_names(bench: Bench, lab: Lab) -> None:
-    """Nothing fails here: this is what a healthy run prints where addresses have no names."""
+    """Nothing fails: this is the output of a healthy run whose addresses have no names."""
     bench.ranks_on(lab, [FIRST, SECOND], "healthy")
     bench.wait(40)
 
 
 @on_lab("torchrun.no-host")
-def nobody_hosts(bench: Bench, lab: Lab) -> None:
+def rendezvous_host_missing(bench: Bench, lab: Lab) -> None:
     for node in (FIRST, SECOND):
         start_c10d(bench, lab, node, 2, "10.77.0.3", "read_timeout=4")
     bench.wait(60)

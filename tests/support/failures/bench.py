@@ -1,4 +1,4 @@
-"""Where failures are provoked: processes here and on emulated nodes, each with a log of its own, none left behind."""
+"""Provoke failures: processes on this machine and on lab nodes, each with its own log, all ended afterwards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOTHING: Env = {}
 
 
 class Bench:
-    """One failure: its folder, the processes that fail, and what they print."""
+    """One failure: its folder, the failing processes, and their output."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,7 +39,7 @@ class Bench:
     def start(
         self, argv: Sequence[str], env: Env = NOTHING, lab: Lab | None = None, node: str = ""
     ) -> subprocess.Popen[bytes]:
-        """Here, or on a node of a lab."""
+        """Start a process on this machine or on a node of a lab."""
         log = self.folder / f"log-{len(self._started):02}"
         if lab is not None:
             process: subprocess.Popen[bytes] = lab.start(node, argv, env, log)
@@ -55,12 +55,12 @@ class Bench:
         return self.start(argv, env).wait(timeout_s)
 
     def ranks(self, name: str, world: int = 2, env: Env = NOTHING) -> list[subprocess.Popen[bytes]]:
-        """Of one of the wrong programs, on this machine."""
+        """Start the ranks of one of the wrong programs on this machine."""
         meeting = {**meeting_here(), "GLOO_SOCKET_IFNAME": "lo"}
         return [self.start(wrong(name), {**meeting, **place(rank, world), **env}) for rank in range(world)]
 
     def ranks_on(self, lab: Lab, nodes: Sequence[str], name: str, env: Env = NOTHING) -> list[subprocess.Popen[bytes]]:
-        """One a node; rank 0 on the first of them."""
+        """Start one rank per node; rank 0 on the first node."""
         meeting = meeting_at(lab, nodes[0])
         return [
             self.start(wrong(name), {**meeting, **place(rank, len(nodes)), **env}, lab, node)
@@ -68,7 +68,7 @@ class Bench:
         ]
 
     def wait(self, timeout_s: float = 90) -> None:
-        """Until all have ended, or that long: some wait for ever, and that is their failure."""
+        """Wait until all have ended or the time is over: some processes wait forever, which is their failure."""
         deadline = time.monotonic() + timeout_s
         for process in self._started:
             with suppress(subprocess.TimeoutExpired):
@@ -95,7 +95,7 @@ class Bench:
 
 
 class Labs:
-    """One lab for all failures that need one, made when the first asks for it."""
+    """One lab for all failures that need one, built on first use."""
 
     def __init__(self) -> None:
         self._lab: Lab | None = None
@@ -115,7 +115,7 @@ def wrong(name: str, *words: str, torch: str = "") -> list[str]:
 
 
 def older_python(torch: str) -> str:
-    """One that has this version of torch: `2.0`."""
+    """Return a Python that has this version of torch, for example `2.0`."""
     return os.environ.get(f"TORCH_{torch.replace('.', '_')}", "")
 
 

@@ -45,14 +45,14 @@ def entry(pattern: Pattern) -> str:
 
 
 def example(log: str) -> str:
-    """What the command in the document prints."""
+    """Return the output of the command in the document."""
     lines = as_lines(explain_file(DOCUMENT.parent.parent / log))
     return "\n".join([f"$ shoal explain {log}", *lines])
 
 
 def renewed() -> str:
     head = DOCUMENT.read_text(encoding="utf-8").partition(MARK)[0]
-    head = _EXAMPLE.sub(lambda found: f"```\n{example(found[1])}\n```", head)
+    head = _EXAMPLE.sub(lambda match: f"```\n{example(match[1])}\n```", head)
     return head + MARK + catalogue()
 
 

@@ -1,5 +1,5 @@
-"""What each log must be explained by: words of the line that is the evidence, and which other explanations may stand
-below the first, because they are true as well."""
+"""The expected explanation of every log: words of the evidence line, and other explanations that may follow the first
+because they are true too."""
 
 from __future__ import annotations
 

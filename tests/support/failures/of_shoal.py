@@ -1,4 +1,4 @@
-"""Failures of shoal's own runs, here and on the nodes of a lab."""
+"""Failures of shoal's runs, on this machine and on the nodes of a lab."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def is_taken(port: int) -> bool:
 
 @here("shoal.not-formed")
 def not_formed(bench: Bench) -> None:
-    """One of two ranks, started as torchrun would."""
+    """Start one of two ranks as torchrun would."""
     command = [sys.executable, "-m", "shoal.train.worker", "grammar", "--out", str(bench.folder / "run")]
     bench.run([*command, *set_flags(*TINY, "sync.join_timeout_s=3")], {**place(0, 2), **meeting_here()})
 
@@ -106,7 +106,7 @@ def wrong_code(bench: Bench, lab: Lab) -> None:
 
 @on_lab("shoal.different")
 def different_torch(bench: Bench, lab: Lab) -> None:
-    """The second machine's environment says that its torch is another one."""
+    """The environment of the second machine reports a different torch."""
     about = bench.folder / "other" / "torch-2.12.0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.12.0\n", encoding="ascii")
@@ -118,7 +118,7 @@ def different_torch(bench: Bench, lab: Lab) -> None:
 
 
 def host(bench: Bench, lab: Lab) -> str:
-    """A run that waits for one more machine; the line to type there."""
+    """Start a run that waits for one more machine; return the join command for it."""
     command = [*SHOAL, "host", "--address", "10.77.0.1", "--steps", "3", "--out", str(bench.folder / "run")]
     bench.start([*command, *set_flags(*TINY)], lab=lab, node=FIRST)
     bench.wait_for("works once")

@@ -1,4 +1,4 @@
-"""Failures of a machine with an NVIDIA GPU. Without one they are left out, and the logs of the last time stay."""
+"""Failures of a machine with an NVIDIA GPU. Without one they are skipped, and the earlier logs stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failures between machines, on the nodes of a lab: firewalls, names, interfaces, sudden deaths."""
+"""Failures between machines, on the nodes of a lab: firewalls, names, interfaces, killed and frozen peers."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def firewall_on_the_lower_address_again(bench: Bench, lab: Lab) -> None:
 
 @on_lab("gloo.connect-timeout+of-three")
 def firewall_in_the_middle(bench: Bench, lab: Lab) -> None:
-    """The first rank has all its connections, begins, and runs into a timeout before the others give up."""
+    """The first rank has all its connections, starts, and times out before the others give up."""
     lab.perform(lab_lab.set_firewall(SECOND, (STORE_PORT,)))
     bench.ranks_on(lab, [FIRST, SECOND, THIRD], "work_for_ever")
     bench.wait(40)
 
 
 @on_lab("gloo.connect-refused")
-def stale_meeting(bench: Bench, lab: Lab) -> None:
-    """A file of an earlier run leads to a port that nobody listens on any more."""
+def stale_file_store(bench: Bench, lab: Lab) -> None:
+    """The file of an earlier run leads to a port that is no longer open."""
     command = wrong("meet_in_a_file", str(bench.folder / "meeting"))
     for pause_s in (0, 6):
         for rank, node in ((1, SECOND), (0, FIRST)):
@@ -62,7 +62,7 @@ def stale_meeting(bench: Bench, lab: Lab) -> None:
 
 @on_lab("gloo.loopback")
 def loopback(bench: Bench, lab: Lab) -> None:
-    """As Debian writes /etc/hosts, and with nothing that tells gloo better."""
+    """Use /etc/hosts as Debian writes it, without a setting that corrects gloo's choice."""
     for rank, node in enumerate((FIRST, SECOND)):
         names = bench.write(f"hosts-{node}", f"127.0.0.1 localhost\n127.0.1.1 {node}\n")
         start_unnamed(bench, lab, node, rank, names)
@@ -99,8 +99,8 @@ def no_name(bench: Bench, lab: Lab) -> None:
 
 @on_lab("gloo.loopback-fallback")
 def no_name_on_one_machine(bench: Bench, lab: Lab) -> None:
-    """Nothing fails: loopback is where the other rank is."""
-    names = bench.write("hosts", "127.0.0.1 localhost\n::ffff:10.77.0.1 desk\n")
+    """Nothing fails: the other rank is on loopback too."""
+    names = bench.write("hosts", "127.0.0.1 localhost\n::ffff:10.77.0.1 pc\n")
     for rank in (0, 1):
         start_unnamed(bench, lab, FIRST, rank, names, "healthy")
     bench.wait(40)
@@ -173,7 +173,7 @@ def frozen_peer(bench: Bench, lab: Lab) -> None:
 
 @on_lab("healthy+firewall")
 def firewall_on_the_higher_address(bench: Bench, lab: Lab) -> None:
-    """Only the lower address of a pair is dialled, so this one stands in nobody's way."""
+    """Only the lower address of a pair is connected to, so this firewall blocks no connection."""
     lab.perform(lab_lab.set_firewall(SECOND, ()))
     for rank, node in enumerate((FIRST, SECOND)):
         start_named(bench, lab, node, rank, "healthy")
@@ -181,7 +181,7 @@ def firewall_on_the_higher_address(bench: Bench, lab: Lab) -> None:
 
 
 def start_named(bench: Bench, lab: Lab, node: str, rank: int, program: str) -> None:
-    """With a name for every address, in the form that torch looks for: it has nothing to say about names then."""
+    """Start a rank with a name for every address in the form that torch looks up, so it prints no name warning."""
     names = bench.write("hosts", "".join(f"::ffff:10.77.0.{number} node{number}\n" for number in (1, 2, 3)))
     mount = f'mount --bind {names} /etc/hosts; exec "$@"'
     command = ["unshare", "--mount", "sh", "-ec", mount, "sh", *wrong(program)]

@@ -1,4 +1,4 @@
-"""Failures that one machine is enough for: programs, limits, disks."""
+"""Failures that need only one machine: programs, limits, disks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.failures.registry import here, quoted
 from tests.support.labs import as_ordinary_user
 from tests.support.programs import TINY, set_flags
 
-# One process of a program is enough to fail.
+# Programs that fail with one process.
 ALONE = {
     "launch.no-group": "no_group",
     "launch.local-rank": "local_rank_missing",
@@ -31,7 +31,7 @@ ALONE = {
     "cuda.missing+set-device": "set_cuda_device",
     "store.key-timeout": "wait_for_a_key",
 }
-# Two ranks that meet on this machine.
+# Programs that fail with two ranks on this machine.
 PAIRS = {
     "gloo.timeout+late": "one_rank_is_late",
     "gloo.barrier": "one_rank_skips_the_barrier",
@@ -149,7 +149,7 @@ def compiler(bench: Bench) -> None:
 
 
 def short_library(bench: Bench, keep_bytes: int) -> None:
-    """The first run leaves its kernels in a folder; each of them is cut short before the second one."""
+    """The first run leaves its kernels in a folder; they are truncated before the second run."""
     cache = bench.folder / "kernels"
     variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
     bench.run(wrong("no_compiler"), variables)
@@ -179,7 +179,7 @@ def numpy_allocation(bench: Bench) -> None:
 
 @here("memory.killed")
 def killed_for_memory(bench: Bench) -> None:
-    """What the kernel says about it, in its own log."""
+    """Print the kernel's log entry of the kill."""
     with memory_limit(600 << 20) as group:
         bench.run(["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *wrong("eat_memory")])
     bench.run(["sh", "-c", "dmesg | grep -i 'out of memory' | tail -n 1"])
@@ -202,7 +202,7 @@ def killed_in_a_script(bench: Bench) -> None:
 
 @contextmanager
 def memory_limit(limit_bytes: int) -> Iterator[Path]:
-    """A control group of version 1 or 2, whichever this machine has. Needs root."""
+    """Create a control group of version 1 or 2, as this machine has. Needs root."""
     first = Path("/sys/fs/cgroup/memory")
     group = (first if first.is_dir() else first.parent) / f"failures-{time.monotonic_ns()}"
     group.mkdir()
@@ -243,7 +243,7 @@ def no_room_for_a_map(bench: Bench) -> None:
 
 
 def on_small_disk(bench: Bench, options: str, program: str) -> None:
-    """A file system in memory, mounted for this program alone."""
+    """Run a program on a file system in memory that is mounted for it alone."""
     place = bench.folder / "disk"
     place.mkdir()
     mount = f'mount -t tmpfs -o {options} tmpfs {place}; exec "$@"'

@@ -1,4 +1,4 @@
-"""Failures on the way to another machine. On a lab, whose nodes have SSH servers."""
+"""Failures of SSH connections, on a lab whose nodes have SSH servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Provokes every failure that `shoal explain` knows, for real, and keeps what was printed as `NAME.log` beside it.
+"""Provoke every failure that `shoal explain` knows and store the output as `NAME.log` beside this file.
 
     python -m tests.support.failures.produce [NAME …]
 
@@ -24,10 +24,10 @@ from tests.support.failures.registry import FAILURES, Failure
 MOST_LINES = 60
 _FRAMES = r"^.*\bframe #\d+: .*\n"
 _COLOURS = r"\x1b\[[0-9;]*m"
-# What other runs on the machine left is no part of the failure.
+# Leftovers of other runs on the machine are not part of the failure.
 _LEFTOVERS = r"^left over from earlier runs.*\n(?: +\d+ .*\n)*"
 _TIDY = re.compile("|".join((_FRAMES, _COLOURS, _LEFTOVERS)), re.MULTILINE)
-# Importing them is what fills the registry.
+# Importing them fills the registry.
 MODULES = (at_store, of_shoal, on_gpu, on_lab, on_machine, over_ssh)
 
 
@@ -74,7 +74,7 @@ def heal(lab: Lab) -> None:
 
 
 def anonymous(text: str, folder: Path) -> str:
-    """Without this machine's paths. One inside another goes first."""
+    """Remove this machine's paths, nested paths first."""
     places = {
         str(folder): "/project",
         str(HERE): "/project",
@@ -89,7 +89,7 @@ def anonymous(text: str, folder: Path) -> str:
 
 
 def trim(text: str) -> str:
-    """Without the C++ frames, and of a long text only its beginning and its end."""
+    """Remove the C++ frames, and the middle of a long text."""
     lines = [line.rstrip() for line in _TIDY.sub("", text).splitlines()]
     if len(lines) > MOST_LINES:
         half = MOST_LINES // 2

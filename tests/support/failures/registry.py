@@ -14,8 +14,8 @@ ProvokeOnLab = Callable[[Bench, Lab], None]
 
 @dataclass(frozen=True)
 class Failure:
-    """`provoke` needs this machine alone, `on_lab` a lab's nodes. With neither, the log is what users quoted in public:
-    it needs what cannot be had here, such as Slurm. `torch` is an older version that printed it in other words."""
+    """`provoke` needs only this machine, `on_lab` a lab's nodes. With neither, the log was quoted in public by users:
+    it needs something unavailable here, such as Slurm. `torch` is an older version with a different message."""
 
     name: str
     provoke: Provoke | None = None

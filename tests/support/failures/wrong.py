@@ -1,4 +1,4 @@
-"""Programs that go wrong in one way each: `python wrong.py NAME`. `produce.py` starts them, keeps what they print."""
+"""Programs that fail in one way each: `python wrong.py NAME`. `produce.py` starts them and stores their output."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def healthy_with_patience() -> None:
 
 
 def work_for_ever() -> None:
-    """A training as its peers see it: everybody meets in each step."""
+    """Act as a training: all ranks exchange in every step."""
     meet()
     for step in range(1_000_000):
         dist.all_reduce(torch.ones(1000))
@@ -55,7 +55,7 @@ def work_for_ever() -> None:
 
 
 def meet_with_patience() -> None:
-    """Long enough that the kernel gives up before torch does."""
+    """Wait long enough that the kernel gives up before torch."""
     meet(timeout=timedelta(seconds=12))
 
 
@@ -176,11 +176,11 @@ def wait_for_a_key() -> None:
 
 
 def use_the_store() -> None:
-    """What the others see of it when rank 0 dies, before they notice anything else."""
-    ours = store()
+    """Use only the store, so that its loss is the first error of the other ranks when rank 0 dies."""
+    key_store = store()
     print(f"rank {rank()} is at work", flush=True)
     while True:
-        ours.set(f"rank {rank()}", "here")
+        key_store.set(f"rank {rank()}", "here")
         time.sleep(0.01)
 
 
@@ -208,7 +208,7 @@ def cpu_tensor_for_nccl() -> None:
 
 
 def slow_collective() -> None:
-    """The GPU is busy for longer than the collective may wait for it."""
+    """Keep the GPU busy for longer than the timeout of the collective."""
     meet("nccl")
     dist.all_reduce(torch.ones(4, device="cuda"))
     torch.cuda.synchronize()
@@ -252,7 +252,7 @@ def other_checkpoint() -> None:
 
 
 def too_much_memory() -> None:
-    """Under a limit on addresses: a machine that promises more than it has would kill somebody instead."""
+    """Run under an address-space limit: a machine that overcommits memory would kill a process instead."""
     print(torch.ones(1 << 33).sum())
 
 
@@ -263,7 +263,7 @@ def too_much_memory_for_numpy() -> None:
 
 
 def eat_memory() -> None:
-    """Touches it, so that the kernel has to find it. Only ever under a limit."""
+    """Write to the memory, so that the kernel has to provide it. Run only under a limit."""
     eaten = []
     while True:
         eaten.append(torch.ones(1 << 22))
@@ -323,7 +323,7 @@ def unpicklable() -> None:
 
 
 def map_too_much() -> None:
-    """The file system has less room than the file says."""
+    """Map a file that is larger than the free space of its file system."""
     import mmap
 
     with Path("/dev/shm/batch").open("w+b") as file:
