@@ -32,6 +32,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         shared = definitions.name2fixturedefs.values() if definitions else ()
         if any(fixture.scope in ("module", "class") for fixtures in shared for fixture in fixtures):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    # Longest first: a long test that starts last keeps one worker busy while the others have nothing left to do.
+    items.sort(key=_timeout_s, reverse=True)
+
+
+def _timeout_s(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0]) if marker is not None else 0.0
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -58,7 +58,7 @@ class Agent:
             self.process.stdin.write(to_line(order))
             self.process.stdin.flush()
 
-    def leave_alone(self) -> None:
+    def close_stdin(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
 
@@ -87,7 +87,7 @@ class Agent:
         self.process.kill()
         self.process.wait()
         with contextlib.suppress(BrokenPipeError):
-            self.leave_alone()
+            self.close_stdin()
         end_processes(find_processes(self.run.path))
 
 

@@ -33,7 +33,7 @@ def make_training(folder: Path) -> RunFolder:
     return create_run(build_config(flags=merge_settings(map(parse_set, TINY))), folder, 2)
 
 
-class LyingHost:
+class MaliciousHost:
     """A host that follows the protocol except for one change in every message of a kind."""
 
     def __init__(self, run: RunFolder, changes: dict[str, Change], late: bool = False, hold_s: float = 0.0) -> None:
@@ -46,7 +46,7 @@ class LyingHost:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
-    def __enter__(self) -> LyingHost:
+    def __enter__(self) -> MaliciousHost:
         self._thread.start()
         starting = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._serve, "127.0.0.1", 0), self._loop)
         self._server = starting.result(10)
@@ -139,14 +139,14 @@ def joining(place: str, home: Path, out: Path, code: str = CODE, **variables: st
         process.communicate(timeout=20)
 
 
-class LyingGuest:
+class MaliciousGuest:
     """A machine that has the code and sends arbitrary messages."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
 
     @classmethod
-    async def dial(cls, port: int, code: str, **changes: Any) -> LyingGuest:
+    async def dial(cls, port: int, code: str, **changes: Any) -> MaliciousGuest:
         channel = await dial("127.0.0.1", port, code)
         facts = {"hello": make_hello(0, "den", "", "", "").as_dict(), "name": "den", "address": "127.0.0.1", "cores": 2}
         await channel.send({**facts, "user": "anna", **changes})

@@ -116,7 +116,7 @@ def assert_gone(traces: Traces) -> None:
 
 
 @contextlib.contextmanager
-def standing_lab(
+def running_lab(
     count: int, link: str | None = "1gbit", cpu: str | None = None, sshd: bool = False, delay: str | None = None
 ) -> Iterator[Lab]:
     """Run a lab and check afterwards that it is gone, including its interfaces on the host."""

@@ -41,7 +41,7 @@ def steps(rank: int, first: int, last: int, **more: Any) -> list[Event]:
     return [step(number, rank, **more) for number in range(first, last + 1)]
 
 
-def killed_and_back() -> list[Event]:
+def killed_and_rejoined() -> list[Event]:
     """Three ranks to step 100; rank 2 is killed after step 40, and its restarted process joins after step 50."""
     events: list[Event] = []
     for rank in (0, 1, 2):

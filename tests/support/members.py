@@ -40,7 +40,7 @@ class Team:
         for agent, ranks in zip(self.agents, self.ranks, strict=True):
             agent.tell(GoOrder(tuple(places), tuple(self.start(agent.node, rank) for rank in ranks), members))
 
-    def let_come(self, guest: Agent, contact: Agent) -> int:
+    def admit(self, guest: Agent, contact: Agent) -> int:
         """Admit a guest with an id from a member, as `shoal host RUN` does; return the number of its rank."""
         answer = ask_agent(contact.run.invite_socket(contact.node), ID)
         assert answer.member == guest.orders.member
@@ -119,7 +119,7 @@ def find_part(agent: Agent, part: str) -> int:
 def start_again(agent: Agent) -> None:
     """Restart a dead agent as `shoal join RUN` does."""
     agent.process.wait()
-    agent.leave_alone()
+    agent.close_stdin()
     with agent.log.open("ab") as output:
         agent.process = subprocess.Popen(
             (sys.executable, "-P", "-m", "shoal.agent.agent", "--again", str(agent.run.path), agent.node),

@@ -220,7 +220,7 @@ class Cluster:
         chosen = self.machines if members is None else members
         return max((self.machines[member].ledger for member in chosen), default=0)
 
-    def are_one(self) -> bool:
+    def train_together(self) -> bool:
         """Return whether all living machines train in one generation, with equal bits up to the step in progress."""
         alive = [machine for machine in self.machines.values() if machine.alive]
         running = {machine.running.id if machine.running and machine.arrived else None for machine in alive}
@@ -228,7 +228,7 @@ class Cluster:
         histories = {digest((machine.history or [])[:shortest]) for machine in alive}
         return len(running) == 1 and None not in running and len(histories) == 1
 
-    def are_well(self) -> bool:
+    def are_healthy(self) -> bool:
         alive = {member for member, machine in self.machines.items() if machine.alive}
         hindered = any(machine.frozen or machine.disk.full for machine in self.machines.values())
         members = {
@@ -237,7 +237,7 @@ class Cluster:
             if state_machine.generation
             for member in state_machine.generation.members
         }
-        return not self.cut and not hindered and self.are_one() and members == alive
+        return not self.cut and not hindered and self.train_together() and members == alive
 
     def lineages(self, members: set[int]) -> set[Ballot]:
         return {

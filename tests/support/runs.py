@@ -75,7 +75,7 @@ def front(folder: Path, *words: str | Path) -> Iterator[Front]:
 
 
 @contextlib.contextmanager
-def no_file_beyond(size: int) -> Iterator[None]:
+def file_size_limit(size: int) -> Iterator[None]:
     """Limit the size of files: the kernel writes up to the limit and refuses the rest, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))

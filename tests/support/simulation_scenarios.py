@@ -50,7 +50,7 @@ def scenario(
 
 
 @dataclass
-class SlowWay:
+class StepwiseSimulation:
     """Simulate a training that restarts and whose nodes are replaced at once; every rank of every step is drawn."""
 
     scenario: SimulationScenario

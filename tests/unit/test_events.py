@@ -14,7 +14,7 @@ import pytest
 
 from shoal.events import EventLog, EventTail, FileMark, FileMarker, has_mark, read_events
 from tests.support.programs import read_jsonl
-from tests.support.runs import no_file_beyond
+from tests.support.runs import file_size_limit
 
 
 def numbers(path: Path) -> list[int]:
@@ -25,7 +25,7 @@ def numbers(path: Path) -> list[int]:
 def test_lines_of_a_full_disk_are_kept_and_written_in_order(tmp_path: Path, size: int) -> None:
     messages: list[str] = []
     log = EventLog(tmp_path / "log.jsonl", 0, messages.append)
-    with no_file_beyond(size):
+    with file_size_limit(size):
         for n in range(50):
             log.append({"n": n})
         assert numbers(log.path) == list(range(len(numbers(log.path)))), "a line is torn or out of order"
@@ -43,7 +43,7 @@ def test_lines_of_a_full_disk_are_kept_and_written_in_order(tmp_path: Path, size
 def test_no_line_is_lost_on_a_disk_that_fills_and_empties_often(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "log.jsonl", 0, lambda text: None)
     for n in range(300):
-        with no_file_beyond(log.path.stat().st_size + n % 13) if n % 3 else contextlib.nullcontext():
+        with file_size_limit(log.path.stat().st_size + n % 13) if n % 3 else contextlib.nullcontext():
             log.append({"n": n})
     assert log.flush() == 0
     assert numbers(log.path) == list(range(300))
@@ -52,7 +52,7 @@ def test_no_line_is_lost_on_a_disk_that_fills_and_empties_often(tmp_path: Path) 
 def test_lines_beyond_the_memory_limit_are_dropped_and_reported(tmp_path: Path) -> None:
     messages: list[str] = []
     log = EventLog(tmp_path / "log.jsonl", 0, messages.append, most_kept=10)
-    with no_file_beyond(0):
+    with file_size_limit(0):
         for n in range(25):
             log.append({"n": n})
         assert (log.kept, log.dropped, log.flush(timeout_s=0)) == (10, 15, 25)
@@ -64,7 +64,7 @@ def test_lines_beyond_the_memory_limit_are_dropped_and_reported(tmp_path: Path) 
 
 def test_sync_fails_while_lines_are_kept_in_memory(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "log.jsonl", 0, lambda text: None)
-    with no_file_beyond(0):
+    with file_size_limit(0):
         log.append({"n": 0})
         with pytest.raises(OSError, match="File too large"):
             log.sync()
@@ -172,7 +172,7 @@ def test_a_log_can_record_its_own_write_errors(tmp_path: Path) -> None:
         log.append({"n": text.split(" ")[0]})
 
     log = EventLog(tmp_path / "log.jsonl", 0, record_warning)
-    with no_file_beyond(0):
+    with file_size_limit(0):
         for n in range(3):
             log.append({"n": n})
     log.close()

@@ -74,7 +74,7 @@ def test_an_agent_ends_when_the_launcher_leaves_before_the_start(how: str, tmp_p
     with agents(tmp_path) as (agent,):
         agent.first("ready")
         if how == "closed":
-            agent.leave_alone()
+            agent.close_stdin()
         else:
             agent.tell(how)
         assert agent.code() == 130
@@ -103,7 +103,7 @@ def test_ranks_keep_running_when_the_launcher_leaves_after_the_start(tmp_path: P
         go(team, [python(0, program)], [python(1, program)])
         for rank, agent in enumerate(team):
             await_ready(agent, rank)
-            agent.leave_alone()
+            agent.close_stdin()
         assert [agent.code() for agent in team] == [0, 0]
     assert [log_of(agent, rank) for rank, agent in enumerate(team)] == ["here\nstill here\n"] * 2
 

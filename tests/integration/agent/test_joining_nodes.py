@@ -49,7 +49,7 @@ def test_a_new_node_joins_and_trains_to_the_end(tmp_path: Path) -> None:
         team.go()
         team.await_commits(0)
         assert stat.S_IMODE(members[1].run.invite_socket("node2").stat().st_mode) == 0o600
-        rank = team.let_come(guest, members[1])
+        rank = team.admit(guest, members[1])
         entered = team.await_size(rank, 3, entries=1)
         assert (entered["ids"], entered["has_state"]) == ([0, 1, rank], False)
         team.await_size(0, 3)
@@ -144,7 +144,7 @@ def test_no_node_is_admitted_beyond_max_nodes(tmp_path: Path) -> None:
         team.go(settings=MembershipSettings(max_nodes=2))
         team.await_commits(0)
         assert ask_agent(members[0].run.invite_socket("node1"), WHO).full
-        rank = team.let_come(guest, members[0])
+        rank = team.admit(guest, members[0])
         team.await_notes(rank, "ready")
         team.await_commits(0, more=200)
         assert team.notes(rank, "enter") == []
@@ -160,7 +160,7 @@ def test_a_joining_node_that_leaves_before_admission_ends_no_other(tmp_path: Pat
         team = Team(members, (1, 1))
         team.go(settings=MembershipSettings(max_nodes=2))
         team.await_commits(0)
-        rank = team.let_come(guest, members[0])
+        rank = team.admit(guest, members[0])
         team.await_notes(rank, "ready")
         guest.process.terminate()
         guest.process.wait(20)
@@ -182,7 +182,7 @@ def test_a_joined_node_that_was_killed_rejoins_and_invites_another(tmp_path: Pat
         team = Team(members, (1, 1))
         team.go()
         team.await_commits(0)
-        rank = team.let_come(guest, members[1])
+        rank = team.admit(guest, members[1])
         team.await_size(rank, 3, entries=1)
         guest.process.kill()
         team.await_size(0, 2, entries=3)
@@ -190,7 +190,7 @@ def test_a_joined_node_that_was_killed_rejoins_and_invites_another(tmp_path: Pat
         team.await_size(rank, 3)
         members[1].process.kill()
         team.await_size(0, 2, entries=5)
-        last = team.let_come(other, guest)
+        last = team.admit(other, guest)
         entered = team.await_size(last, 3, entries=1)
         assert entered["ids"] == [0, rank, last]
         team.check_ledgers(0, rank, last)

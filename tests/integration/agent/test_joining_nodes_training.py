@@ -16,7 +16,7 @@ import pytest
 from shoal.cluster.lab.lab import Lab
 from shoal.control.processes import find_processes
 from shoal.runs.manage import end_processes
-from tests.support.labs import standing_lab
+from tests.support.labs import running_lab
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command
 from tests.support.runs import wait_until
 
@@ -94,7 +94,7 @@ def test_a_third_node_joins_while_two_train(tmp_path: Path, inviter: str) -> Non
     """Its inviter is the node that launched the run, or a node that joined it."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     # The delay makes the steps long enough that the third node joins before the end.
-    with standing_lab(3, delay="15ms") as lab, running_commands(lab, tmp_path, first, second, third) as run_at:
+    with running_lab(3, delay="15ms") as lab, running_commands(lab, tmp_path, first, second, third) as run_at:
         host = run_at("node1", "host", "--steps", "200", "--out", first, *set_flags(*TINY, "train.compile=off"))
         place, code = host.invitation()
         other = run_at("node2", "join", place, "--out", second, code=code)

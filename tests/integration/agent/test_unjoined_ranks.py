@@ -25,7 +25,7 @@ from shoal.host.proc import TcpSocket, parse_tcp_table
 from shoal.launch.launcher import AgentHandle, Launch
 from shoal.launch.plan import RankCommand, plan_script
 from shoal.run_folder import RunFolder
-from tests.support.labs import standing_lab
+from tests.support.labs import running_lab
 from tests.support.programs import shoal
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
@@ -297,7 +297,7 @@ def two_local_ranks(folder: Path, text: str, *words: str) -> Iterator[tuple[Join
 
 @contextlib.contextmanager
 def three_lab_ranks(folder: Path, text: str) -> Iterator[tuple[JoinWatch, dict[int, int]]]:
-    with standing_lab(3) as lab:
+    with running_lab(3) as lab:
         with lab.listen("node1") as listener:
             meeting = Rendezvous(*listener.getsockname())
             words = script_store_command(meeting.address, meeting.port, listener.fileno())

@@ -22,7 +22,7 @@ from shoal.cluster.hosts.facts import wanted_here
 from shoal.cluster.lab.lab import Lab
 from tests.integration.cluster.test_hosts_copy import git
 from tests.integration.cluster.test_hosts_ssh import Site, bare_python, changed_at, error_in, refused
-from tests.support.labs import shoal, standing_lab
+from tests.support.labs import running_lab, shoal
 from tests.support.needs import need_tool
 
 pytestmark = pytest.mark.long
@@ -46,7 +46,7 @@ def small_disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 def lab(small_disks: dict[str, Path]) -> Iterator[Lab]:
     need_tool("ssh")
     need_tool("sshd")
-    with standing_lab(2, sshd=True) as built:
+    with running_lab(2, sshd=True) as built:
         yield built
 
 

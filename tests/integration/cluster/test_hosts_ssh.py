@@ -19,7 +19,7 @@ from shoal.cluster.hosts.ssh import RemoteScript, run_script
 from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.lab import Lab
 from shoal.errors import HostError
-from tests.support.labs import shoal, standing_lab
+from tests.support.labs import running_lab, shoal
 from tests.support.needs import need_tool
 
 _READY = """
@@ -93,7 +93,7 @@ def error_in(error_text: str) -> str:
 def lab() -> Iterator[Lab]:
     need_tool("ssh")
     need_tool("sshd")
-    with standing_lab(2, sshd=True) as built:
+    with running_lab(2, sshd=True) as built:
         yield built
 
 

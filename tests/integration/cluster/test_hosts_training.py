@@ -24,7 +24,7 @@ from shoal.config.load import load_config
 from shoal.control.processes import find_processes
 from shoal.runs.manage import end_processes
 from tests.integration.runs.test_run_script import LINE, loss_of_one_process
-from tests.support.labs import standing_lab
+from tests.support.labs import running_lab
 from tests.support.needs import need_tool
 from tests.support.paths import SCRIPTS
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of
@@ -35,7 +35,7 @@ LONG = ("--steps", "1000000", *set_flags("train.compile=off"))
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     need_tool("sshd")
-    with standing_lab(2, sshd=True) as built:
+    with running_lab(2, sshd=True) as built:
         if not built.state.spec.sshd:
             pytest.skip("; ".join(built.state.notes))
         yield built

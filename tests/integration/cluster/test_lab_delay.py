@@ -16,7 +16,7 @@ from shoal.cluster.lab.lab import Lab, kill_node, restart_node, set_link
 from shoal.cluster.lab.processes import first_process
 from shoal.cluster.lab.spec import make_spec
 from shoal.errors import LabError
-from tests.support.labs import need_lab, new_name, run_on, standing_lab
+from tests.support.labs import need_lab, new_name, run_on, running_lab
 from tests.support.needs import need_tool
 
 
@@ -30,7 +30,7 @@ def no_netem(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def lab(no_netem: None) -> Iterator[Lab]:
     need_tool("ping")
-    with standing_lab(2, delay="10ms") as lab:
+    with running_lab(2, delay="10ms") as lab:
         yield lab
 
 

@@ -15,8 +15,8 @@ from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.commands import ControlGroup, ControlGroups
 from shoal.cluster.lab.lab import Lab
 from shoal.errors import UsageError
-from tests.integration.cluster.test_lab_nodes import can_ping, on, said, wait_for
-from tests.support.labs import standing_lab
+from tests.integration.cluster.test_lab_nodes import can_ping, on, output_of, wait_for
+from tests.support.labs import running_lab
 from tests.support.needs import need_tool
 
 _COUNT = "import time, sys\nwhile True: print('.', end='', flush=True); time.sleep(0.01)"
@@ -29,7 +29,7 @@ _SERVE = (
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with standing_lab(3, sshd=True) as built:
+    with running_lab(3, sshd=True) as built:
         yield built
 
 
@@ -65,7 +65,7 @@ def received(lab: Lab, sender: str, receiver: str) -> bool:
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as listener:
         assert listener.stdout is not None
         listener.stdout.readline()
-        said(lab, sender, sys.executable, "-c", send, lab.state.spec.node(receiver).address)
+        output_of(lab, sender, sys.executable, "-c", send, lab.state.spec.node(receiver).address)
         return listener.stdout.readline().strip() == "hello"
 
 
@@ -119,7 +119,7 @@ def test_the_version_2_freezer_freezes_a_node(monkeypatch: pytest.MonkeyPatch, t
         pytest.skip("no writable version 2 control groups are mounted")
     groups = ControlGroups(freezer=ControlGroup(parent=Path(places[0]), version=2))
     monkeypatch.setattr("shoal.cluster.lab.kernel.read_groups", lambda: groups)
-    with standing_lab(1) as lab:
+    with running_lab(1) as lab:
         assert lab.state.groups == groups
         check_freezing(lab, tmp_path / "count", "node1")
         lab.perform(lab_lab.set_frozen("node1", frozen=True))
@@ -140,7 +140,7 @@ def test_a_killed_node_is_restarted_with_its_settings(lab: Lab, tmp_path: Path, 
         lab.perform(lab_lab.kill_node("node2", silent))
     lab.perform(lab_lab.restart_node("node2"))
     assert can_ping(lab, "node1", "node2")
-    assert "tbf" in said(lab, "node2", "tc", "qdisc", "show", "dev", "eth0")
+    assert "tbf" in output_of(lab, "node2", "tc", "qdisc", "show", "dev", "eth0")
 
 
 def test_a_silent_kill_closes_no_connection(lab: Lab) -> None:
@@ -174,8 +174,8 @@ def test_ssh_logs_in_to_a_node(lab: Lab) -> None:
     if not lab.state.spec.sshd:
         pytest.skip("; ".join(lab.state.notes))
     ssh = ("ssh", "-F", str(lab.folder / "ssh/config"))
-    assert said(lab, "switch", *ssh, "node1", "hostname") == "node1"
-    assert said(lab, "node1", *ssh, "node3", "hostname") == "node3"
+    assert output_of(lab, "switch", *ssh, "node1", "hostname") == "node1"
+    assert output_of(lab, "node1", *ssh, "node3", "hostname") == "node3"
     assert on(lab, "node1", *ssh, "node3", "exit 9").returncode == 9
     modes = {path.stat().st_mode & 0o777 for path in (lab.folder / "ssh/id", lab.folder / "ssh/host")}
     assert modes == {0o600}

@@ -22,8 +22,8 @@ from shoal.cluster.lab.spec import make_spec
 from shoal.cluster.lab.state import LabOwner, LabState
 from shoal.errors import LabError, UsageError
 from shoal.host.proc import start_ticks
-from tests.integration.cluster.test_lab_nodes import can_ping, nearly, on, said, wait_for
-from tests.support.labs import Traces, as_ordinary_user, assert_gone, need_lab, new_name, shoal, standing_lab
+from tests.integration.cluster.test_lab_nodes import can_ping, nearly, on, output_of, wait_for
+from tests.support.labs import Traces, as_ordinary_user, assert_gone, need_lab, new_name, running_lab, shoal
 
 _UP = "import sys\nfrom shoal.cluster.lab.lab import build_lab\nfrom shoal.cluster.lab.spec import make_spec\n"
 _UP_AND_STAY = _UP + "import os, time\nbuild_lab(make_spec(2, name=sys.argv[1]), owner=os.getpid())\ntime.sleep(60)"
@@ -34,7 +34,7 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_two_labs_with_the_same_addresses_exist_side_by_side() -> None:
-    with standing_lab(2) as one, standing_lab(2, link="100mbit") as other:
+    with running_lab(2) as one, running_lab(2, link="100mbit") as other:
         assert one.nodes[0].address == other.nodes[0].address
         one.close()
         assert can_ping(other, "node1", "node2")
@@ -42,7 +42,7 @@ def test_two_labs_with_the_same_addresses_exist_side_by_side() -> None:
 
 
 def test_a_lab_name_in_use_is_refused() -> None:
-    with standing_lab(1) as lab:
+    with running_lab(1) as lab:
         with pytest.raises(UsageError, match="already up"):
             build_lab(make_spec(1, name=lab.name))
         assert lab.is_alive("node1")
@@ -93,7 +93,7 @@ def test_a_step_that_fails_removes_the_whole_lab(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_lab_whose_switch_died_is_reported_as_broken_and_can_be_removed() -> None:
-    with standing_lab(2) as lab:
+    with running_lab(2) as lab:
         switch = first_process(lab.folder, "switch")
         assert switch is not None
         os.kill(switch, signal.SIGKILL)
@@ -117,7 +117,7 @@ def test_an_owned_lab_is_removed_when_its_owner_ends(how: signal.Signals) -> Non
 
 
 def test_a_lab_with_an_unreadable_state_file_can_be_removed() -> None:
-    with standing_lab(1) as lab:
+    with running_lab(1) as lab:
         (lab.folder / "lab.json").write_bytes(b"\xff{")
         with pytest.raises(LabError, match="unreadable"):
             Lab.open(lab.name)
@@ -212,7 +212,7 @@ def test_the_printed_commands_build_a_lab_by_hand() -> None:
 
 
 def test_the_printed_commands_take_a_lab_down_by_hand() -> None:
-    with standing_lab(2) as lab:
+    with running_lab(2) as lab:
         script = run(*shoal("lab", "down", "--name", lab.name, "--dry-run")).stdout
         assert lab.is_alive("node1")
         done = run("sh", "-ec", script)
@@ -287,7 +287,7 @@ def test_a_lab_works_without_root() -> None:
 @pytest.mark.long
 def test_many_labs_one_after_another_leave_nothing() -> None:
     for _ in range(15):
-        with standing_lab(4) as lab:
+        with running_lab(4) as lab:
             assert can_ping(lab, "node1", "node4")
 
 
@@ -308,7 +308,7 @@ def test_an_up_killed_at_any_moment_is_cleaned() -> None:
 
 @pytest.mark.long
 def test_a_gigabit_link_carries_a_gigabit() -> None:
-    with standing_lab(2) as lab:
+    with running_lab(2) as lab:
         assert nearly(lab, "node1", "node2", 1e9)
         assert nearly(lab, "node2", "node1", 1e9)
 
@@ -321,6 +321,6 @@ def test_a_loss_rate_drops_packets_in_both_directions() -> None:
         text = on(lab, "node1", "ping", "-q", "-c", "200", "-i", "0.01", "-W", "1", "node2").stdout
         lost = float(text.split("% packet loss")[0].split()[-1])
         assert 20 < lost < 52, "each way loses a fifth: 36% of the round trips"
-        assert said(lab, "node1", "hostname") == "node1"
+        assert output_of(lab, "node1", "hostname") == "node1"
     finally:
         lab.close()

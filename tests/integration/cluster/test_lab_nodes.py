@@ -18,7 +18,7 @@ from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.lab import Lab
 from shoal.cluster.lab.spec import LabLink
 from shoal.errors import UsageError
-from tests.support.labs import shoal, standing_lab
+from tests.support.labs import running_lab, shoal
 
 _LISTEN = """
 import socket, time
@@ -41,7 +41,7 @@ with socket.create_connection((sys.argv[1], 7000)) as peer:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with standing_lab(3, link="100mbit/100mbit/1gbit", cpu="none/none/0.5") as built:
+    with running_lab(3, link="100mbit/100mbit/1gbit", cpu="none/none/0.5") as built:
         yield built
 
 
@@ -49,7 +49,7 @@ def on(lab: Lab, node: str, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(lab.command(node, argv), capture_output=True, text=True, timeout=20)
 
 
-def said(lab: Lab, node: str, *argv: str) -> str:
+def output_of(lab: Lab, node: str, *argv: str) -> str:
     done = on(lab, node, *argv)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -67,7 +67,7 @@ def rate_bps(lab: Lab, sender: str, receiver: str, seconds: float = 2.0) -> floa
     ) as listener:
         assert listener.stdout is not None
         assert listener.stdout.readline().strip() == "ready"
-        said(lab, sender, sys.executable, "-c", _SEND, address, str(seconds))
+        output_of(lab, sender, sys.executable, "-c", _SEND, address, str(seconds))
         return float(listener.stdout.readline())
 
 
@@ -77,13 +77,13 @@ def nearly(lab: Lab, sender: str, receiver: str, wanted_bps: float) -> bool:
 
 
 def test_a_node_has_its_own_hostname_network_and_processes(lab: Lab) -> None:
-    assert said(lab, "node2", "hostname") == "node2"
-    assert said(lab, "node2", "sh", "-c", "ls /sys/class/net").split() == ["eth0", "lo"]
-    assert "10.77.0.2/24" in said(lab, "node2", "ip", "-brief", "address", "show", "eth0")
-    assert said(lab, "node2", "cat", "/proc/1/comm") == "sleep"
-    processes = said(lab, "node2", "sh", "-c", "ls /proc | grep -c '^[0-9]*$'")
+    assert output_of(lab, "node2", "hostname") == "node2"
+    assert output_of(lab, "node2", "sh", "-c", "ls /sys/class/net").split() == ["eth0", "lo"]
+    assert "10.77.0.2/24" in output_of(lab, "node2", "ip", "-brief", "address", "show", "eth0")
+    assert output_of(lab, "node2", "cat", "/proc/1/comm") == "sleep"
+    processes = output_of(lab, "node2", "sh", "-c", "ls /proc | grep -c '^[0-9]*$'")
     assert int(processes) < 8, "the node sees processes of others"
-    assert said(lab, "node2", "pwd") == str(Path.cwd())
+    assert output_of(lab, "node2", "pwd") == str(Path.cwd())
 
 
 def test_every_node_can_ping_every_other_by_name(lab: Lab) -> None:
@@ -93,7 +93,7 @@ def test_every_node_can_ping_every_other_by_name(lab: Lab) -> None:
 
 
 def test_orphans_on_a_node_are_reaped(lab: Lab) -> None:
-    said(lab, "node1", "sh", "-c", "(sleep 0.1 &)")
+    output_of(lab, "node1", "sh", "-c", "(sleep 0.1 &)")
     time.sleep(0.4)
     assert lab.processes("node1") == []
 
@@ -122,9 +122,9 @@ def test_a_cpu_share_limits_a_busy_node(lab: Lab) -> None:
     if lab.state.groups.cpu is None:
         pytest.skip("; ".join(lab.state.notes))
     busy = "import time; e = time.monotonic() + 1\nwhile time.monotonic() < e: pass\nprint(time.process_time())"
-    assert 0.2 < float(said(lab, "node3", sys.executable, "-c", busy)) < 0.62
+    assert 0.2 < float(output_of(lab, "node3", sys.executable, "-c", busy)) < 0.62
     lab.perform(lab_lab.set_cpu("node3", 0.2))
-    assert float(said(lab, "node3", sys.executable, "-c", busy)) < 0.32
+    assert float(output_of(lab, "node3", sys.executable, "-c", busy)) < 0.32
     lab.perform(lab_lab.set_cpu("node3", 0.5))
 
 
@@ -218,7 +218,7 @@ def test_a_socket_that_listens_on_a_node_can_be_used_outside_it(lab: Lab) -> Non
     with lab.listen("node2") as server:
         address, port = server.getsockname()
         assert address == "10.77.0.2"
-        said(lab, "node1", sys.executable, "-c", send, str(port))
+        output_of(lab, "node1", sys.executable, "-c", send, str(port))
         peer, (sender, _) = server.accept()
         with peer:
             assert (peer.recv(9), sender) == (b"hello", "10.77.0.1")

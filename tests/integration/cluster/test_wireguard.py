@@ -11,7 +11,7 @@ import pytest
 from shoal.cluster.lab.lab import Lab
 from shoal.control.processes import find_processes
 from shoal.runs.manage import end_processes
-from tests.support.labs import standing_lab
+from tests.support.labs import running_lab
 from tests.support.needs import need_tool
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal_command, steps_of
 
@@ -24,7 +24,7 @@ PORT = 51820
 def lab() -> Iterator[Lab]:
     """Build a lab with an interface `wg0` on its first node. The tool may exist without support in the kernel."""
     need_tool("sshd")
-    with standing_lab(2, sshd=True) as built:
+    with running_lab(2, sshd=True) as built:
         if not built.state.spec.sshd:
             pytest.skip("; ".join(built.state.notes))
         tried = at(built, "node1", "ip", "link", "add", "wg0", "type", "wireguard")

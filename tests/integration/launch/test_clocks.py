@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal.events import read_events
-from tests.support.labs import own_clock, standing_lab
+from tests.support.labs import own_clock, running_lab
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command
 from tests.support.runs import ended_afterwards, wait_until
 
@@ -22,7 +22,7 @@ OTHER_CLOCK = {"FAKETIME_DONT_FAKE_MONOTONIC": "1", "FAKETIME_NO_CACHE": "1"}
 @pytest.mark.timeout(240)
 def test_a_clock_that_is_wrong_and_jumps_has_no_effect(tmp_path: Path) -> None:
     run, offsets = tmp_path / "run", ("+3600", "-40", "-3600", "+40")
-    with standing_lab(2) as lab, own_clock(lab, "node2", tmp_path / "etc", offsets[0]) as clock:
+    with running_lab(2) as lab, own_clock(lab, "node2", tmp_path / "etc", offsets[0]) as clock:
         on = ("--on", f"lab:{lab.name}", "--steps", "200", "--out", run)
         command = shoal_command("train", *on, *set_flags(*TINY, "train.checkpoint_every=50"))
         with ended_afterwards(run), (tmp_path / "output").open("wb") as output:

@@ -21,7 +21,7 @@ from shoal.cluster.lab.processes import NodeProcess
 from shoal.config.load import build_config
 from shoal.launch.emit import EmitJob, Pods, k8s_text, make_job, slurm_text, torchrun_commands
 from tests.integration.cluster.test_lab_training import wait_for_ledger
-from tests.support.labs import standing_lab
+from tests.support.labs import running_lab
 from tests.support.needs import need_tool
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal
 
@@ -85,7 +85,7 @@ def kinds(run: Path, rank: int) -> list[str]:
 
 @pytest.mark.long
 def test_the_torchrun_commands_train_on_unequal_nodes() -> None:
-    with standing_lab(2) as lab:
+    with running_lab(2) as lab:
         commands = torchrun_commands(make_lab_job(lab, (2, 1)), 29500)
         argv = {command.node: ["sh", "-c", command.command] for command in commands}
         assert run_on_nodes(lab, argv, {}) == [0, 0], read_logs()
@@ -116,7 +116,7 @@ def test_the_slurm_script_trains_on_two_nodes() -> None:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         shim(Path("bin"), name, text)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_CPUS_PER_TASK": "1"}
-    with standing_lab(2) as lab:
+    with running_lab(2) as lab:
         Path("job.sbatch").write_text(slurm_text(make_lab_job(lab, (1, 1)), new_folder=True))
         path = f"{Path('bin').absolute()}:{os.environ['PATH']}"
         batch = lab.start("node1", ["bash", "job.sbatch"], {**slurm, "PATH": path}, Path("batch.log").absolute())
@@ -147,7 +147,7 @@ def srun_request(batch: NodeProcess) -> tuple[list[str], dict[str, str]]:
 
 @pytest.mark.long
 def test_the_pods_script_trains_on_two_nodes() -> None:
-    with standing_lab(2) as lab:
+    with running_lab(2) as lab:
         job = make_lab_job(lab, (1, 1))
         _, work = yaml.safe_load_all(k8s_text(job, Pods("shoal:1")))
         [pod] = work["spec"]["template"]["spec"]["containers"]

@@ -19,7 +19,7 @@ from shoal.cluster.lab.lab import Lab, kill_node
 from shoal.cluster.lab.processes import NodeProcess
 from shoal.events import read_events
 from shoal.sync.world import agree_on_attempt
-from tests.support.labs import standing_lab
+from tests.support.labs import running_lab
 from tests.support.programs import TINY, read_jsonl, set_flags
 
 STEPS = 400
@@ -108,7 +108,7 @@ def rank_on(lab: Lab, node: str) -> int:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", ["rank", "node"])
 def test_a_killed_worker_resumes_from_the_checkpoint(fault: str, tmp_path: Path) -> None:
-    with standing_lab(3) as lab, ExitStack() as stack:
+    with running_lab(3) as lab, ExitStack() as stack:
         torchruns = start_torchruns(lab, tmp_path)
         stack.callback(end, torchruns.values())
         # Not while a checkpoint is written: the timeout for a silent peer is then that of a slow disk.

@@ -32,7 +32,7 @@ from shoal.errors import ControlError, UsageError
 from shoal.run_folder import RunFolder
 from shoal.runs.manage import end_processes
 from shoal.runs.supervisor import training_files
-from tests.support.join_attacks import CODE, Change, LyingGuest, LyingHost, joining, make_training
+from tests.support.join_attacks import CODE, Change, MaliciousGuest, MaliciousHost, joining, make_training
 from tests.support.programs import TINY, set_flags, shoal, shoal_command
 from tests.support.runs import wait_until
 
@@ -77,7 +77,7 @@ def set_to(*path: str, value: object) -> Change:
     return change
 
 
-def attack(machine: Machine, host: LyingHost) -> subprocess.CompletedProcess[str]:
+def attack(machine: Machine, host: MaliciousHost) -> subprocess.CompletedProcess[str]:
     """Let the machine join, and check that it writes nothing outside and that the host gets no key."""
     before = machine.outside()
     with joining(f"127.0.0.1:{host.port}", machine.home, machine.out) as process:
@@ -95,7 +95,7 @@ def test_a_host_does_not_get_a_key_through_a_node_name(tmp_path: Path, training:
     """In version 0.1 a host could get a private key: the name became `logs/NAME/`, which is sent to the host."""
     machine = Machine(tmp_path)
     name = relative_path(machine.home / ".ssh", machine.out / "logs")
-    with LyingHost(training, {"welcome": set_to("node", value=name)}) as host:
+    with MaliciousHost(training, {"welcome": set_to("node", value=name)}) as host:
         done = attack(machine, host)
     assert done.returncode == 3, done.stderr
     assert "error: the host sent what this machine does not accept" in done.stderr
@@ -142,7 +142,7 @@ def make_case(name: str, *values: object) -> ParameterSet:
 @pytest.mark.parametrize(("path", "value"), [make_case(*case) for case in WELCOMES])
 def test_a_false_welcome_is_refused(path: tuple[str, ...], value: object, tmp_path: Path, training: RunFolder) -> None:
     machine = Machine(tmp_path)
-    with LyingHost(training, {"welcome": set_to(*path, value=value)}) as host:
+    with MaliciousHost(training, {"welcome": set_to(*path, value=value)}) as host:
         done = attack(machine, host)
     assert done.returncode in (2, 3), done.stderr
     assert done.stderr.startswith("error: ")
@@ -173,7 +173,7 @@ def test_false_pieces_and_orders_are_refused(
     kind: str, path: tuple[str, ...], value: object, tmp_path: Path, training: RunFolder
 ) -> None:
     machine = Machine(tmp_path)
-    with LyingHost(training, {kind: set_to(*path, value=value)}) as host:
+    with MaliciousHost(training, {kind: set_to(*path, value=value)}) as host:
         done = attack(machine, host)
     assert done.returncode == 3, done.stderr
     assert "error: the host" in done.stderr
@@ -188,7 +188,7 @@ def test_a_host_does_not_start_more_ranks_than_one(tmp_path: Path, training: Run
         message["roster"] += [message["roster"][1]] * 50
 
     machine = Machine(tmp_path)
-    with LyingHost(training, {"roster": many}) as host:
+    with MaliciousHost(training, {"roster": many}) as host:
         done = attack(machine, host)
     assert done.returncode == 3
     assert "does not name this one exactly once" in done.stderr
@@ -198,7 +198,7 @@ def test_a_host_does_not_start_more_ranks_than_one(tmp_path: Path, training: Run
 @pytest.mark.long
 def test_a_late_joining_machine_refuses_the_member_id_of_another(tmp_path: Path, training: RunFolder) -> None:
     machine = Machine(tmp_path)
-    with LyingHost(training, {"meet": set_to("member", value=0)}, late=True) as host:
+    with MaliciousHost(training, {"meet": set_to("member", value=0)}, late=True) as host:
         done = attack(machine, host)
     assert done.returncode == 3
     assert "the place of another machine" in done.stderr
@@ -212,7 +212,7 @@ def test_paths_in_a_hosts_configuration_are_ignored(tmp_path: Path, training: Ru
         "[data]\n", f'[data]\npath = "{machine.home}/.ssh/id_ed25519"\ncache_dir = "{evil}"\n'
     )
     changes = {"welcome": set_to("texts", "config.toml", value=text), "roster": set_to("roster", value=[])}
-    with LyingHost(training, changes) as host:
+    with MaliciousHost(training, changes) as host:
         done = attack(machine, host)
     assert "prepared" in host.kinds(), done.stderr
     kept = (machine.out / "config.toml").read_text()
@@ -272,7 +272,7 @@ def test_a_host_does_not_replace_the_text_of_another_run(pieces: int, tmp_path: 
     before = cache.content()
     changes: dict[str, Change] = {"piece": end_before(2)} if pieces == 1 else {}
     changes["welcome"] = set_to("texts", "tokenizer.json", value='{"kind": "byte"}')
-    with LyingHost(training, changes) as host:
+    with MaliciousHost(training, changes) as host:
         host.cargo = make_other_text(tmp_path / "other", training)
         sizes = {name: path.stat().st_size for name, path in host.cargo.files.items()}
         assert sizes != {name: len(content) for name, content in before.items()}
@@ -291,7 +291,7 @@ def test_a_cached_text_is_identified_by_its_content_and_not_by_the_size_from_the
     machine = Machine(tmp_path)
     cache = Cache(machine, training)
     before = cache.content()
-    with LyingHost(training, {"roster": set_to("roster", value=[])}) as host:
+    with MaliciousHost(training, {"roster": set_to("roster", value=[])}) as host:
         host.cargo = make_other_text(tmp_path / "other", training)
         attack(machine, host)
     assert next(message for message in host.received if message.get("type") == "need")["need"] == []
@@ -306,7 +306,7 @@ def test_a_host_does_not_remove_the_text_of_another_run(tmp_path: Path, training
     cache = Cache(machine, training)
     before = cache.content()
     other = set_to("texts", "tokenizer.json", value='{"kind": "byte"}')
-    with LyingHost(training, {"welcome": other}) as host:
+    with MaliciousHost(training, {"welcome": other}) as host:
         done = attack(machine, host)
     assert done.returncode == 3, done.stderr
     assert NOT_NAMED in done.stderr
@@ -322,7 +322,7 @@ def test_a_damaged_text_in_the_cache_is_fetched_again(part: str, tmp_path: Path,
     before = cache.content()
     content = cache.place(part).read_bytes()
     cache.place(part).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with LyingHost(training, {"roster": set_to("roster", value=[])}) as host:
+    with MaliciousHost(training, {"roster": set_to("roster", value=[])}) as host:
         done = attack(machine, host)
     assert "prepared" in host.kinds(), done.stderr
     assert cache.place(part).name in next(m for m in host.received if m.get("type") == "need")["need"]
@@ -338,7 +338,7 @@ def test_a_text_with_a_false_header_is_refused(tmp_path: Path, training: RunFold
     about = text.header
     header = write_tokens(forged, text.tokens.view("<u4"), vocab_size=about.vocab_size, tokenizer=about.tokenizer)
     assert (header.sha256, header.dtype) == (about.sha256, "<u4")
-    with LyingHost(training, {}) as host:
+    with MaliciousHost(training, {}) as host:
         host.cargo = RunFiles(files={**true.files, name: forged}, texts=true.texts)
         done = attack(machine, host)
     assert done.returncode == 3, done.stderr
@@ -357,7 +357,7 @@ def test_a_text_that_does_not_match_its_name_is_not_left_in_the_cache(tmp_path: 
         message["texts"]["data.json"] = json.dumps({**facts, **named})
 
     machine = Machine(tmp_path)
-    with LyingHost(training, {"welcome": rename}) as host:
+    with MaliciousHost(training, {"welcome": rename}) as host:
         host.cargo = RunFiles(
             files={"0" * 64 + name[64:]: path for name, path in training_files(training).files.items()},
             texts=lambda places: training_files(training).texts(
@@ -380,7 +380,7 @@ def test_facts_about_another_text_than_the_one_sent_are_refused(
         message["texts"]["data.json"] = json.dumps({**facts, field: facts["val"] if field == "train" else "0" * 64})
 
     machine = Machine(tmp_path)
-    with LyingHost(training, {"welcome": falsify}) as host:
+    with MaliciousHost(training, {"welcome": falsify}) as host:
         done = attack(machine, host)
     assert done.returncode == 3, done.stderr
     assert "data.json is about another text" in done.stderr
@@ -400,7 +400,7 @@ def test_an_interrupted_join_leaves_no_part_file_and_removes_abandoned_ones(
         message["data"] = message["data"][:400]
 
     with (
-        LyingHost(training, {"piece": stall}) as host,
+        MaliciousHost(training, {"piece": stall}) as host,
         joining(f"127.0.0.1:{host.port}", machine.home, machine.out) as process,
     ):
         wait_until(lambda: list(folder.glob("*-train.*.part")), 60)
@@ -436,9 +436,9 @@ class RunningServer:
         return await asyncio.wait_for(self.join_server.receive_one(lambda: {"host"}, lambda: None), 30)
 
 
-async def join_attacker(server: RunningServer, **facts: Any) -> tuple[JoinedLink, LyingGuest]:
+async def join_attacker(server: RunningServer, **facts: Any) -> tuple[JoinedLink, MaliciousGuest]:
     receiving = asyncio.ensure_future(server.receive())
-    attacker = await LyingGuest.dial(*await server.place(), **facts)
+    attacker = await MaliciousGuest.dial(*await server.place(), **facts)
     await attacker.settle()
     return await receiving, attacker
 
@@ -565,7 +565,7 @@ def test_a_joining_machine_with_invalid_facts_is_refused(facts: dict[str, Any], 
 
     async def run_attack() -> None:
         receiving = asyncio.ensure_future(server.receive())
-        attacker = await LyingGuest.dial(*await server.place(), **facts)
+        attacker = await MaliciousGuest.dial(*await server.place(), **facts)
         with pytest.raises(EOFError):
             await attacker.channel.receive()
         attacker.channel.close()
@@ -606,13 +606,13 @@ def test_the_owner_confirms_each_joining_machine(training: RunFolder) -> None:
     async def run_attack() -> None:
         receiving = asyncio.ensure_future(server.receive())
         port, code = await server.place()
-        thief = await LyingGuest.dial(port, code, user="mallory")
+        thief = await MaliciousGuest.dial(port, code, user="mallory")
         assert (await thief.channel.receive())["type"] == "refused"
         _, newer = await server.place(2)
         assert newer != code
         with pytest.raises(ControlError):
-            await LyingGuest.dial(port, code)
-        owner = await LyingGuest.dial(port, newer)
+            await MaliciousGuest.dial(port, code)
+        owner = await MaliciousGuest.dial(port, newer)
         assert (await owner.settle())["type"] == "welcome"
         guest = await receiving
         for channel in (thief.channel, owner.channel, guest.channel):
@@ -703,7 +703,7 @@ def test_another_user_cannot_find_the_code(way: str, tmp_path: Path, training: R
         pytest.skip("only root can act as another user")
     machine, other = Machine(tmp_path), CodeSearch(65534)
     with (
-        LyingHost(training, {"roster": set_to("roster", value=[])}) as host,
+        MaliciousHost(training, {"roster": set_to("roster", value=[])}) as host,
         joining_with_code(way, host.port, machine) as process,
     ):
         wait_until(host.greeted.is_set, 60, why=lambda: (tmp_path / "err").read_text())
@@ -718,7 +718,10 @@ def test_another_user_cannot_find_the_code(way: str, tmp_path: Path, training: R
 def test_no_process_of_the_run_inherits_the_code(tmp_path: Path, training: RunFolder) -> None:
     """Search as root from the time when the host has accepted the code until the agent has ended."""
     machine = Machine(tmp_path)
-    with LyingHost(training, {}, hold_s=1.0) as host, joining_with_code("environment", host.port, machine) as process:
+    with (
+        MaliciousHost(training, {}, hold_s=1.0) as host,
+        joining_with_code("environment", host.port, machine) as process,
+    ):
         wait_until(host.greeted.is_set, 60)
         root = CodeSearch(0)
         agents = wait_until(lambda: [running for running in find_processes(machine.out) if running.part == "agent"], 60)
@@ -774,7 +777,7 @@ def test_the_owner_is_asked_at_the_terminal_of_shoal_host(tmp_path: Path) -> Non
         return wait_until(lambda: re.findall(pattern, screen()), 90, why=screen)
 
     async def join_and_answer(port: str, code: str, answer: bytes, user: str) -> str:
-        guest = await LyingGuest.dial(int(port), code.replace("-", ""), user=user)
+        guest = await MaliciousGuest.dial(int(port), code.replace("-", ""), user=user)
         await asyncio.to_thread(read, rf"may den \(127.0.0.1; it says its user is '{user}'\) take part.*\[y/N\]")
         os.write(terminal_fd, answer)
         message = await asyncio.wait_for(guest.channel.receive(), 30)

@@ -19,7 +19,7 @@ from shoal.cluster.lab.lab import Lab
 from tests.integration.cluster.test_hosts_setup import make_wheels
 from tests.integration.cluster.test_hosts_ssh import Site, bare_python
 from tests.support import programs
-from tests.support.labs import mounted, own_clock, own_etc, run_on, shoal, standing_lab
+from tests.support.labs import mounted, own_clock, own_etc, run_on, running_lab, shoal
 from tests.support.needs import need_tool
 
 pytestmark = pytest.mark.long
@@ -97,7 +97,7 @@ _WAIT = "import sys\nsys.stdin.read()"
 def lab() -> Iterator[Lab]:
     need_tool("ssh")
     need_tool("sshd")
-    with standing_lab(3, sshd=True) as lab:
+    with running_lab(3, sshd=True) as lab:
         yield lab
 
 

@@ -15,7 +15,7 @@ from shoal.cluster.lab.lab import Lab
 from shoal.cluster.lab.spec import LabLink
 from shoal.tools.doctor.checks.reach import open_command
 from tests.integration.cluster.test_hosts_ssh import Site
-from tests.integration.cluster.test_lab_nodes import said, wait_for
+from tests.integration.cluster.test_lab_nodes import output_of, wait_for
 from tests.support.doctor import (
     Verdict,
     assert_alarms,
@@ -26,7 +26,7 @@ from tests.support.doctor import (
     run_here,
     run_on,
 )
-from tests.support.labs import shoal, standing_lab
+from tests.support.labs import running_lab, shoal
 from tests.support.needs import need_tool
 
 Inject = Callable[[Lab], None]
@@ -44,7 +44,7 @@ class Fault:
 
 def sh(node: str, *commands: str) -> Inject:
     def inject(lab: Lab) -> None:
-        said(lab, node, "sh", "-ec", "; ".join(commands))
+        output_of(lab, node, "sh", "-ec", "; ".join(commands))
 
     return inject
 
@@ -141,7 +141,7 @@ QUICK = ("a smaller MTU on one side",)
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    with standing_lab(3) as lab:
+    with running_lab(3) as lab:
         yield lab
 
 
@@ -198,7 +198,7 @@ def test_a_slow_link_is_distinguished_from_its_peers_beside_a_firewall(lab: Lab)
 @pytest.mark.long
 @pytest.mark.parametrize("link", ["1gbit", "none", "10mbit"])
 def test_a_healthy_lab_has_no_alarm(link: str) -> None:
-    with standing_lab(3, link=link) as lab:
+    with running_lab(3, link=link) as lab:
         assert_healthy(run_doctor(lab))
 
 
@@ -260,7 +260,7 @@ def test_a_node_that_freezes_during_the_check_is_reported(lab: Lab) -> None:
 def site(tmp_path: Path) -> Iterator[Site]:
     need_tool("ssh")
     need_tool("sshd")
-    with standing_lab(2, sshd=True) as lab:
+    with running_lab(2, sshd=True) as lab:
         yield Site(lab, tmp_path)
 
 

@@ -38,7 +38,7 @@ from shoal.cost.network import (
 from shoal.errors import ControlError
 from shoal.tools.probe.link_meter import rate_bps
 from shoal.tools.probe.links import LINK_METER, plan_flows, ring_of
-from tests.support.labs import need_lab, standing_lab
+from tests.support.labs import need_lab, running_lab
 from tests.support.needs import need_tool
 from tests.support.programs import shoal, shoal_command
 
@@ -311,7 +311,7 @@ def test_a_shaped_link_is_measured_correctly(tmp_path: Path) -> None:
 def test_hosts_over_ssh_are_probed_and_keep_no_file(tmp_path: Path) -> None:
     """Nodes of a lab share one disk, so every host gets its own folder as its disk."""
     need_tool("sshd")
-    with standing_lab(2, sshd=True) as lab:
+    with running_lab(2, sshd=True) as lab:
         if not lab.state.spec.sshd:
             pytest.skip("; ".join(lab.state.notes))
         tables = [

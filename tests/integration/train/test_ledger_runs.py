@@ -27,7 +27,7 @@ from shoal.train.recorder import Recorder
 from shoal.train.trainer import StopRequest
 from tests.support.programs import TINY, read_jsonl
 from tests.support.ranks import run_ranks
-from tests.support.runs import no_file_beyond
+from tests.support.runs import file_size_limit
 
 LEFT, RIGHT = Ballot(2, 0), Ballot(2, 1)
 ABANDONED = AbandonCommits(lineage=LEFT, surviving=RIGHT, shared_step=2)
@@ -178,7 +178,7 @@ def test_records_refused_by_a_full_disk_are_written_later(tmp_path: Path) -> Non
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(3, "2-0", "2-0"))
     log = EventLog(path, 0, lambda text: None)
     copied = [record(2, "1-0"), record(3, "2-1", "2-1")]
-    with no_file_beyond(path.stat().st_size):
+    with file_size_limit(path.stat().st_size):
         for _ in range(2):
             train_recorder.mark_abandoned(log, [ABANDONED])
             train_recorder.add_missing(log, copied)
@@ -213,7 +213,7 @@ def test_a_rank_that_stops_keeping_the_ledger_writes_no_line_twice(tmp_path: Pat
     path = write(tmp_path / "commits.jsonl")
     former, world = make_recorder(tmp_path, 1, keeps_files=True)
     steps = [record(step, "1-0") for step in range(1, 301)]
-    with no_file_beyond(0):
+    with file_size_limit(0):
         former.hold(steps)
         former.commit()
         assert read_jsonl(path) == []

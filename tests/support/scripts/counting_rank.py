@@ -65,7 +65,7 @@ class Rank:
         # As one does that meets a bug of its own.
         signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
         self.note(event="ready")
-        self.say(RankReady(committed=0))
+        self.send(RankReady(committed=0))
         while True:
             self.listen(wait_s=0.05)
             if self.asked_to_stop and self.order is None:
@@ -96,14 +96,14 @@ class Rank:
             if self.exchange(order, "end") is None:
                 return self.leave(order)
         except SupervisorGone as error:
-            self.say(GenerationBroken(generation=order.generation, why=str(error)))
+            self.send(GenerationBroken(generation=order.generation, why=str(error)))
             return self.leave(order)
-        self.say(TrainingFinished())
+        self.send(TrainingFinished())
         self.note(event="finished")
         return 0
 
     def form(self, order: EnterGeneration) -> bool:
-        """Whoever has the generation's state shows it; of a machine that has it, a rank may be new all the same."""
+        """Publish the state if this rank has it, otherwise copy it: of a machine that has it, a rank may be new."""
         has_it = self.state is not None and order.has_state and self.state.step == order.state.step
         if self.state is not None and (order.first or has_it):
             self.ask(op="set", key=f"{order.prefix}/state", value=text(f"{self.digest} {self.state.model_dump_json()}"))
@@ -111,22 +111,22 @@ class Rank:
             return False
         if self.exchange(order, "formed") is None:
             return False
-        self.say(GroupFormed(generation=order.generation))
+        self.send(GroupFormed(generation=order.generation))
         return True
 
     def copy(self, order: EnterGeneration) -> bool:
         self.state = None
-        while (found := self.ask(op="get", key=f"{order.prefix}/state", wait_s=0.2)["value"]) is None:
+        while (value := self.ask(op="get", key=f"{order.prefix}/state", wait_s=0.2)["value"]) is None:
             self.listen()
             if self.must_leave_at_once():
                 return False
-        self.digest, _, state = untext(found).partition(" ")
+        self.digest, _, state = untext(value).partition(" ")
         self.state = State.model_validate_json(state)
         self.note(event="copied", step=self.state.step)
         return True
 
     def exchange(self, order: EnterGeneration, name: str, after_step: bool = False) -> int | None:
-        """The sum when everybody has added; None when we are told to give up first."""
+        """Return the sum when all ranks have added; None when the generation ends first."""
         time.sleep(self.step_s)
         self.listen()
         if self.must_leave_at_once():
@@ -154,12 +154,12 @@ class Rank:
         if before.step:
             lineage = str(order.lineage.name)
             self.note(event="commit", step=before.step, digest=before_digest, generation=generation, lineage=lineage)
-            self.say(StepCommitted(step=before.step))
+            self.send(StepCommitted(step=before.step))
 
     def leave(self, order: EnterGeneration) -> None:
         while self.leave_order is None:
             self.listen(wait_s=0.2)
-        self.say(LeftGeneration(generation=order.generation, state=self.state))
+        self.send(LeftGeneration(generation=order.generation, state=self.state))
         self.note(event="left", generation=str(order.generation), step=self.state and self.state.step)
         self.order = self.leave_order = None
 
@@ -181,7 +181,7 @@ class Rank:
                     pass
             wait_s = 0.0
 
-    def say(self, message: ToAgent) -> None:
+    def send(self, message: ToAgent) -> None:
         self.line.sendall(to_frame(message))
 
     def ask(self, **request: object) -> dict[str, object]:

@@ -37,7 +37,7 @@ def test_row_1_the_others_recover_from_a_killed_rank_within_a_second(victim: int
     cluster.kill_rank(victim)
     assert next_commit_s(cluster, {0, 1, 2} - {victim}) <= 1.0
     cluster.run(3)
-    assert cluster.are_one()
+    assert cluster.train_together()
     assert f"machine {victim} lost all of its ranks" in cluster.machines[(victim + 1) % 3].told[0]
 
 
@@ -92,7 +92,7 @@ def test_row_4_the_last_of_three_pauses_when_the_others_are_only_silent() -> Non
     for member in (0, 1):
         cluster.restart(member)
     cluster.run(5)
-    assert cluster.are_one()
+    assert cluster.train_together()
     assert cluster.committed() > before
 
 
@@ -118,7 +118,7 @@ def test_row_6_a_woken_machine_is_fenced_and_rejoins(size: int) -> None:
     cluster.run(26)
     cluster.thaw(0)
     woken_at = cluster.now
-    while not cluster.are_one() and cluster.now - woken_at < 10:
+    while not cluster.train_together() and cluster.now - woken_at < 10:
         cluster.run(0.05)
     assert cluster.now - woken_at <= 2.0 + COPY_S
     late = [step for at, by, step, member in cluster.commit_times if at > woken_at and by == stale.id]
@@ -137,7 +137,7 @@ def test_row_7_in_a_split_of_two_against_one_the_minority_pauses() -> None:
     assert "cannot be reached and may go on without us" in cluster.machines[0].paused[0]
     cluster.heal()
     cluster.run(5)
-    assert cluster.are_one()
+    assert cluster.train_together()
     # A majority continued: the lineage is still the first one, and nothing was abandoned.
     assert {peer.generation.lineage.forks for peer in cluster.state_machines() if peer.generation} == {()}
     assert cluster.machines[0].abandons == []
@@ -165,7 +165,7 @@ def test_row_7_in_a_split_of_one_against_one_both_continue_and_one_yields() -> N
     assert ahead > behind
     cluster.heal()
     cluster.run(5)
-    assert cluster.are_one()
+    assert cluster.train_together()
     assert cluster.committed() > ahead
     [abandon] = cluster.machines[1].abandons
     assert abandon.shared_step < behind
@@ -183,7 +183,7 @@ def test_row_7_in_a_split_of_one_against_one_both_pause_with_tie_pause() -> None
     assert cluster.committed() == before
     cluster.heal()
     cluster.run(5)
-    assert cluster.are_one()
+    assert cluster.train_together()
     assert cluster.committed() > before
     assert {peer.generation.lineage.forks for peer in cluster.state_machines() if peer.generation} == {()}
 
@@ -198,7 +198,7 @@ def test_row_8_after_a_one_way_block_one_side_trains() -> None:
     assert generations_started(cluster) == generations
     cluster.heal()
     cluster.run(6)
-    assert cluster.are_one()
+    assert cluster.train_together()
 
 
 def test_row_9_a_link_flap_of_half_a_second_changes_nothing() -> None:
@@ -217,7 +217,7 @@ def test_row_9_a_link_flap_of_five_seconds_is_a_loss_and_a_rejoin() -> None:
     cluster.run(1.5)
     cluster.heal()
     cluster.run(4)
-    assert cluster.are_one()
+    assert cluster.train_together()
     assert generations_started(cluster) == 3
 
 
@@ -225,7 +225,7 @@ def test_row_12_a_new_machine_joins_between_two_steps() -> None:
     cluster = lan(2)
     cluster.join(7)
     cluster.run(3)
-    assert cluster.are_one()
+    assert cluster.train_together()
     assert generations_started(cluster) == 2
     gaps = [after - before for before, after in zip(commits(cluster), commits(cluster)[1:], strict=False)]
     # Agreement, forming the group and copying the state; no step is trained twice.
@@ -271,7 +271,7 @@ def test_a_decided_successor_stands_even_if_it_was_never_announced(seed: int) ->
     cluster.heal()
     before = cluster.committed()
     cluster.run(8)
-    assert cluster.are_one()
+    assert cluster.train_together()
     assert cluster.committed() > before
     assert decided.id in {generation.parent for generation in cluster.generations.values()}
 
@@ -289,7 +289,7 @@ def test_the_second_rank_of_a_member_is_lost_and_readmitted() -> None:
             assert machine.running
             cluster.obey(machine, machine.state_machine.failed(machine.running.id, cluster.now))
         cluster.run(1.5)
-        assert cluster.are_one()
+        assert cluster.train_together()
         assert machine.running
         assert (machine.running.ranks_of(1), machine.running.world_size) == (ranks, 1 + len(ranks))
     assert generations_started(cluster) == 4
@@ -313,7 +313,7 @@ def test_the_last_member_with_a_state_continues_when_its_successors_lost_theirs(
     cluster.thaw(2)
     committed = cluster.committed({2})
     cluster.run(8)
-    assert cluster.are_one()
+    assert cluster.train_together()
     assert cluster.committed() > committed
     [lineage] = {peer.generation.lineage for peer in cluster.state_machines() if peer.generation}
     assert [fork.step for fork in lineage.forks] == [committed]
@@ -370,7 +370,7 @@ def test_a_silent_machine_that_may_have_the_state_is_awaited() -> None:
     cluster.thaw(0)
     cluster.run(10)
     assert cluster.recoveries == 0
-    assert cluster.are_one()
+    assert cluster.train_together()
     assert cluster.committed() > before
     cluster.check_ledgers()
 
@@ -385,7 +385,7 @@ def test_the_wait_for_a_silent_machine_with_the_state_has_a_timeout() -> None:
     before = cluster.committed({1, 2})
     cluster.restart(0)
     cluster.run(10)
-    assert cluster.are_one()
+    assert cluster.train_together()
     assert cluster.committed() > before
     cluster.check_ledgers()
 
@@ -409,7 +409,7 @@ def test_when_all_ranks_are_killed_all_members_load_one_checkpoint(apart_s: floa
         cluster.run(apart_s)
     cluster.run(15)
     assert cluster.recoveries >= 1
-    assert cluster.are_one()
+    assert cluster.train_together()
     assert cluster.committed() > furthest
     cluster.check_ledgers()
 
@@ -454,7 +454,7 @@ def test_with_a_full_disk_no_generation_starts_under_an_unsaved_number() -> None
         machine.disk.full = False
     cluster.run(15)
     assert cluster.recoveries == 1
-    assert cluster.are_one()
+    assert cluster.train_together()
 
 
 def test_a_machine_that_leaves_causes_no_fork() -> None:
@@ -484,7 +484,7 @@ def test_a_suspended_laptop_resigns_and_rejoins() -> None:
     cluster.run(20)
     cluster.thaw(1)
     cluster.run(4)
-    assert cluster.are_one()
+    assert cluster.train_together()
 
 
 def test_a_full_disk_prevents_a_vote_and_does_not_stop_the_training() -> None:
@@ -508,7 +508,7 @@ def test_a_connection_that_is_reset_and_restored_causes_no_fork() -> None:
     cluster = lan(2)
     cluster.reset(0, 1)
     cluster.run(4)
-    assert cluster.are_one()
+    assert cluster.train_together()
     assert {peer.generation.lineage.forks for peer in cluster.state_machines() if peer.generation} == {()}
 
 
@@ -554,5 +554,5 @@ def test_of_two_only_the_side_that_receives_nothing_continues_in_a_one_way_block
     assert (cluster.committed({1}) > waited_at + 20) == (rules.on_silent_tie == "continue")
     cluster.heal()
     cluster.run(5)
-    assert cluster.are_one()
+    assert cluster.train_together()
     assert cluster.machines[0].abandons == cluster.machines[1].abandons == []

@@ -11,7 +11,7 @@ from shoal.control.membership.sentences import GenerationChange
 from shoal.control.membership.types import NEVER, Ballot, MemberRanks, State, first_generation
 from shoal.control.membership.vote_store import DurableVoter, VoteFile, VoteRecord
 from shoal.errors import ControlError
-from tests.support.runs import no_file_beyond
+from tests.support.runs import file_size_limit
 
 
 def member_ranks(*members: int) -> tuple[MemberRanks, ...]:
@@ -45,7 +45,7 @@ def test_a_partly_written_vote_is_not_cast(tmp_path: Path, size: int) -> None:
     voter = DurableVoter(VoteFile(path))
     voter.enter(FIRST)
     before = path.read_bytes()
-    with no_file_beyond(size), pytest.raises(OSError, match="File too large"):
+    with file_size_limit(size), pytest.raises(OSError, match="File too large"):
         voter.promise(Ballot(4, 2))
     assert path.read_bytes() == before
     assert DurableVoter(VoteFile(path)).record.promised == voter.record.promised == NEVER

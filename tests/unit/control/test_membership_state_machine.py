@@ -117,7 +117,7 @@ class Membership(RuleBasedStateMachine):
                 self.cluster.heal()
             self.cluster.run(chance.choice((0.05, 0.1, 0.3, 0.3, 1.0, 3.0)))
 
-    @precondition(lambda self: self.cluster.are_well() and len(self.cluster.machines) > 2)
+    @precondition(lambda self: self.cluster.are_healthy() and len(self.cluster.machines) > 2)
     @rule(pick=st.integers(0, 5), silently=st.booleans())
     def a_majority_continues(self, pick: int, silently: bool) -> None:
         """Cut off or kill fewer than half: only the others continue the lineage, within seconds."""
@@ -151,7 +151,7 @@ class Membership(RuleBasedStateMachine):
         cluster.run(TOGETHER_WITHIN_S)
         before = cluster.committed()
         cluster.run(1.0)
-        assert cluster.are_one(), cluster.describe()
+        assert cluster.train_together(), cluster.describe()
         assert cluster.committed() > before, cluster.describe()
         cluster.check_ledgers()
 

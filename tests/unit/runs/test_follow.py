@@ -15,7 +15,7 @@ from shoal.run_folder import RunFolder
 from shoal.runs.follow import RunEvents, SupervisorLog
 from shoal.runs.manage import describe, read_opening
 from shoal.runs.supervisor import RunJob
-from tests.support.member_samples import entered, killed_and_back, steps, time_of
+from tests.support.member_samples import entered, killed_and_rejoined, steps, time_of
 from tests.support.run_samples import make_run, start, step
 
 LEFT = "box-1 lost all of its ranks. box-2 goes on, as generation 2, with step 4."
@@ -95,7 +95,7 @@ def compact_run(folder: Path, events: list[Event]) -> RunFolder:
 
 
 def test_attaching_shows_the_ranks_that_take_part(tmp_path: Path) -> None:
-    events = read_opening(compact_run(tmp_path / "run", killed_and_back()))
+    events = read_opening(compact_run(tmp_path / "run", killed_and_rejoined()))
     assert [(event["event"], event["rank"], event.get("generation")) for event in events if event["rank"] == 2] == [
         ("start", 2, 0),
         ("membership", 2, "4-0"),

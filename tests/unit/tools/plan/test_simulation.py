@@ -22,7 +22,7 @@ from shoal.tools.plan.simulation import (
     simulate_seeds,
     young_s,
 )
-from tests.support.simulation_scenarios import HOUR, SlowWay, scenario
+from tests.support.simulation_scenarios import HOUR, StepwiseSimulation, scenario
 
 POLICIES: tuple[Policy, ...] = ("restart", "live")
 
@@ -109,7 +109,7 @@ def test_many_steps_at_once_match_single_steps(sigma: float, every: int, cost_s:
         nodes=16, step_s=12.0, hours=6, mtbf_s=8 * HOUR, every=every, cost_s=cost_s, straggling=Lognormal(sigma),
         spares=10_000,
     )  # fmt: skip
-    slow = [SlowWay(world, sigma, np.random.default_rng(seed)).steps() for seed in range(60)]
+    slow = [StepwiseSimulation(world, sigma, np.random.default_rng(seed)).steps() for seed in range(60)]
     fast = [result.steps for result in simulate_seeds(world, seeds=400, seed=1)]
     spread = np.std(slow) / math.sqrt(len(slow)) + np.std(fast) / math.sqrt(len(fast))
     assert abs(np.mean(slow) - np.mean(fast)) < 3 * spread
@@ -119,7 +119,7 @@ def test_many_steps_at_once_match_single_steps(sigma: float, every: int, cost_s:
 def test_without_failures_many_steps_at_once_spread_like_single_steps() -> None:
     world = scenario(nodes=4, step_s=9.0, hours=3, every=100, cost_s=20.0, straggling=Lognormal(0.3))
     endless = scenario(nodes=4, step_s=9.0, hours=3, every=100, cost_s=20.0, mtbf_s=1e12, straggling=Lognormal(0.3))
-    slow = [SlowWay(endless, 0.3, np.random.default_rng(seed)).steps() for seed in range(60)]
+    slow = [StepwiseSimulation(endless, 0.3, np.random.default_rng(seed)).steps() for seed in range(60)]
     fast = [result.steps for result in simulate_seeds(world, seeds=200, seed=1)]
     assert np.mean(fast) == pytest.approx(np.mean(slow), rel=2e-3)
     assert 0.7 < np.std(fast) / np.std(slow) < 1.4

@@ -15,7 +15,7 @@ from shoal.tools.report.membership import last_members
 from shoal.tools.report.rank_log import read_rank_logs
 from shoal.tools.report.replicas import judge_replicas
 from shoal.tools.report.summary import summarize
-from tests.support.member_samples import entered, killed_and_back, parted, steps, time_of
+from tests.support.member_samples import entered, killed_and_rejoined, parted, steps, time_of
 from tests.support.run_samples import TOKENS, end, make_run, rank_events, start
 
 
@@ -24,7 +24,7 @@ def members(events: list[Event]) -> tuple[int, ...]:
 
 
 def test_figures_are_those_of_the_last_world_size() -> None:
-    summary = summarize(killed_and_back())
+    summary = summarize(killed_and_rejoined())
     assert (summary.status, summary.world_size, summary.members) == ("finished", 3, (0, 1, 2))
     assert summary.step_s is not None
     assert summary.step_s.median == summary.step_s.p95 == 0.3, "the slower steps of two ranks do not count"
@@ -122,7 +122,7 @@ def test_runs_without_membership_have_no_history() -> None:
 
 def test_a_plain_launch_after_one_with_membership_has_its_own_members() -> None:
     """Both orders of `start` and `membership` occur, and a restarted rank is not a new launch."""
-    first = killed_and_back()
+    first = killed_and_rejoined()
     assert members(first) == (0, 1, 2)
     assert members([*first, start(1, 3, time=time_of(101))]) == (0, 1, 2)
     resumed = [start(rank, 2, time=time_of(500) + rank, resumed_from=100) for rank in (0, 1)]

@@ -19,7 +19,7 @@ from shoal.tools.report.membership import describe_changes
 from shoal.tools.report.page import write_report
 from shoal.tools.report.replicas import judge_replicas
 from shoal.tools.report.summary import summarize
-from tests.support.member_samples import BEGAN, commit_records, entered, killed_and_back, parted, steps, time_of
+from tests.support.member_samples import BEGAN, commit_records, entered, killed_and_rejoined, parted, steps, time_of
 from tests.support.run_samples import end, make_run, start
 from tests.unit.tools.report.test_page import EVIL, Page
 
@@ -61,7 +61,7 @@ def test_every_change_is_in_the_manifest(tmp_path: Path) -> None:
     announcements = [agent_event("2-0", LEFT)]
     run = run_with(
         tmp_path / "run",
-        killed_and_back(),
+        killed_and_rejoined(),
         KILLED,
         a=announcements,
         b=announcements,
@@ -91,7 +91,7 @@ def test_a_change_without_an_announcement_gets_a_generated_sentence() -> None:
 
 
 def test_the_most_frequent_announcement_is_the_sentence() -> None:
-    history = summarize(killed_and_back()).history
+    history = summarize(killed_and_rejoined()).history
     announcements = [
         agent_event("4-0", "a longer sentence of the one that was let in"),
         agent_event("4-0", "short"),
@@ -151,7 +151,7 @@ def test_the_page_of_a_run_without_changes_has_no_members_section(tmp_path: Path
 
 def test_announcements_cannot_inject_scripts(tmp_path: Path) -> None:
     announcements = [agent_event("2-0", EVIL), agent_event(None, EVIL, "abandon")]
-    page = Page(write_report(run_with(tmp_path / "run", killed_and_back(), KILLED, a=announcements)).read_text())
+    page = Page(write_report(run_with(tmp_path / "run", killed_and_rejoined(), KILLED, a=announcements)).read_text())
     assert len(page.scripts) == 3
     assert page.text.count(EVIL) == 2
 
