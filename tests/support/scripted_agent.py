@@ -149,10 +149,9 @@ class ScriptedAgent:
             self.ranks[number].send(LeaveGeneration(generation=self.generation, after_step=after_step))
         over = self.generation
         states = [
-            halted.state
+            left.state
             for number in staying
-            if (halted := self.ranks[number].hear(LeftGeneration, lambda each: each.generation == over)).state
-            is not None
+            if (left := self.ranks[number].hear(LeftGeneration, lambda each: each.generation == over)).state is not None
         ]
         furthest = max(states, key=lambda state: state.step)
         for number in joining:

@@ -112,12 +112,12 @@ class Agent:
         return self._folder / f"broken-{generation}"
 
     def _watch(self) -> None:
-        halted = Ballot(0, 0)
+        left = Ballot(0, 0)
         while True:
             time.sleep(0.02)
             current = self._generation
-            if current != halted and self._mark(current).exists():
-                halted = current
+            if current != left and self._mark(current).exists():
+                left = current
                 self._send(LeaveGeneration(generation=current, after_step=False))
 
     def _drain(self) -> None:
@@ -153,7 +153,7 @@ def standing(membership: GenerationChanger) -> dict[str, Any]:
         "held": position is not None and position.step,
         "has_state": membership.has_state,
         "weights": combine_digests(tensor_digests(weights(trainer.model))),
-        "lasting": combine_digests(tensor_digests(membership._outer_momentum)),
+        "outer momentum": combine_digests(tensor_digests(membership._outer_momentum)),
         "moments": combine_digests(tensor_digests(moments(trainer.model, trainer.optimizer))),
         "counted": sorted({float(state["step"]) for state in trainer.optimizer.state.values()}),
         "progress": (trainer.progress.step, trainer.progress.cursor, membership._state_step),
@@ -231,7 +231,7 @@ def check_chain(tmp_path: Path, way: str, deaths: list[int]) -> None:
             assert after["has_state"]
             assert after["held"] == before["held"]
             # Copied moments belong to copied weights: a rank is never half of one and half of another.
-            own = [after[name] == before[name] for name in ("weights", "moments", "lasting")]
+            own = [after[name] == before[name] for name in ("weights", "moments", "outer momentum")]
             changed = after["weights"] != before["weights"]
             assert after == before if not changed else not own[1], (before, after)
     ledger = check_ledger(read_jsonl(folder / "commits.jsonl"))

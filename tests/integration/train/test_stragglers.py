@@ -219,10 +219,10 @@ def test_the_kernel_counts_what_a_connection_carried() -> None:
                 for _ in range(100):
                     ours.sendall(PIECE)
                     theirs.recv(len(PIECE), socket.MSG_WAITALL)
-                vitals = kernel.look()
-    assert vitals.address in [int.from_bytes(socket.inet_aton(f"127.0.0.{end}")) for end in (1, 2)]
-    assert vitals.best_bps > 10e6
-    assert (vitals.slow_bps, vitals.resent) == (0.0, 0.0)
+                stats = kernel.look()
+    assert stats.address in [int.from_bytes(socket.inet_aton(f"127.0.0.{end}")) for end in (1, 2)]
+    assert stats.best_bps > 10e6
+    assert (stats.slow_bps, stats.resent) == (0.0, 0.0)
 
 
 def spin(core: int, seconds: float, answer: multiprocessing.Queue[float] | None) -> None:
