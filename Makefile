@@ -5,8 +5,8 @@
 .PHONY: help setup demo check test test-long test-exhaustive bench clean
 BIN := .venv/bin
 PYTEST_ARGS ?=
-# Most tests wait for processes and networks: three at once keep two cores busy.
-WORKERS ?= 3
+# Most tests wait for processes and networks: four at once keep two cores busy.
+WORKERS ?= 4
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 help: ## this list
