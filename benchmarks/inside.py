@@ -100,8 +100,7 @@ def steps(world: World) -> Calls:
         sync = make_gradient_sync(SyncConfig.model_validate({"inside": way}), model, world)
 
         def step() -> None:
-            with sync.micro_batch(last=True):
-                sync.module(torch.ones(1, WIDTH)).sum().backward()
+            sync.backward(sync.module(torch.ones(1, WIDTH)).sum(), last=True)
             sync.finish()
             model.zero_grad(set_to_none=True)
 

@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/instrumentation.py --rounds 9
 
-Two ranks with three trainers each that take turns step by step, so that noise hits all alike. Variant A's barriers
+Two ranks with three trainings each that take turns step by step, so that noise hits all alike. Variant A's barriers
 change the step itself (no overlap), so their cost is shown beside, not counted.
 """
 
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from _common import options
+from _gpt import STEPS_ONLY, make_step
 from shoal.cluster.node import Rendezvous, local_node, reserve_port
 from shoal.config.load import build_config
 from shoal.data.prepare import create_run
@@ -28,7 +29,7 @@ VARIANTS = ("off", "hook", "barrier")
 
 
 def measure_rank(folder: Path, steps: int) -> None:
-    """One rank: three trainers of the same model in one world, stepping in turns."""
+    """One rank: three trainings of the same model in one world, stepping in turns."""
     import time
 
     import torch
@@ -37,24 +38,23 @@ def measure_rank(folder: Path, steps: int) -> None:
     from shoal.control.rank_env import Placement
     from shoal.run_folder import RunFolder
     from shoal.sync.world import join_world, leave_world
-    from shoal.train.build import build_trainer
-    from shoal.train.recorder import Recorder
-    from shoal.train.trainer import StopRequest
 
     torch.set_num_threads(1)
     world = join_world(Placement.from_env(os.environ), torch.device("cpu"))
     run = RunFolder.open(folder)
     base = load_config(run.config)
-    trainers = {}
+    steps_of = {}
     for variant in VARIANTS:
         config = base.model_copy(update={"sync": base.sync.model_copy(update={"measure": variant})})
-        trainers[variant] = build_trainer(config, run, world, Recorder(run, world), StopRequest(), resume=False)
+        steps_of[variant] = make_step(config, run, world)
+        # The first step starts the training.
+        steps_of[variant]()
     times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     for step in range(steps):
         # In an order drawn anew, the same on both ranks: who runs after whom is worth a per cent of a step.
         for variant in random.Random(step).sample(VARIANTS, len(VARIANTS)):
             began = time.perf_counter()
-            trainers[variant].step()
+            steps_of[variant]()
             times[variant].append(time.perf_counter() - began)
     if world.is_main:
         (folder / "times.json").write_text(json.dumps(times))
@@ -81,7 +81,7 @@ def main() -> None:
 
 def one_round(preset: str, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        config = build_config(preset, sets=["train.steps=1000000"])
+        config = build_config(preset, sets=STEPS_ONLY)
         run = create_run(config, Path(folder) / "run", world_size=2)
         node = local_node(2)
         with reserve_port(node.address, 0) as holder:
@@ -89,7 +89,8 @@ def one_round(preset: str, steps: int) -> dict[str, Any]:
             ranks = [
                 subprocess.Popen(
                     [sys.executable, __file__, "--rank-of", str(run.path), "--steps", str(steps)],
-                    env={**os.environ, **command.env},
+                    # The ranks do not search the folder of their script by themselves.
+                    env={**os.environ, **command.env, "PYTHONPATH": str(Path(__file__).parent)},
                 )
                 for command in plan_ranks(config.run, lambda node: str(run.path), [node], meeting, resume=False)
             ]

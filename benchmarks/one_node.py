@@ -25,19 +25,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from _common import median_ratio, options, rounds
+from _gpt import STEPS_ONLY, PlainBatches, make_step
 from shoal.config.load import build_config, load_config
 from shoal.config.schema import Config
 from shoal.control.rank_env import Placement
 from shoal.cost.model_size import flops_per_token
 from shoal.data.prepare import create_run
-from shoal.data.sampling import Batches, plan_global_batch
+from shoal.engine.recorder import last_event
 from shoal.launch.plan import KEEP_MEMORY
 from shoal.model import kernels
 from shoal.model.gpt import GPT
 from shoal.sync.world import join_world
-from shoal.train.build import build_trainer, open_batches
-from shoal.train.recorder import Recorder
-from shoal.train.trainer import StopRequest, split_inputs_targets
 
 PLAIN = "plain"
 PEAK = "peak"
@@ -69,7 +67,7 @@ class PlainGPT(GPT):
 class Plain:
     """Forward, backward, clip, `AdamW(foreach=False, fused=False)`, nothing measured."""
 
-    def __init__(self, config: Config, batches: Batches) -> None:
+    def __init__(self, config: Config, batches: PlainBatches) -> None:
         train = config.train
         torch.manual_seed(train.seed)
         self.model = PlainGPT(config.model)
@@ -77,37 +75,30 @@ class Plain:
         self.optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), foreach=False, fused=False)
         self.batches = batches
         self.clip = train.clip
-        self.cursor = 0
 
     def step(self) -> None:
-        for rows in self.batches.micro_batches(self.cursor):
-            inputs, targets = split_inputs_targets(rows, torch.device("cpu"))
+        for inputs, targets in self.batches.next_step():
             loss = self.model(inputs, targets) / targets.numel()
             loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.clip, foreach=False)
         self.optimizer.step()
         self.optimizer.zero_grad()
         loss.item()
-        self.cursor += self.batches.shard.plan.global_batch
 
 
-def make_step(variant: str, model: str, settings: list[str], folder: Path) -> tuple[Callable[[], object], float, str]:
-    """The step, its floating-point operations, and what our trainer chose."""
+def make_variant(
+    variant: str, model: str, settings: list[str], folder: Path
+) -> tuple[Callable[[], object], float, Callable[[], str]]:
+    """The step, its floating-point operations, and what our training chose, once it has done a step."""
     name, sets = MODELS[model]
-    config = build_config(name, sets=[*sets, "train.steps=1000000", *settings])
-    run = create_run(config, folder / "run", world_size=1)
+    run = create_run(build_config(name, sets=[*sets, *STEPS_ONLY, *settings]), folder / "run", world_size=1)
     config = load_config(run.config)
-    world = join_world(Placement(0, 1, 0, 1), torch.device("cpu"))
     flops = flops_per_token(config.model) * config.train.global_batch * config.model.seq_len
     if variant == PLAIN:
         kernels.torch_is_slow_here = lambda: False  # type: ignore[assignment]
-        return (
-            Plain(config, open_batches(config, run, world, plan_global_batch(config, world.size))).step,
-            flops,
-            "plain",
-        )
-    trainer = build_trainer(config, run, world, Recorder(run, world), StopRequest(), resume=False)
-    return trainer.step, flops, trainer.compute.why
+        return Plain(config, PlainBatches(config, run)).step, flops, lambda: "plain"
+    step = make_step(config, run, join_world(Placement(0, 1, 0, 1), torch.device("cpu")))
+    return step, flops, lambda: str(last_event(run.events(0), "start")["compute_why"])
 
 
 def peak_memory_bytes() -> int:
@@ -137,10 +128,10 @@ def child(chosen: argparse.Namespace) -> None:
             print(json.dumps({"gflops": peak_gflops(clock)}), flush=True)
         return
     with tempfile.TemporaryDirectory() as folder:
-        step, flops, why = make_step(chosen.child, chosen.model, chosen.settings, Path(folder))
+        step, flops, choice = make_variant(chosen.child, chosen.model, chosen.settings, Path(folder))
         # The first makes the optimizer's moments.
         step()
-        print(json.dumps({"flops": flops, "chose": why}), flush=True)
+        print(json.dumps({"flops": flops, "chose": choice()}), flush=True)
         for _ in sys.stdin:
             seconds = statistics.median(timed(step, clock) for _ in range(chosen.steps))
             print(json.dumps({"seconds": seconds, "peak_bytes": peak_memory_bytes()}), flush=True)

@@ -1,4 +1,4 @@
-"""One rank of shoal's trainer against a plain eager loop with unfused AdamW, on the same model and batches.
+"""One rank of shoal's engine against a plain eager loop with unfused AdamW, on the same model and batches.
 
     .venv/bin/python benchmarks/one_rank.py --preset grammar --rounds 7
 
@@ -14,40 +14,36 @@ from pathlib import Path
 import torch
 
 from _common import median_ratio, options, rounds, seconds_per_call
+from _gpt import STEPS_ONLY, PlainBatches, make_step
 from shoal.config.load import build_config, load_config
+from shoal.config.schema import Config
 from shoal.control.rank_env import Placement
 from shoal.data.prepare import create_run
 from shoal.model.gpt import GPT
 from shoal.sync.world import join_world, leave_world
-from shoal.train.build import build_trainer
-from shoal.train.recorder import Recorder
-from shoal.train.trainer import StopRequest, Trainer, split_inputs_targets
 
 
 class Plain:
     """What a tutorial writes: forward, backward, clip, `AdamW(foreach=False, fused=False)`, nothing measured."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        torch.manual_seed(trainer.config.train.seed)
-        self.model = GPT(trainer.config.model)
-        train = trainer.config.train
+    def __init__(self, config: Config, batches: PlainBatches) -> None:
+        torch.manual_seed(config.train.seed)
+        self.model = GPT(config.model)
+        train = config.train
         self.optimizer = torch.optim.AdamW(
             self.model.decay_groups(train.weight_decay), lr=1e-3, betas=(0.9, 0.99), foreach=False, fused=False
         )
-        self.batches = trainer.batches
+        self.batches = batches
         self.clip = train.clip
-        self.cursor = 0
 
     def step(self) -> None:
-        for rows in self.batches.micro_batches(self.cursor):
-            inputs, targets = split_inputs_targets(rows, torch.device("cpu"))
+        for inputs, targets in self.batches.next_step():
             loss = self.model(inputs, targets) / targets.numel()
             loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip, foreach=False)
         self.optimizer.step()
         self.optimizer.zero_grad()
         loss.item()
-        self.cursor += self.batches.shard.plan.global_batch
 
 
 def main() -> None:
@@ -58,18 +54,18 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     with tempfile.TemporaryDirectory() as folder:
-        config = build_config(chosen.preset, sets=[*chosen.sets, "train.steps=1000000"])
+        config = build_config(chosen.preset, sets=[*STEPS_ONLY, *chosen.sets])
         run = create_run(config, Path(folder) / "run", world_size=1)
         world = join_world(Placement(0, 1, 0, 1), torch.device("cpu"))
-        recorder = Recorder(run, world)
-        ours = build_trainer(load_config(run.config), run, world, recorder, StopRequest(), resume=False)
-        plain = Plain(ours)
-        ours.step()
+        config = load_config(run.config)
+        our_step = make_step(config, run, world)
+        plain = Plain(config, PlainBatches(config, run))
+        our_step()
         plain.step()
         found = rounds(
             {
                 "plain eager, unfused": lambda: seconds_per_call(plain.step, chosen.steps),
-                "shoal, one rank": lambda: seconds_per_call(ours.step, chosen.steps),
+                "shoal, one rank": lambda: seconds_per_call(our_step, chosen.steps),
             },
             chosen.rounds,
         )

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rivals.faults import FAULTS, Fault
-from rivals.jobs import Job, Shoal, Torchft, Torchrun, TunedTorchrun
+from rivals.jobs import Job, Shoal, ShoalSession, Torchft, Torchrun, TunedTorchrun
 from rivals.journal import Recovery, Return, coming_back, last_before, recovery
 from rivals.torchft_venv import PUBLISHED, Unavailable, torchft_python
 from shoal.cluster.lab.lab import Lab, build_lab
@@ -35,6 +35,7 @@ RIVALS: dict[str, type[Job]] = {
     "torchrun-tuned": TunedTorchrun,
     "torchft": Torchft,
     "shoal": Shoal,
+    "session": ShoalSession,
 }
 _NODES = 3
 _START_S = 240.0

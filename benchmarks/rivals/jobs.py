@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -190,8 +191,23 @@ class Shoal(Job):
         if self.run.supervisor.exists() and not self.why_over(self.nodes):
             self._shoal("stop", str(self.run.path), "--now")
 
-    def _shoal(self, *words: str) -> None:
+    def _shoal(self, *words: str, **variables: str) -> None:
         argv = [sys.executable, "-m", "shoal", *words]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env={**os.environ, **variables})
         if done.returncode:
             raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}: {done.stderr.strip()}")
+
+
+class ShoalSession(Shoal):
+    """A user's own loop, by `shoal run`."""
+
+    settings = "shoal run --on lab:NAME --detach, a loop of the user's own with shoal.Session"
+    rank_word = "session_gpt.py"
+
+    def start(self) -> None:
+        script = Path(__file__).with_name("session_gpt.py")
+        words = ["run", "--on", f"lab:{self.lab.name}", "--detach", "--threads", "1", "--out", str(self.run.path)]
+        folder = str(script.parent.parent)
+        self._shoal(
+            *words, str(script), PYTHONPATH=os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        )

@@ -40,7 +40,9 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from shoal.data.sampling import make_shard as make_shard
+    from shoal.data.corpus import make_shard as make_shard
+    from shoal.engine.session import Session as Session
+    from shoal.engine.session import Step as Step
     from shoal.sync.public_api import barrier as barrier
     from shoal.sync.public_api import cleanup as cleanup
     from shoal.sync.public_api import init_distributed as init_distributed
@@ -50,13 +52,15 @@ if TYPE_CHECKING:
     from shoal.sync.world import World as World
 
 _MODULE_OF = {
+    "Session": "shoal.engine.session",
+    "Step": "shoal.engine.session",
     "World": "shoal.sync.world",
     "init_distributed": "shoal.sync.public_api",
     "wrap_for_ddp": "shoal.sync.public_api",
     "is_main_process": "shoal.sync.public_api",
     "barrier": "shoal.sync.public_api",
     "cleanup": "shoal.sync.public_api",
-    "make_shard": "shoal.data.sampling",
+    "make_shard": "shoal.data.corpus",
     "StepTimer": "shoal.sync.step_stats",
 }
 

@@ -94,7 +94,7 @@ class EventLog:
                 raise
             self._fail(error)
 
-    def write(self, event: str, **fields: Any) -> None:
+    def write(self, event: str, /, **fields: Any) -> None:
         self.append({"event": event, "rank": self._rank, "time": round(time.time(), 6), **fields})
 
     def append(self, record: Event) -> None:
@@ -421,10 +421,22 @@ _ALWAYS: Mapping[str, Check] = {"event": _is_text, "rank": _or_none(_is_int), "t
 _ERROR = {"seen": _is_text, "why": _or_none(_is_text), "fix": _or_none(_is_text)}
 _ANNOUNCEMENT = {"text": _is_text, "generation": _or_none(_is_text)}
 
+# Fields of a `log` event that are not values of the user's program.
+LOG_FIELDS = frozenset(("event", "rank", "time", "step"))
+
 RANK_EVENTS: Schema = {
-    "step": {"step": _is_int, "step_s": _is_positive, "loss": _is_number, "tokens": _is_finite},
+    # The GPT counts tokens; a user's training, samples only. Runs of older versions have no `samples`. The loss of a
+    # measured script is not known.
+    "step": {
+        "step": _is_int,
+        "step_s": _is_positive,
+        "loss": _or_none(_is_number),
+        "tokens": _or_none(_is_finite),
+        "samples": _or_none(_is_finite),
+    },
     "start": {
-        **dict.fromkeys(("world_size", "params", "threads", "tokens_per_step", "micro_batch"), _is_int),
+        **dict.fromkeys(("world_size", "params", "threads", "micro_batch"), _is_int),
+        **dict.fromkeys(("tokens_per_step", "global_batch"), _or_none(_is_int)),
         "device": _is_text,
         "backend": _is_text,
         "resumed_from": _or_none(_is_int),
@@ -432,6 +444,7 @@ RANK_EVENTS: Schema = {
     "shard": {"size": _is_int, "total": _is_int, "first": _is_text},
     "choice": {"step": _is_int, "why": _is_text},
     "eval": {"step": _is_int, "val_loss": _is_number},
+    "log": {"step": _is_int},
     "note": {"text": _is_text},
     "warning": {"seen": _is_text, "fix": _is_text},
     "fault": {"seen": _is_text},
@@ -458,6 +471,7 @@ AGENT_EVENTS: Schema = {
     "group-failed": {"name": _is_text, "why": _is_text},
     "lost": {"node": _is_text, "how": _is_text},
     "peer-ended": {"node": _is_text, "failed": _is_bool},
+    "session": {},
     "generation": {"members": _is_texts},
     "refused": _ERROR,
     "joined-group": {"met": _is_ranks, "missing": _is_ranks, "after_s": _is_finite},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from shoal.errors import UsageError
 
@@ -193,12 +195,43 @@ def format_spans(spans: Iterable[Span], most: int = 4) -> str:
     return ", ".join([*texts[:most], *(["…"] if len(texts) > most else [])])
 
 
-def format_speed(tokens_per_s: float) -> str:
-    return f"{tokens_per_s:,.0f} tokens/s"
+@dataclass(frozen=True)
+class Unit:
+    """What the speed of a training counts."""
+
+    name: str  # in the plural
 
 
-def format_tokens(number: float) -> str:
-    return f"{number:,.0f} tokens"
+TOKENS = Unit("tokens")
+SAMPLES = Unit("samples")
+
+
+def unit_of(event: Mapping[str, Any]) -> Unit:
+    """Return the unit of a `start` or `step` event: tokens where it counts them, as shoal's GPT does, else samples."""
+    return TOKENS if (event.get("tokens_per_step") or event.get("tokens")) is not None else SAMPLES
+
+
+def format_speed(per_s: float, unit: Unit = TOKENS) -> str:
+    return f"{format_rounded(per_s)} {unit.name}/s"
+
+
+def format_amount(number: float, unit: Unit = TOKENS) -> str:
+    return f"{number:,.0f} {unit.name}"
+
+
+def format_rounded(value: float) -> str:
+    """Return a whole number with thousands separators, or two digits of a small one."""
+    return f"{value:,.0f}" if not 0 < abs(value) < 9.5 else f"{value:.2g}"
+
+
+def format_value(value: float) -> str:
+    """Return four digits of a number whose meaning is not known; with an exponent where it would be long."""
+    return format_number(value, 4) if math.isfinite(value) and 1e-4 <= abs(value) < 1e7 else f"{value:.4g}"
+
+
+def format_loss(loss: float) -> str:
+    """Return three decimals, or three digits of a loss that is too small or too large for them."""
+    return f"{loss:.3f}" if loss == 0 or not math.isfinite(loss) or 0.01 <= abs(loss) < 1e5 else f"{loss:.3g}"
 
 
 def pluralize(number: int, noun: str) -> str:

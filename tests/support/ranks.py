@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["torch._dynamo", "shoal.train.build", "shoal.sync.public_api"])
+FORKSERVER.set_forkserver_preload(["torch._dynamo", "shoal.train.gpt_training", "shoal.sync.public_api"])
 
 
 def run_ranks(
@@ -106,8 +106,10 @@ def _rank(
             rank, size, rank, size, "local", "gloo", torch.device("cpu"), "lo", group, meeting, tuple(range(size))
         )
         answer.send((True, function(world, *arguments)))
-        dist.barrier()
-        dist.destroy_process_group()
+        # The end of a whole training leaves the world itself.
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:
         answer.send((False, traceback.format_exc()))
     finally:

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from shoal.config.load import build_config, to_toml
+from shoal.config.load import build_config, to_toml, validate_session
 from shoal.events import Event
 from shoal.run_folder import RunFolder
 from shoal.tools.report.figures import ScalingPoint
@@ -82,6 +82,34 @@ def make_run(folder: Path, events: list[Event] | None = None, *sets: str) -> Run
     for event in all_events() if events is None else events:
         with run.events(event["rank"]).open("a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
+    return run
+
+
+def session_events(world_size: int = 2, steps: int = 20, status: str = "finished") -> list[Event]:
+    """Return the events of a user's training: samples and no tokens, values of its own, no shard and no evaluation."""
+    events: list[Event] = []
+    for rank in range(world_size):
+        began = start(rank, world_size, launcher="torchrun", global_batch=48, micro_batch=24, steps=steps)
+        events.append({name: value for name, value in began.items() if name not in ("tokens_per_step", "lr")})
+        for number in range(1, steps + 1):
+            done = step(number, rank, samples=48)
+            events.append({name: value for name, value in done.items() if name not in ("tokens", "lr")})
+            if number % 10 == 0:
+                log = {"event": "log", "rank": rank, "time": done["time"], "step": number}
+                # Each rank may record values of its own: the lowest rank's count.
+                events.append({**log, "accuracy": number / 100 + rank, "spread": 0.5})
+        events.append(end(rank, steps, status))
+    return events
+
+
+def make_session_run(folder: Path, events: list[Event] | None = None, steps: int = 20) -> RunFolder:
+    """Create the run folder of a user's script `images`, as a session under torchrun leaves it."""
+    run = RunFolder.create(folder, is_training=False)
+    settings = {"train": {"steps": steps, "global_batch": 48}, "run": {"preset": "images", "launcher": "torchrun"}}
+    run.config.write_text(to_toml(validate_session(settings)), encoding="utf-8")
+    for event in session_events(steps=steps) if events is None else events:
+        with run.events(event["rank"]).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event, separators=(",", ":")) + "\n")
     return run
 
 

@@ -26,8 +26,10 @@ from shoal.cluster.target import parse_on
 from shoal.config.load import build_config, load_config, read_profile, to_toml
 from shoal.control.membership.vote_store import VoteFile
 from shoal.data.prepare import DataFacts, read_data_facts
-from shoal.data.sampling import TokenHeader, _pack, open_tokens
 from shoal.data.tokenizer import load_tokenizer
+from shoal.data.tokens import TokenHeader, _pack, open_tokens
+from shoal.engine.checkpoint import Checkpoint, CheckpointFolder, Progress, read_checkpoint
+from shoal.engine.training_state import StateTree
 from shoal.errors import ShoalError
 from shoal.events import EventLog, EventTail, read_events
 from shoal.launch.failure import diagnose
@@ -42,7 +44,6 @@ from shoal.tools.explain.explain import explain_text
 from shoal.tools.report.figures import read_scaling
 from shoal.tools.report.manifest import read_manifest, read_prediction
 from shoal.tools.report.replicas import open_state
-from shoal.train.checkpoint import Checkpoint, CheckpointFolder, Progress, read_checkpoint
 from tests.support.fuzzing import MANY, NOISE, QUICK, TEXT, Reader, around, as_json, bent, torn
 from tests.support.run_samples import start, step
 
@@ -161,7 +162,7 @@ def checkpoint_with(name: str) -> Callable[[bytes, Path], object]:
 
     def write_and_read(content: bytes, folder: Path) -> object:
         tensors = {"weight": torch.zeros(2)}
-        saved = CheckpointFolder(folder, keep=9).save(Checkpoint(Progress(1, 2), tensors, tensors))
+        saved = CheckpointFolder(folder, keep=9).save(Checkpoint(Progress(1, 2), tensors, StateTree(tensors, [])))
         (saved / name).write_bytes(content)
         if name != "manifest.json":
             manifest = json.loads((saved / "manifest.json").read_text())
@@ -220,7 +221,13 @@ SAFETENSORS = (
     (64).to_bytes(8, "little") + b'{"weight":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}     ' + bytes(8)
 )
 MANIFEST = {"format": 1, "sha256": dict.fromkeys(("model.safetensors", "state.json"), "0" * 64)}
-STATE = {"step": 1, "cursor": 2, "generation": 0, "parts": {"ranks": 2, "mark": 3, "step": 1, "cursor": 2}}
+STATE = {
+    "step": 1,
+    "cursor": 2,
+    "generation": 0,
+    "parts": {"ranks": 2, "mark": 3, "step": 1, "cursor": 2},
+    "values": [],
+}
 
 TOKEN_HEADER = TokenHeader("<u2", 3, 10, "0" * 64, "t")
 TOKENS = _pack(TOKEN_HEADER) + bytes(6)

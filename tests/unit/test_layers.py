@@ -22,12 +22,13 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 CHAINS = (
     "cli → tools/chaos → tools/bench, tools/doctor, tools/probe, tools/plan → runs → tools/explain, tools/report"
     " → launch → agent → cluster → data → cost → control → config → host → base",
-    "worker programs of tools → train → sync → model → data → cost → control → config → host → base",
+    "worker programs of tools → train → engine → sync → cost → control → config → host → base",
+    "worker programs of tools → train → model → data → cost → control → config → host → base",
 )
-BASE = {"errors", "units", "events", "run_folder", "terminal", "__init__"}
+BASE = {"errors", "units", "events", "run_folder", "step_line", "terminal", "__init__"}
 # Started with `python -m` beside or instead of the ranks; the tools that start them import none of these.
 WORKER_PROGRAMS = {"shoal.tools.doctor.gloo_worker", "shoal.tools.probe.worker"}
-WORKER_HALF = {"train", "sync", "model", "worker programs of tools"}
+WORKER_HALF = {"train", "engine", "sync", "model", "worker programs of tools"}
 
 
 def package_of(module: str) -> str:
@@ -91,15 +92,31 @@ def test_imports_point_one_way() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("shoal.cost.model_size", "from shoal.data.sampling import permute"),
+        ("shoal.cost.model_size", "from shoal.data.tokens import permute"),
         ("shoal.launch.plan", "import shoal.train.worker"),
         ("shoal.launch.plan", "def f():\n    from shoal.tools.report import page"),
         ("shoal.events", "from shoal.config import load"),
+        ("shoal.sync.gradients", "from shoal.model.gpt import GPT"),
+        ("shoal.sync.outer", "from shoal.engine.training_state import StateTree"),
+        ("shoal.engine.session", "from shoal.model.gpt import GPT"),
+        ("shoal.engine.batches", "def f():\n    from shoal.data import tokens"),
+        ("shoal.engine.start_training", "from shoal.train.gpt_training import train_gpt"),
         ("shoal.model.gpt", "if True:\n    try:\n        import shoal.sync.world\n    except ImportError: pass"),
     ],
 )
 def test_a_wrong_import_is_detected(module: str, source: str) -> None:
     assert len(wrong_imports(module, source)) == 1
+
+
+def test_the_engine_knows_neither_texts_nor_the_gpt() -> None:
+    """It trains any model: not even a type of shoal's own GPT or of its data is used."""
+    engine = [path for path in MODULES if package_of(module_name(path)) == "engine"]
+    assert len(engine) > 15
+    for path in engine:
+        source = path.read_text(encoding="utf-8")
+        nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = [name for node in nodes for name in imports(ast.Module([node], []))]
+        assert [name for name in names if name.startswith(("shoal.data", "shoal.model", "shoal.train"))] == [], path
 
 
 def test_an_import_for_type_checkers_is_allowed() -> None:
@@ -228,10 +245,11 @@ from pathlib import Path
 import torch
 from shoal.config.load import build_config, load_config, to_toml
 from shoal.data.prepare import prepare
-from shoal.data.sampling import open_tokens
+from shoal.data.tokens import open_tokens
 from shoal.data.tokenizer import load_tokenizer
 from shoal.tools.report.replicas import compare_replicas
-from shoal.train.checkpoint import Checkpoint, CheckpointFolder, Progress
+from shoal.engine.checkpoint import Checkpoint, CheckpointFolder, Progress
+from shoal.engine.training_state import StateTree
 
 def forbid(event, arguments):
     if event == "pickle.find_class":
@@ -249,7 +267,7 @@ tokens = open_tokens(prepared.train, check=True).tokens
 assert load_tokenizer(prepared.tokenizer).decode(tokens[:10]).startswith("She")
 tensors = {"model.w": torch.ones(3)}
 checkpoints = CheckpointFolder(folder / "checkpoints", keep=1)
-saved = checkpoints.save(Checkpoint(Progress(1, 24), tensors, tensors))
+saved = checkpoints.save(Checkpoint(Progress(1, 24), tensors, StateTree(tensors, [])))
 assert checkpoints.load_latest().model["model.w"].tolist() == [1, 1, 1]
 assert compare_replicas({0: saved / "model.safetensors", 1: saved / "model.safetensors"}).byte_equivalent
 try:

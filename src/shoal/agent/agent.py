@@ -23,6 +23,7 @@ from typing import Any
 
 from shoal.agent.invite_server import InviteServer
 from shoal.agent.kv_store import KvStoreClient
+from shoal.agent.local_ranks import LocalRank
 from shoal.agent.membership import AgentMembership
 from shoal.agent.mesh import Mesh
 from shoal.agent.rank_processes import RankEnvironment, RankExit, RankProcesses
@@ -47,6 +48,7 @@ from shoal.control.orders import (
 )
 from shoal.control.processes import MESSENGER, SUPERVISOR, find_processes, remove_own_marks, restore_signals
 from shoal.control.rank_env import torch_caches
+from shoal.control.rank_messages import RankReady, ToAgent
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
 from shoal.host.facts import boot_clock, interface_for, physical_cores, this_machine_is_cpu_only
@@ -70,6 +72,9 @@ class Agent:
             self._run, meet.node, self._ranks, self._keys, self._mesh.places, self._write
         )
         self._membership: AgentMembership | None = None  # None: the run is not elastic
+        # The ranks of a script, which may begin a session: the run is elastic from then on.
+        self._script_ranks: list[LocalRank] = []
+        self._early_messages: list[tuple[int, Message]] = []  # about membership, of agents that began a moment before
         self._invites: InviteServer | None = None
         self._met_at = boot_clock()
         self._failed_at: float | None = None
@@ -155,7 +160,8 @@ class Agent:
             return
         self._roster = dict(enumerate(go.roster))
         self._grace_s = go.grace_s
-        if go.members is not None:
+        self._go = go
+        if go.members is not None and not go.is_script:
             self._save_orders(go)
             self._membership = self._make_membership(go, go.members)
         await self._mesh.meet(self._roster)
@@ -184,6 +190,41 @@ class Agent:
         self._membership.join()
         await self._open_elastic(self._membership)
 
+    async def _begin_session(self, max_ranks: int | None) -> None:
+        """Make the run of a script elastic: a rank of it, here or elsewhere, begins a session.
+
+        All agents begin at the same time, as in a training of shoal's own: an agent that waited until its own ranks
+        have imported torch would count as silent.
+        """
+        go = self._go
+        if self._membership is not None or go is None or go.members is None or self._failed_at is not None:
+            return
+        members = go.members
+        if max_ranks is not None:
+            settings = replace(members.settings, max_ranks=min(max_ranks, members.settings.max_ranks))
+            members = replace(members, settings=settings)
+        membership = self._membership = self._make_membership(go, members, self._script_ranks)
+        self._save_orders(replace(go, members=members))
+        self._write("session")
+        await self._mesh.broadcast({"type": "session", "max_ranks": max_ranks})
+        self._mesh.keep_connected(self._roster, membership.connected, membership.silent_after_s)
+        membership.start_first_generation()
+        for member, message in self._early_messages:
+            membership.received(member, message)
+        self._early_messages.clear()
+        self._spawn(watch_for_sleep(membership.suspend, membership.wake))
+
+    def _on_script_rank(self, rank: LocalRank, message: ToAgent) -> None:
+        """Handle a message of a script's rank: only a session sends any."""
+
+        async def handle() -> None:
+            if isinstance(message, RankReady):
+                await self._begin_session(message.max_ranks)
+            if self._membership is not None:
+                self._membership.on_rank_message(rank, message)
+
+        self._spawn(handle())
+
     async def _open_elastic(self, membership: AgentMembership) -> None:
         """Watch for a suspend of this machine, and accept requests to invite nodes, where the disk has sockets."""
         self._spawn(watch_for_sleep(membership.suspend, membership.wake))
@@ -193,9 +234,12 @@ class Agent:
         except OSError as error:
             self._note(f"no new machine can be invited on {self._orders.node}: {error.strerror}")
 
-    def _make_membership(self, go: GoOrder, members: MembershipOrder) -> AgentMembership:
+    def _make_membership(
+        self, go: GoOrder, members: MembershipOrder, ranks: list[LocalRank] | None = None
+    ) -> AgentMembership:
         votes = VoteFile(self._run.votes(self._orders.node))
-        return AgentMembership(self._orders.member, go, members, votes, self._mesh, self._keys, self._environment)
+        me = self._orders.member
+        return AgentMembership(me, go, members, votes, self._mesh, self._keys, self._environment, ranks)
 
     def _save_orders(self, go: GoOrder) -> None:
         self._go, self._saved_version = go, self._mesh.places.version
@@ -204,6 +248,10 @@ class Agent:
     def _start_ranks(self, go: GoOrder) -> None:
         if self._membership is not None:
             self._membership.start(self._membership.ranks.ranks)
+        elif go.members is not None:
+            self._script_ranks = [LocalRank(start) for start in go.starts]
+            for rank in self._script_ranks:
+                self._environment.start_elastic(rank, self._on_script_rank)
         else:
             has_own_folder = not any(map(self._environment.shares_folder_with, range(self._orders.member)))
             for start in go.starts:
@@ -229,9 +277,10 @@ class Agent:
             if self._failed_at is not None and boot_clock() - self._failed_at > FAILURE_GRACE_S:
                 self._ranks.kill()
             self._kill_late_ranks()
-            self._unjoined.look(self._ranks.alive(), boot_clock() - self._met_at)
+            if self._membership is None:
+                self._unjoined.look(self._ranks.alive(), boot_clock() - self._met_at)
             self._environment.check_script_store()
-            if self._go is not None and self._saved_version != self._mesh.places.version:
+            if self._membership is not None and self._go and self._saved_version != self._mesh.places.version:
                 # Nodes return at other addresses, and the last one to leave must find one of them again.
                 with contextlib.suppress(OSError):
                     self._save_orders(self._go.at(self._mesh.places.of_others(self._orders.member)))
@@ -271,6 +320,9 @@ class Agent:
         self._report_exit(ended)
         if self._membership is not None and self._membership.on_rank_exit(ended):
             return
+        for rank in self._script_ranks:
+            if rank.start.name == ended.start.name:
+                rank.end()
         # When a script is asked to stop, one rank ends by the signal while another still saves.
         is_stopping = self._stop_asked_at is not None and not ended.start.store
         if ended.code not in (0, Interrupted.exit_code) and not is_stopping:
@@ -324,8 +376,14 @@ class Agent:
 
     async def _on_message(self, member: int, message: Message) -> None:
         match message:
-            case {"type": str(kind)} if kind.startswith("member-") and self._membership is not None:
-                self._membership.received(member, message)
+            case {"type": str(kind)} if kind.startswith("member-"):
+                if self._membership is not None:
+                    self._membership.received(member, message)
+                else:
+                    self._early_messages.append((member, message))
+            case {"type": "session"}:
+                max_ranks = message.get("max_ranks")
+                await self._begin_session(max_ranks if isinstance(max_ranks, int) else None)
             case {"type": "failed"}:
                 self._record_failure()
             case {"type": "stopping", "at_once": at_once}:

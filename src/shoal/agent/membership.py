@@ -61,13 +61,15 @@ class AgentMembership:
         mesh: Mesh,
         keys: KvStoreClient,
         environment: RankEnvironment,
+        ranks: Sequence[LocalRank] | None = None,
     ) -> None:
         self._members = members
         self._mesh = mesh
         self._keys = keys
         self._environment = environment
         self._numbering = RankNumbering(me, go.roster)
-        self.ranks = LocalRanks([LocalRank(start) for start in go.starts], members.restarts)
+        # `ranks` are processes that were started before it was known that they take part.
+        self.ranks = LocalRanks(list(ranks or map(LocalRank, go.starts)), members.restarts)
         self.silent_after_s = members.settings.silent_after_s
         self.shutdown = ShutdownTracker(me, len(go.roster), self.silent_after_s)
         self._machine = MembershipMachine(me, members.settings, votes, boot_clock(), self.name)

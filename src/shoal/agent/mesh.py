@@ -64,6 +64,7 @@ class Mesh:
         self._refused: ShoalError | None = None
         self._listeners = Listeners(self._on_connection, is_own_address)
         self._has_met = False
+        self._watching: asyncio.Task[Any] | None = None
         self._redial_after_s = SILENT_AFTER_S
         self._guard = make_connection_guard(note)
 
@@ -102,7 +103,7 @@ class Mesh:
 
     def watch(self) -> None:
         """From now on a member whose connection closes or that falls silent is lost for good."""
-        self._spawn(self._send_heartbeats())
+        self._watching = self._spawn(self._send_heartbeats())
 
     def keep_connected(
         self,
@@ -117,6 +118,8 @@ class Mesh:
         that is shorter: the new one is to notice a returned link before the member counts as silent.
         `dial_all`: a joining or restarted agent dials every member, because none of them knows its address.
         """
+        if self._watching is not None:
+            self._watching.cancel()
         self._redial_after_s = min(silent_after_s, SILENT_AFTER_S)
         self._has_met = True
         self._set_roster(roster)
@@ -341,10 +344,11 @@ class Mesh:
             self._noted.add(text)
             self._note(text)
 
-    def _spawn(self, work: Coroutine[None, None, Any]) -> None:
+    def _spawn(self, work: Coroutine[None, None, Any]) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 class AgentAddresses:

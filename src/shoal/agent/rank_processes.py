@@ -25,7 +25,7 @@ from shoal.control.membership.settings import SCRIPT_STORE_EXIT_S
 from shoal.control.membership.types import read_ballot
 from shoal.control.orders import StartProcess
 from shoal.control.processes import make_marks
-from shoal.control.rank_env import AGENT_FD, KEEPS_FILES, SAFE_PATH, script_store_command, torch_caches
+from shoal.control.rank_env import AGENT_FD, KEEPS_FILES, SAFE_PATH, SESSION_FD, script_store_command, torch_caches
 from shoal.control.rank_messages import MEMBERSHIP_FD, AbandonCommits, ToAgent
 from shoal.cost.memory import OUT_OF_MEMORY_ADVICE
 from shoal.errors import ControlError, RunFailed
@@ -166,17 +166,24 @@ class RankEnvironment:
         env = make_marks(self._run.path, start.name)
         if not has_own_folder:
             env[KEEPS_FILES] = "0"
-        if start.is_script_rank:
-            # Where torch's `@record` writes the exception of a rank, as under torchrun.
-            env["TORCHELASTIC_ERROR_FILE"] = str(self._run.log(self._node, start.name).with_suffix(".error.json"))
-        stdin = _take_stdin() if start.is_script_rank and start.ranks == (0,) else None
+        env |= self._script_variables(start)
         with self._starting(start), ExitStack() as inherited:
-            if stdin is not None:
-                # Afterwards only the rank has it.
-                inherited.callback(os.close, stdin)
+            stdin = self._script_stdin(start, inherited)
             if start.store:
                 env[AGENT_FD] = str(self._serve_keys(inherited))
             self._ranks.start(start, env, _inherited_fds(env), stdin)
+
+    def _script_variables(self, start: StartProcess) -> dict[str, str]:
+        """Return where torch's `@record` writes the exception of a rank, as under torchrun."""
+        file = self._run.log(self._node, start.name).with_suffix(".error.json")
+        return {"TORCHELASTIC_ERROR_FILE": str(file)} if start.is_script_rank else {}
+
+    def _script_stdin(self, start: StartProcess, inherited: ExitStack) -> int | None:
+        """Return what rank 0 of a script reads. Afterwards only the rank has it."""
+        stdin = _take_stdin() if start.is_script_rank and start.ranks == (0,) else None
+        if stdin is not None:
+            inherited.callback(os.close, stdin)
+        return stdin
 
     def start_elastic(self, rank: LocalRank, on_message: Callable[[LocalRank, ToAgent], None]) -> None:
         """Start a rank of an elastic run; every generation tells it whether it keeps files."""
@@ -188,8 +195,11 @@ class RankEnvironment:
         with self._starting(rank.start), ExitStack() as inherited:
             agent_end, rank_end = socket.socketpair()
             inherited.enter_context(rank_end)
-            fds = {AGENT_FD: str(self._serve_keys(inherited)), MEMBERSHIP_FD: str(rank_end.fileno())}
-            self._ranks.start(rank.start, {**make_marks(self._run.path, rank.start.name), **fds}, _inherited_fds(fds))
+            store = SESSION_FD if rank.start.is_script_rank else AGENT_FD
+            fds = {store: str(self._serve_keys(inherited)), MEMBERSHIP_FD: str(rank_end.fileno())}
+            env = {**make_marks(self._run.path, rank.start.name), **fds, **self._script_variables(rank.start)}
+            stdin = self._script_stdin(rank.start, inherited)
+            self._ranks.start(rank.start, env, _inherited_fds(env), stdin)
             connection = RankConnection(agent_end, lambda message: on_message(rank, message), refuse)
             rank.begin(connection)
             self._spawn(connection.listen())
@@ -331,7 +341,7 @@ def _take_stdin() -> int | None:
 
 
 def _inherited_fds(env: dict[str, str]) -> tuple[int, ...]:
-    return tuple(int(env[name]) for name in (AGENT_FD, MEMBERSHIP_FD) if name in env)
+    return tuple(int(env[name]) for name in (AGENT_FD, SESSION_FD, MEMBERSHIP_FD) if name in env)
 
 
 def pending_abandon(journal: Iterable[Event]) -> AbandonCommits | None:

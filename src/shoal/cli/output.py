@@ -25,7 +25,7 @@ from rich.text import Text
 from shoal.errors import ShoalError, UsageError
 from shoal.run_folder import RunFolder
 from shoal.terminal import printable, printable_json, printable_line, raw_stream
-from shoal.units import format_duration, format_percent, format_si, format_speed
+from shoal.units import Unit, format_duration, format_loss, format_percent, format_si, format_speed, format_value
 
 if TYPE_CHECKING:
     from shoal.config.manifest import Manifest
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 # A note may come from another machine's journal.
 _LONGEST_NOTE = 4_000
 _REDRAW_S = 0.1
+# Of a user's own values, in the summary of a run.
+_MOST_LOGGED = 12
 # Show the current lines of at most so many ranks.
 _MOST_CURRENT = 8
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
@@ -112,18 +114,21 @@ def command(*words: str) -> str:
     return shlex.join([shown(started.absolute()), *words])
 
 
-def print_run(run: RunFolder, manifest: Manifest) -> None:
-    console = stdout_console()
+def print_run(run: RunFolder, manifest: Manifest, *, stderr: bool = False) -> None:
+    console = make_console(stderr=stderr)
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in run_rows(manifest):
-        table.add_row(name, escape(value))
+        table.add_row(escape(name), escape(value))
     console.print(table)
     folder = shown(run.path)
-    nexts = "   ".join(command(verb, folder) for verb in ("report", "sample"))
+    # Only shoal's own GPT writes text.
+    verbs = ("report", "sample") if manifest.trains == "gpt" else ("report", "verify")
+    nexts = "   ".join(command(verb, folder) for verb in verbs)
     # Not through rich: a folder named `[x]` is not markup.
     texts = (manifest.choice_notes, manifest.lesson_notes, manifest.prediction_notes)
     notes = "\n\n".join(text for text in texts if text)
-    sys.stdout.write(f"\n{notes}\n\nrun folder: {folder}\nnext: {nexts}\n")
+    stream = sys.stderr if stderr else sys.stdout
+    stream.write(f"\n{notes}\n\nrun folder: {folder}\nnext: {nexts}\n")
 
 
 def print_detached(run: RunFolder, json: bool) -> None:
@@ -137,10 +142,10 @@ def print_detached(run: RunFolder, json: bool) -> None:
 
 
 def run_rows(manifest: Manifest) -> list[tuple[str, str]]:
-    tokens_per_s = manifest.tokens_per_sec.get(manifest.world_size)
     rows = [
-        ("loss", f"{_number(manifest.final_loss, '.4f')} (validation {_number(manifest.val_loss, '.4f')})"),
-        ("speed", "–" if tokens_per_s is None else format_speed(tokens_per_s)),
+        ("loss", _loss(manifest)),
+        *((name, format_value(value)) for name, value in list(manifest.logged.items())[:_MOST_LOGGED]),
+        ("speed", "–" if manifest.speed is None else format_speed(manifest.speed, Unit(manifest.unit))),
     ]
     if manifest.world_size > 1:
         rows += [
@@ -151,6 +156,12 @@ def run_rows(manifest: Manifest) -> list[tuple[str, str]]:
     if manifest.recoveries:
         rows.append(("members", _members_verdict(manifest)))
     return rows
+
+
+def _loss(manifest: Manifest) -> str:
+    if manifest.trains == "gpt":
+        return f"{_number(manifest.final_loss, '.4f')} (validation {_number(manifest.val_loss, '.4f')})"
+    return "–" if manifest.final_loss is None else f"{format_loss(manifest.final_loss)} (mean per sample)"
 
 
 def _replica_verdict(manifest: Manifest) -> str:

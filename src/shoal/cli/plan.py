@@ -25,7 +25,7 @@ from shoal.cost.strategy import SyncStrategy, bytes_per_parameter
 from shoal.cost.workload import Workload
 from shoal.errors import ConfigError, UsageError
 from shoal.tools.plan.advise import Advice, Plan, PlanOption, PlanRow, advise, explain_plan, make_plan
-from shoal.units import format_count, format_duration, format_percent, format_si, format_speed, format_tokens
+from shoal.units import format_amount, format_count, format_duration, format_percent, format_si, format_speed
 
 if TYPE_CHECKING:
     from shoal.config.profile import Profile
@@ -305,7 +305,7 @@ def _describe(workload: Workload, strategy: SyncStrategy, last: PlanRow) -> str:
     size = "" if workload.model is None else f"{format_count(workload.parameters)} parameters, "
     return (
         f"{workload.name}: {size}{format_si(sent, 'B')} of gradients ({strategy}); "
-        f"{format_tokens(last.prediction.tokens)} a step, {sequences:,} × {workload.seq_len:,}"
+        f"{format_amount(last.prediction.tokens)} a step, {sequences:,} × {workload.seq_len:,}"
     )
 
 

@@ -10,44 +10,17 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from shoal.cli.output import make_console
-from shoal.config.schema import Config
+from shoal.config.schema import EngineConfig
 from shoal.control.membership.types import NEVER
 from shoal.events import Event
 from shoal.runs.start import TrainDisplay
-from shoal.tools.report.rank_log import read_entered
-from shoal.units import format_count, format_duration, format_share, format_speed, format_tokens, pluralize
+from shoal.step_line import StepLine
+from shoal.tools.report.rank_log import logged_values, read_entered
+from shoal.units import TOKENS, format_amount, format_count, format_value, pluralize, unit_of
 
 _PLAIN_EVERY_S = 10.0
-
-
-class StepLine:
-    """The text of a progress line. Rates are smoothed so that they can be read."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self._step_s: float | None = None
-        self._share: float | None = None
-
-    def update(self, event: Event) -> str:
-        step_s = float(event["step_s"])
-        self._step_s = _smooth(self._step_s, step_s)
-        left_s = (self.steps - int(event["step"])) * self._step_s
-        return (
-            f"loss {event['loss']:.3f}  {format_speed(event['tokens'] / self._step_s)}  {self._waiting(event, step_s)}"
-            f"{format_duration(left_s)} left"
-        )
-
-    def _waiting(self, event: Event, step_s: float) -> str:
-        """Return the share of a step spent waiting for gradients or slower ranks; empty with `sync.measure=off`."""
-        if "exposed_s" not in event or step_s <= 0:
-            return ""
-        waiting_s = float(event["exposed_s"] or 0.0) + float(event.get("wait_s") or 0.0)
-        self._share = _smooth(self._share, waiting_s / step_s)
-        return f"waiting {format_share(self._share, 1)}  "
-
-
-def _smooth(before: float | None, value: float) -> float:
-    return value if before is None else 0.9 * before + 0.1 * value
+# Values of a program's own in one line.
+_MOST_VALUES = 8
 
 
 class PlainDisplay:
@@ -109,12 +82,12 @@ class BarDisplay:
         self._progress.update(self._task, completed=event["step"], description=self._line.update(event))
 
 
-def make_plain_display(config: Config) -> TrainDisplay:
+def make_plain_display(config: EngineConfig) -> TrainDisplay:
     """Return plain lines even on a terminal, for a command that prints other lines between them."""
     return PlainDisplay(make_console(stderr=True), config.train.steps, config.run.preset)
 
 
-def make_display(config: Config, quiet: bool = False, rank: int | None = None) -> TrainDisplay:
+def make_display(config: EngineConfig, quiet: bool = False, rank: int | None = None) -> TrainDisplay:
     """Return the display for this terminal. It shows the steps of `rank` or, without it, of the first member."""
     console = make_console(stderr=True, quiet=quiet)
     kind = BarDisplay if console.is_terminal else PlainDisplay
@@ -160,6 +133,9 @@ class EventPrinter:
                 yield f"step {event['step']}: from here on {escape(event['why'])}"
             case "eval" if event["rank"] == self._lead:
                 yield f"step {event['step']}: validation loss {event['val_loss']:.4f}"
+            case "log" if event["rank"] == self._lead and (values := logged_values(event)):
+                texts = (f"{name} {format_value(value)}" for name, value in list(values.items())[:_MOST_VALUES])
+                yield f"step {event['step']}: {escape(', '.join(texts))}"
             case "note":
                 yield f"[yellow]note[/]: {escape(event['text'])}"
             case "warning":
@@ -167,9 +143,12 @@ class EventPrinter:
 
 
 def _start_line(event: Event, title: str) -> str:
+    unit = unit_of(event)
+    amount = event["tokens_per_step"] if unit is TOKENS else event["global_batch"]
+    a_step = "" if amount is None else f"{format_amount(amount, unit)} a step "
     return (
         f"[bold]{escape(title)}[/]: {format_count(event['params'])} parameters ({event['params']:,}) on "
         f"{pluralize(event['world_size'], 'rank')} × {pluralize(event['threads'], 'thread')} "
         f"({event['device']}, {event['backend']}); "
-        f"{format_tokens(event['tokens_per_step'])} a step in micro-batches of {event['micro_batch']}"
+        f"{a_step}in micro-batches of {event['micro_batch']}"
     )

@@ -14,9 +14,10 @@ from rich.markup import escape
 
 from shoal.cli.output import command, print_json, shown, stdout_console
 from shoal.config.defaults import SEED
-from shoal.config.load import load_config
+from shoal.config.load import load_config, load_settings
+from shoal.config.schema import Config
 from shoal.control.processes import find_processes
-from shoal.errors import DataError, ShoalError
+from shoal.errors import DataError, ShoalError, UsageError
 from shoal.run_folder import RunFolder
 from shoal.tools.report.commit_log import LedgerReport
 from shoal.tools.report.manifest import write_derived_files
@@ -77,7 +78,7 @@ def _sharding(folder: RunFolder) -> str:
 def _print_verdict(verdict: VerifyResult, sharding: str) -> None:
     console = stdout_console()
     if verdict.replicas is not None:
-        for text in _replicas_verdict(verdict.replicas):
+        for text in _replicas_verdict(verdict.replicas, "parameters" if verdict.is_measured else "weights and moments"):
             console.print(text, soft_wrap=True)
     elif verdict.status != "finished":
         console.print(
@@ -85,7 +86,8 @@ def _print_verdict(verdict: VerifyResult, sharding: str) -> None:
             "has finished",
             soft_wrap=True,
         )
-    console.print(_ledger_verdict(verdict.ledger, sharding), soft_wrap=True)
+    if not verdict.is_measured:
+        console.print(_ledger_verdict(verdict.ledger, sharding), soft_wrap=True)
     for fork in verdict.ledger.forked:
         console.print(
             f"[red]forked[/]: the lineages {' and '.join(fork.lineages)} both trained steps {fork.first} to "
@@ -97,12 +99,12 @@ def _print_verdict(verdict: VerifyResult, sharding: str) -> None:
         console.print(f"{how}: {escape(finding.file)}: {escape(finding.text)}", soft_wrap=True)
 
 
-def _replicas_verdict(replicas: ReplicaReport) -> Iterator[str]:
+def _replicas_verdict(replicas: ReplicaReport, what: str) -> Iterator[str]:
     tensors = " by their digests" if replicas.tensors is None else f", {replicas.tensors} tensors each"
     if replicas.byte_equivalent:
         yield (
             f"[green]identical[/]: {pluralize(replicas.ranks, 'replica')}{tensors}, equal to the bit "
-            f"(weights and moments, SHA-256 {next(iter(replicas.digests.values()))[:12]})"
+            f"({what}, SHA-256 {next(iter(replicas.digests.values()))[:12]})"
         )
     elif replicas.tensors is None:
         yield (
@@ -179,11 +181,25 @@ def sample(
 ) -> None:
     """Generate text with a trained model, from its newest checkpoint."""
     folder = RunFolder.open(run)
+    refuse_script(folder)
     refuse_without_checkpoint(folder)
     # A separate process, because the command line never imports torch.
     argv = [sys.executable, "-P", "-m", "shoal.train.sample", str(folder.path), f"--prompt={prompt}"]
     argv += [f"--count={count}", f"--temperature={temperature}", f"--length={length}", f"--seed={seed}"]
     raise typer.Exit(subprocess.run(argv + (["--json"] if json else []), check=False).returncode)
+
+
+def refuse_script(run: RunFolder) -> None:
+    """Refuse a run whose model shoal does not know."""
+    config = load_settings(run.config)
+    if isinstance(config, Config):
+        return
+    newest = max(run.checkpoints.glob("step-*"), default=run.checkpoints / "step-N")
+    raise UsageError(
+        f"{shown(run.path)} has no GPT of shoal: the script {config.run.preset} trained its own model",
+        why="shoal sample writes text with shoal's GPT and the run's tokenizer; it cannot build another model",
+        fix=f'load the weights in your own program: safetensors.torch.load_file("{newest / "model.safetensors"}")',
+    )
 
 
 def refuse_without_checkpoint(run: RunFolder) -> None:

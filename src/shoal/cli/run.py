@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from shoal import __version__
 from shoal.cli.main import load_verb
-from shoal.cli.output import LineDisplay, make_console, print_detached, print_json
+from shoal.cli.output import LineDisplay, make_console, print_detached, print_json, print_run
 from shoal.cli.train import DEFAULT_PRESET, clear_leftovers
 from shoal.cluster.cluster import planned_nodes
-from shoal.config.load import build_config, validate
+from shoal.cluster.target import JoinSpec, parse_on
+from shoal.config.load import build_config, merge, parse_set, validate, validate_session
 from shoal.config.presets import PRESETS, Overrides, did_you_mean
 from shoal.config.schema import Config
+from shoal.config.sync_choice import SYNC_HELP, WIRE_HELP
 from shoal.errors import UsageError
 from shoal.launch.emit import (
     DEFAULT_CLAIM,
@@ -34,8 +37,9 @@ from shoal.launch.emit import (
 )
 from shoal.launch.launcher import GRACE_S
 from shoal.run_folder import RunFolder
-from shoal.runs.start import default_out, start_script
+from shoal.runs.start import default_out, resume_script, start_script
 from shoal.runs.supervisor import RunJob
+from shoal.tools.report.manifest import read_manifest
 
 app = typer.Typer(add_completion=False)
 
@@ -44,7 +48,9 @@ _LONGEST_GRACE_S = 86400.0
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
-    script: Annotated[list[str], typer.Argument(help="A Python script, or -m MODULE, and its own arguments.")],
+    script: Annotated[
+        list[str] | None, typer.Argument(help="A Python script, or -m MODULE, and its own arguments.")
+    ] = None,
     on: Annotated[str, typer.Option(help="Where to run: local:N, lab:N[,link=1gbit,…] or a hosts file.")] = "local:2",
     out: Annotated[Path | None, typer.Option(help="The folder for logs.", show_default="runs/NAME-TIME")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads per rank.", show_default="cores / ranks")] = None,
@@ -58,17 +64,56 @@ def run(
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds that ranks have to end after Ctrl-C or shoal stop.")
     ] = GRACE_S,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Record step and all-reduce times of an unmodified DDP script.")
+    ] = False,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="How often to start all ranks again after a failure (no session).")
+    ] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the script's session.", show_default=False)] = None,
+    sync: Annotated[str | None, typer.Option(help=f"{SYNC_HELP} (session).", show_default=False)] = None,
+    wire: Annotated[str | None, typer.Option(help=f"{WIRE_HELP} (session).", show_default=False)] = None,
+    accumulate: Annotated[
+        int | None, typer.Option(min=1, help="Batches between two exchanges (session).", show_default=False)
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting of the session, as section.key=value; may be repeated."),
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Continue the session of this run from its newest checkpoint.")
+    ] = None,
     clean: Annotated[bool, typer.Option("--clean", help="End processes left over from earlier runs.")] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Start the run in the background; see shoal ps, logs, attach.")
     ] = False,
 ) -> None:
-    """Start your own torchrun-style script on every slot of the cluster.
+    """Start your own script on every slot of the cluster: one that uses shoal.Session, or any torchrun-style script.
 
-    The script gets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the rest as under torchrun. The exit code is the
-    script's. On this machine, rank 0 reads the standard input.
+    Options marked (session), and --steps and --set, are for a script that uses shoal.Session; they win over its own
+    values. Such a run also survives the loss of machines, and shoal report and verify work on it.
+    Any other script runs as under torchrun: it gets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the rest. The exit
+    code is the script's. On this machine, rank 0 reads the standard input.
+    With --measure, shoal report and verify work on it too. With --restarts, all ranks are started again when one fails,
+    on the machines that are left; the script continues from its own checkpoint.
     Modules are imported from the script's folder first; with -m from the current folder, unless others can write to it.
     """
+    flags: Overrides = {"train": {"steps": steps}, "sync": {"mode": sync, "wire": wire, "accumulate": accumulate}}
+    display = LineDisplay(make_console(soft_wrap=True))
+    if resume is not None:
+        if script:
+            raise UsageError(
+                f"--resume {resume} does not go with a script",
+                why="the run folder knows its script",
+                fix=f"shoal run --resume {resume}",
+            )
+        clear_leftovers(clean)
+        folder = resume_script(resume, session_settings(flags, set_ or [], None), detach, display)
+        if detach:
+            print_detached(folder, json=False)
+        return
+    if not script:
+        raise UsageError("no script to run", fix="write for example: shoal run --on local:2 train.py --epochs 3")
     argv, name = script_command(script)
     validate({"run": {"on": on, "threads": threads}}, "the command line")
     if not grace <= _LONGEST_GRACE_S:
@@ -77,12 +122,44 @@ def run(
             why="ranks are ended after it, so it must be finite",
             fix=f"write seconds, up to a day: --grace {_LONGEST_GRACE_S:.0f}",
         )
+    if restarts and isinstance(parse_on(on), JoinSpec):
+        raise UsageError(
+            f"--restarts does not go with --on {on}",
+            why="a machine that joined by a code takes part in one launch only",
+            fix="leave --restarts out, or name the machines in a hosts file",
+        )
     clear_leftovers(clean)
     out = out or default_out(name)
-    job = RunJob(script=tuple(argv), on=on, threads=threads, port=port, grace_s=grace, python=python)
-    folder = start_script(job, out, detach, LineDisplay(make_console(soft_wrap=True)))
+    session = session_settings(flags, set_ or [], on)
+    job = RunJob(
+        script=tuple(argv),
+        on=on,
+        threads=threads,
+        port=port,
+        grace_s=grace,
+        python=python,
+        session=dumps(session),
+        measure=measure,
+        restarts=restarts,
+    )
+    folder = start_script(job, out, detach, display)
     if detach:
         print_detached(folder, json=False)
+    elif (manifest := read_manifest(folder)) is not None:
+        # The script trained with shoal.Session. Its stdout is its own.
+        print_run(folder, manifest, stderr=True)
+
+
+def session_settings(flags: Overrides, sets: list[str], on: str | None) -> dict[str, Any]:
+    """Return the settings of the command line for the sessions of a script, and refuse wrong ones before it starts."""
+    given = {
+        section: chosen
+        for section, values in flags.items()
+        if (chosen := {key: value for key, value in values.items() if value is not None})
+    }
+    settings = merge([{"run": {"on": on}} if on else {}, given, *map(parse_set, sets)])
+    validate_session(settings)
+    return settings
 
 
 def script_command(words: list[str]) -> tuple[list[str], str]:

@@ -28,9 +28,10 @@ from shoal.cli.output import (
 )
 from shoal.cli.progress import make_display, make_plain_display
 from shoal.cluster.hosts.spec import HostsSpec, read_hosts
-from shoal.config.load import load_config
+from shoal.config.load import load_settings
 from shoal.control.processes import find_processes
 from shoal.errors import ShoalError, UsageError
+from shoal.events import Event
 from shoal.launch.logs import LogFollower
 from shoal.run_folder import RunFolder, user_name
 from shoal.runs.follow import RunEvents, SupervisorLog
@@ -42,13 +43,14 @@ from shoal.runs.manage import (
     attach_script,
     attach_training,
     cluster_of,
+    is_script,
     read_opening,
     running_runs,
     runs_on,
     stop_on,
 )
 from shoal.runs.manage import stop_run as stop_run
-from shoal.runs.start import require_manifest
+from shoal.runs.start import TrainDisplay, require_manifest
 from shoal.units import format_duration
 
 app = typer.Typer(add_completion=False)
@@ -173,14 +175,24 @@ class RunEventPrinter:
         self._keeping = SupervisorLog.from_now(run)
         self._news = RunEvents(run)
         self._lines = lines
-        self._display = None
-        if with_progress and run.config.is_file():
-            self._display = make_plain_display(load_config(run.config))
-            # Without `shard`: each rank prints its own part of the data.
-            self._display([event for event in read_opening(run) if event["event"] != "shard"])
+        self._run = run
+        self._with_progress = with_progress
+        self._display: TrainDisplay | None = None
+        self._open_display()
 
-    def show(self) -> None:
-        notes, progress = self._keeping.poll(), self._display
+    def _open_display(self) -> None:
+        """Show progress as soon as the run is a training: a script becomes one when it makes its `shoal.Session`."""
+        if self._display is None and self._with_progress and self._run.config.is_file():
+            self._display = make_plain_display(load_settings(self._run.config))
+            # Without `shard`: each rank prints its own part of the data.
+            self._display([event for event in read_opening(self._run) if event["event"] != "shard"])
+
+    def show(self, notes: list[Event] | None = None) -> None:
+        """Print these notes of the supervisor, or those since the last call, and the ranks' events since then."""
+        self._open_display()
+        progress = self._display
+        if notes is None:
+            notes = self._keeping.poll()
         if progress is None:
             for note in notes:
                 self._lines.note(note["text"])
@@ -205,16 +217,20 @@ def attach(
     """Watch a run as if it had been started here. Ctrl-C leaves it running; shoal stop ends it."""
     folder = RunFolder.find(run)
     try:
-        if not folder.config.is_file():
-            if json:
-                raise UsageError(
-                    "--json does not go with the run of a script",
-                    why="it prints the manifest of a training; a script has none",
-                    fix=f"leave it out: shoal attach {run}",
-                )
-            attach_script(folder, LineDisplay(make_console(soft_wrap=True)))
-            return
-        attach_training(folder, make_display)
+        if not folder.config.is_file() and json:
+            raise UsageError(
+                "--json does not go with the run of a script",
+                why="it prints the manifest of a training; a script has none",
+                fix=f"leave it out: shoal attach {run}",
+            )
+        if not folder.config.is_file() or (is_script(folder) and not json):
+            # Its own output, and beside it the progress of one that trains with shoal.Session.
+            lines = LineDisplay(make_console(soft_wrap=True))
+            attach_script(folder, lines, RunEventPrinter(folder, lines, with_progress=True).show)
+            if not folder.config.is_file():
+                return
+        else:
+            attach_training(folder, make_display)
     except KeyboardInterrupt:
         sys.stderr.write(f"\nthe run continues; to stop it: {command('stop', shown(folder.path))}\n")
         return
@@ -264,11 +280,11 @@ def stop(
     if not folder.supervisor.exists() and outcome is not StopResult.NOT_RUNNING:
         sys.stdout.write("its run folder was removed while the run was writing to it: nothing is saved\n")
         return
-    if outcome is not StopResult.NOT_RUNNING and folder.checkpoints.is_dir():
+    if outcome is not StopResult.NOT_RUNNING and folder.checkpoints.is_dir() and not is_script(folder):
         sys.stdout.write(f"next: {command('train', '--resume', shown(folder.path))}\n")
 
 
 def _outcome_text(outcome: StopResult, run: RunFolder) -> str:
     """Describe the outcome. Of a script, which has no configuration, only its exit is known, not that it saved."""
-    is_script = run.job.is_file() and not run.config.is_file()
-    return "stopped when it was asked to" if is_script and outcome is StopResult.STOPPED else outcome.value
+    is_plain = run.job.is_file() and not run.config.is_file()
+    return "stopped when it was asked to" if is_plain and outcome is StopResult.STOPPED else outcome.value

@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from shoal.cli.bench import scaling_config, scaling_document
 from shoal.cli.output import (
+    LineDisplay,
     advising_flags,
     command,
     flag_of,
@@ -46,7 +47,14 @@ from shoal.errors import ShoalError, UsageError
 from shoal.launch.plan import plan_ranks
 from shoal.run_folder import RunFolder
 from shoal.runs.manage import end_processes, leftovers, running_runs
-from shoal.runs.start import default_out, refuse_confirm, resume_training, start_training
+from shoal.runs.start import (
+    default_out,
+    is_script_run,
+    refuse_confirm,
+    resume_script,
+    resume_training,
+    start_training,
+)
 from shoal.tools.bench.scaling import ScalingResult, measure_scaling
 from shoal.tools.plan.compare import NO_PLAN, store_prediction, store_sync_plan
 from shoal.tools.report.explain_run import prediction_line
@@ -167,6 +175,11 @@ def train(
         refuse_with_resume(given)
         changes = resume_changes(given)
         clear_leftovers(clean)
+        if is_script_run(resume):
+            script_run = resume_script(resume, changes, detach, LineDisplay(make_console(soft_wrap=True)))
+            if detach:
+                print_detached(script_run, json)
+            return
         run, manifest = resume_training(resume, make_display, changes, detach, lineage or "", confirm)
     else:
         settings, folder = new_run_config(given), out or default_out(preset or DEFAULT_PRESET)

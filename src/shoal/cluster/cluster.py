@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -41,6 +42,16 @@ class Cluster(Protocol):
     def folder(self, node: Node, run: Path) -> str:
         """Return where the node has that run folder."""
         ...
+
+
+def without_nodes(cluster: Cluster, lost: Collection[str]) -> Cluster:
+    """Return the cluster without the nodes of these names; the first of the others is its first node."""
+    if not lost:
+        return cluster
+    remaining = copy(cluster)
+    # Not by assignment: the cluster of a hosts file is frozen.
+    object.__setattr__(remaining, "nodes", [node for node in cluster.nodes if node.name not in lost])
+    return remaining
 
 
 class LocalCluster:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from shoal.config.presets import Overrides, did_you_mean, preset
 from shoal.config.profile import VERSION, Profile
-from shoal.config.schema import Config
+from shoal.config.schema import Config, EngineConfig
 from shoal.config.sync_choice import SYNC_METHODS
 from shoal.errors import ConfigError, DataError, ShoalError
 from shoal.run_folder import write_atomically
@@ -62,8 +62,16 @@ def build_config(
 
 
 def load_config(file: Path) -> Config:
-    """Read a saved `config.toml`."""
+    """Read a saved `config.toml`. For a user's training, sections that it lacks have defaults that mean nothing."""
     return validate(read_toml(file), source=str(file))
+
+
+def load_settings(file: Path) -> EngineConfig:
+    """Read a saved `config.toml`: a `Config` for shoal's GPT, an `EngineConfig` for a user's training."""
+    document = read_toml(file)
+    if document.keys() & (Config.model_fields.keys() - EngineConfig.model_fields.keys()):
+        return validate(document, source=str(file))
+    return validate_session(document, source=str(file))
 
 
 def merge(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -111,6 +119,25 @@ def validate(values: Mapping[str, Any], source: str) -> Config:
     if dot:
         seen, fix = f"{key}={first['input']!r}: {_lower_first(message)}", f"correct it, or: --set {key}=…"
     raise ConfigError(seen, why=f"this comes from {source}, or from the preset", fix=fix)
+
+
+def validate_session(
+    values: Mapping[str, Any], source: str = "the session's settings or the command line"
+) -> EngineConfig:
+    """Validate the settings of a user's training, which has no section for a model or data."""
+    unknown = [section for section in values if section not in EngineConfig.model_fields]
+    if unknown:
+        raise ConfigError(
+            f"unknown section {unknown[0]} in the settings of the session",
+            why="a session knows nothing of your model and data",
+            fix=f"sections are: {', '.join(EngineConfig.model_fields)}",
+        )
+    try:
+        return EngineConfig.model_validate(values)
+    except ValidationError:
+        # The same settings with the same mistake, for the message.
+        validate(values, source)
+        raise
 
 
 def known_keys() -> list[str]:
@@ -292,7 +319,7 @@ def _read_document(
         raise error_type(f"cannot read {path}: {error.strerror}", fix=f"look at it: ls -ld {path}") from None
 
 
-def to_toml(config: Config) -> str:
+def to_toml(config: EngineConfig) -> str:
     """Return the text of `config.toml`; an unset key is left out."""
     return _document_text(config.model_dump(mode="json", exclude_none=True))
 

@@ -99,7 +99,8 @@ class Manifest(ManifestRecord):
     lab: str | None = None  # the emulated cluster it ran in
     commands: list[str] = []  # of each launch, without secrets; none where another launcher started the ranks
     duration_s: float | None = None  # of all launches together, on the rank that took part longest
-    preset: str
+    trains: Literal["gpt", "script"] = "gpt"  # shoal's own GPT, or the model of a user's script
+    preset: str  # of the GPT; or the name of the script
     seed: int
     launcher: str
     backend: str | None  # what carried the gradients: gloo, nccl, or shared memory between ranks of one machine
@@ -122,8 +123,9 @@ class Manifest(ManifestRecord):
     inside: str = "gloo"
     strategy: SyncRecord
 
-    final_loss: float | None
+    final_loss: float | None  # of the GPT per token, of a script per sample
     val_loss: float | None
+    logged: dict[str, float] = {}  # last values of `session.log`
 
     step_s_measured: float | None
     step_s_predicted: float | None = None
@@ -137,7 +139,9 @@ class Manifest(ManifestRecord):
     theoretical_bytes_per_step: float | None
     peak_memory_bytes: float | None = None
 
-    tokens_per_sec: dict[int, float]
+    unit: Literal["tokens", "samples"] = "tokens"  # of the speed
+    samples_per_sec: dict[int, float] = {}  # by number of ranks
+    tokens_per_sec: dict[int, float]  # empty where a step counts samples only
     tokens_per_sec_1proc: float | None
     tokens_per_sec_2proc: float | None
 
@@ -154,3 +158,9 @@ class Manifest(ManifestRecord):
 
     choice_notes: str | None = None
     lesson_notes: str
+
+    @property
+    def speed(self) -> float | None:
+        """Return the speed of the measured steps, in `unit` per second."""
+        speeds = self.tokens_per_sec if self.unit == "tokens" else self.samples_per_sec
+        return speeds.get(self.world_size)

@@ -74,15 +74,29 @@ class DataConfig(Section):
         return value
 
 
-class TrainConfig(Section):
-    """The optimisation. Batches are counted in sequences of `model.seq_len` tokens."""
+class LoopConfig(Section):
+    """The steps of any training. Batches are counted in samples."""
 
     steps: Positive = 100
-    # Sequences per step of all ranks together; with weak scaling of each rank.
+    # Samples per step of all ranks together; with weak scaling of each rank.
     global_batch: Positive = 16
     # Unset: chosen so that all ranks get equal work. Lower it when a rank runs out of memory.
     micro_batch: Positive | None = None
     scaling: Literal["strong", "weak"] = "strong"
+    # The number of terms in the loss of a sample differs between samples, as that of tokens in padded texts.
+    count_varies: bool = False
+    checkpoint_every: Positive = 50
+    keep_checkpoints: Positive = 3
+    gc_every: Positive = 100
+    seed: Seed = defaults.SEED
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    # Whether every rank keeps cores of its own; `auto` where ranks could disturb each other and there are enough cores.
+    pin: Literal["auto", "on", "off"] = "auto"
+
+
+class TrainConfig(LoopConfig):
+    """The optimisation of the GPT. A sample is a sequence of `model.seq_len` tokens."""
+
     # Belongs to `base_batch`, and scales linearly with the real global batch.
     lr: Annotated[float, Field(gt=0)] = 2e-3
     base_batch: Positive = 16
@@ -94,18 +108,11 @@ class TrainConfig(Section):
     clip: Annotated[float, Field(gt=0)] = 1.0
     eval_every: Positive = 50
     eval_sequences: Positive = 120
-    checkpoint_every: Positive = 50
-    keep_checkpoints: Positive = 3
-    gc_every: Positive = 100
-    seed: Seed = defaults.SEED
-    device: Literal["auto", "cpu", "cuda"] = "auto"
     # `auto` compiles the model's blocks where a trial on this machine shows that the run gains more than compiling
     # takes; without a C++ compiler it is `off`.
     compile: Literal["auto", "on", "off"] = "auto"
     # Of matrix products: `bf16` is faster on processors that have it and rounds to 8 bits; `auto` lets a trial choose.
     precision: Literal["fp32", "bf16", "auto"] = "fp32"
-    # Whether every rank keeps cores of its own; `auto` where ranks could disturb each other and there are enough cores.
-    pin: Literal["auto", "on", "off"] = "auto"
 
 
 class SyncConfig(Section):
@@ -274,10 +281,18 @@ class MembersConfig(Section):
         return self
 
 
-class Config(Section):
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    train: TrainConfig = TrainConfig()
+class EngineConfig(Section):
+    """The settings of any training, whatever its model and data are."""
+
+    train: LoopConfig = LoopConfig()
     sync: SyncConfig = SyncConfig()
     run: RunConfig = RunConfig()
     members: MembersConfig = MembersConfig()
+
+
+class Config(EngineConfig):
+    """The settings of shoal's own GPT."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()

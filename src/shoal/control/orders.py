@@ -109,10 +109,15 @@ class MembershipOrder:
 class GoOrder:
     roster: tuple[RosterEntry, ...]  # the nodes of the launch
     starts: tuple[StartProcess, ...]
-    members: MembershipOrder | None = None  # None: the loss of a node ends the run
+    # None: the loss of a node ends the run. For a script: from the moment when its ranks begin a session.
+    members: MembershipOrder | None = None
     guests: dict[Number, RosterEntry] = field(default_factory=dict)  # nodes that joined later, as far as known
     # How long ranks may take to end after they are asked to stop; None: unlimited, since shoal's own ranks answer.
     grace_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+
+    @property
+    def is_script(self) -> bool:
+        return any(start.is_script_rank for start in self.starts)
 
     def places(self) -> dict[int, RosterEntry]:
         return {**dict(enumerate(self.roster)), **self.guests}

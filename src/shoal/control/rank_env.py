@@ -30,6 +30,12 @@ from shoal.run_folder import user_name
 # The agent sets these two when it starts a rank: it knows which nodes share its folder, and has the other end.
 KEEPS_FILES = "SHOAL_KEEPS_FILES"
 AGENT_FD = "SHOAL_AGENT_FD"
+# `shoal run` sets these two for a script that uses `shoal.Session`: the settings of the command line as JSON, and
+# whether the training continues from its newest checkpoint.
+SETTINGS = "SHOAL_SETTINGS"
+# The agent's store for a session. Not `AGENT_FD`: a script may also use torch's own store, in the usual way.
+SESSION_FD = "SHOAL_SESSION_FD"
+RESUME = "SHOAL_RESUME"
 
 # Python never searches the current folder for modules: another user may have put a `numpy.py` there. `-P` applies to
 # one process, the variable also to those it starts: torchrun's ranks, torch's compiler processes.

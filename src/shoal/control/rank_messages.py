@@ -81,6 +81,7 @@ class RankReady(StrictModel):
 
     type: Literal["ready"] = "ready"
     committed: Count  # the last step in the ledger that it took part in; a shared folder has other nodes' steps too
+    max_ranks: Count | None = None  # ranks that can share its global batch, where the launcher does not know it
 
 
 class GroupFormed(StrictModel):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.config.schema import RunConfig, TrainConfig
+from shoal.config.schema import EngineConfig, LoopConfig, RunConfig, TrainConfig
 from shoal.errors import ConfigError
 
 # The fixed cost of dispatching a micro-batch is about that of two sequences on small models.
@@ -34,7 +34,7 @@ class BatchPlan:
         return self.micro_batch * sum(self.micro_batches[:rank])
 
 
-def world_batch(train: TrainConfig, world_size: int) -> int:
+def world_batch(train: LoopConfig, world_size: int) -> int:
     """Return the sequences per step of all ranks: the configured batch, or that per rank with weak scaling."""
     return train.global_batch * (world_size if train.scaling == "weak" else 1)
 
@@ -99,6 +99,13 @@ def divide_batch(global_batch: int, micro_batch: int, weights: Sequence[float]) 
     return BatchPlan(micro_batch, shares(global_batch // micro_batch, weights))
 
 
+def plan_global_batch(config: EngineConfig, world_size: int) -> BatchPlan:
+    """Divide the global batch over the ranks. Accumulated batches count as one, in micro-batches of the usual size."""
+    weights = rank_weights(config.run, world_size)
+    batch = config.sync.accumulate * world_batch(config.train, world_size)
+    return divide_batch(batch, micro_batch(config.train, weights), weights)
+
+
 def redivide_batch(global_batch: int, most: int, weights: Sequence[float], is_compiled: bool = False) -> BatchPlan:
     """Divide the same global batch among other ranks, in micro-batches of at most `most` sequences that leave the
     busiest rank the least work. Compiled code keeps the largest that fits: compiling takes longer than many steps."""
@@ -113,7 +120,7 @@ def redivide_batch(global_batch: int, most: int, weights: Sequence[float], is_co
     return divide_batch(global_batch, size, weights)
 
 
-def micro_batch(train: TrainConfig, weights: Sequence[float], most: int = MICRO_BATCH_CAP) -> int:
+def micro_batch(train: LoopConfig, weights: Sequence[float], most: int = MICRO_BATCH_CAP) -> int:
     """Return the configured micro-batch if it fits, otherwise the one up to `most` that leaves the busiest rank the
     least work."""
     world_size = len(weights)
@@ -138,7 +145,7 @@ def micro_batch(train: TrainConfig, weights: Sequence[float], most: int = MICRO_
     return size
 
 
-def half_micro_batch(train: TrainConfig, weights: Sequence[float]) -> int | None:
+def half_micro_batch(train: LoopConfig, weights: Sequence[float]) -> int | None:
     """Return half of the present micro-batch, or the next below that fits; None where it cannot be smaller."""
     half = micro_batch(train, weights) // 2
     return max(_divisors(world_batch(train, len(weights)), half), default=None)

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, TypeVar, overload
 
 from shoal.config.schema import DataConfig
-from shoal.errors import ConfigError, DataError
+from shoal.errors import ConfigError, DataError, UsageError
 
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl")
 _JSON_LINES = ".jsonl"
@@ -522,3 +522,26 @@ def write_corpus(
         lines = (json.dumps(vars(sentence)) + "\n" for sentence in part)
         (folder / name).write_text("".join(lines), encoding="ascii", newline="\n")
     return train, val
+
+
+T = TypeVar("T")
+
+
+@overload
+def make_shard(rank: int, world_size: int) -> list[str]: ...
+@overload
+def make_shard(rank: int, world_size: int, items: Sequence[T]) -> list[T]: ...
+def make_shard(rank: int, world_size: int, items: Sequence[T] | None = None) -> list[T] | list[str]:
+    """Return the items with `index % world_size == rank`: disjoint, complete, and equal in size to within one.
+
+    Without `items`, use the training sentences of the built-in English-verb corpus.
+    """
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise UsageError(
+            f"rank {rank} of {world_size} does not exist",
+            why="ranks count from 0 to world_size - 1",
+            fix="pass the two values that init_distributed() returns",
+        )
+    if items is None:
+        return training_sentences()[rank::world_size]
+    return list(items[rank::world_size])

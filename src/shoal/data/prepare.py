@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 from shoal.config.load import load_config, to_toml
 from shoal.config.schema import Config, DataConfig
 from shoal.control.rank_env import user_cache
-from shoal.cost.batch_plan import world_batch
+from shoal.cost.batch_plan import plan_global_batch, world_batch
 from shoal.data.corpus import (
     GRAMMAR_VERSION,
     digest_files,
@@ -36,9 +36,9 @@ from shoal.data.corpus import (
     read_texts,
     write_corpus,
 )
-from shoal.data.sampling import FORMAT_VERSION, TokenHeader, open_tokens, plan_global_batch, window_count, write_tokens
 from shoal.data.tokenizer import Tokenizer, build_tokenizer, save_tokenizer
 from shoal.data.tokenizer import digest as tokenizer_digest
+from shoal.data.tokens import FORMAT_VERSION, TokenHeader, open_tokens, window_count, write_tokens
 from shoal.errors import ConfigError, DataError, UsageError
 from shoal.events import EventLog
 from shoal.run_folder import RunFolder, write_atomically

@@ -240,3 +240,37 @@ def link_mbps(interface: str | None) -> int | None:
 
     stats = psutil.net_if_stats().get(interface or "")
     return stats.speed if stats and stats.speed > 0 else None
+
+
+class WireCounter:
+    """Counts the bytes that this node sends over the interface of the ranks, by the kernel's own counter.
+
+    Does not use /sys/class/net: an emulated node has its own eth0, and /sys may show the host's.
+    """
+
+    def __init__(self, interface: str | None) -> None:
+        self._interface = interface
+        self._last = self._read()
+
+    def since_last(self) -> int | None:
+        now = self._read()
+        sent = None if now is None or self._last is None else now - self._last
+        self._last = now
+        return sent
+
+    def _read(self) -> int | None:
+        if self._interface is None:
+            return None
+        try:
+            table = Path("/proc/self/net/dev").read_text()
+        except OSError:
+            import psutil
+
+            counters = psutil.net_io_counters(pernic=True).get(self._interface)
+            return counters.bytes_sent if counters else None
+        for line in table.splitlines():
+            name, colon, numbers = line.partition(":")
+            if colon and name.strip() == self._interface:
+                # The ninth number counts sent bytes; the first eight are about receiving.
+                return int(numbers.split()[8])
+        return None

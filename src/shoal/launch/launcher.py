@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import secrets
 import shlex
@@ -21,13 +22,14 @@ from types import FrameType
 from shoal.agent.membership import highest_generation
 from shoal.agent.unjoined_ranks import no_rank_ever_joined, no_rank_joined, ranks_still_running, ranks_wait_for_others
 from shoal.cluster.agent_link import AgentLink
-from shoal.cluster.cluster import Cluster
+from shoal.cluster.cluster import Cluster, without_nodes
 from shoal.cluster.node import Node, Rendezvous
 from shoal.config.load import load_config
 from shoal.config.schema import MembersConfig, RunConfig
 from shoal.control.channel import make_token
 from shoal.control.orders import END, STOP, MeetOrder, MembershipOrder, RosterEntry, make_membership_order, to_line
 from shoal.control.processes import AGENT, find_processes, is_running
+from shoal.control.rank_env import RESUME, SETTINGS
 from shoal.cost.batch_plan import world_batch
 from shoal.cost.memory import out_of_memory_advice
 from shoal.errors import ControlError, Interrupted, PeerLost, RunFailed, ShoalError, from_dict
@@ -42,7 +44,7 @@ from shoal.launch.failure import (
     has_own_fault,
     script_faults,
 )
-from shoal.launch.plan import RankCommand, make_go_order, plan_module, plan_ranks, plan_script, settings_notes
+from shoal.launch.plan import Attempt, RankCommand, make_go_order, plan_module, plan_ranks, plan_script, settings_notes
 from shoal.run_folder import RunFolder
 from shoal.units import format_duration, rank_list
 
@@ -55,6 +57,8 @@ READY_WITHIN_S = 45.0
 _JOURNAL_LAG_S = 1.0
 # How long an agent may take to end once it was asked to end at once.
 _END_WITHIN_S = 5.0
+# The ranks of a session say themselves how many can share its batch.
+_MAX_SCRIPT_RANKS = 1 << 16
 # Ranks of a script that run this much longer than the first that ended are mentioned.
 NOTE_RUNNING_AFTER_S = 60.0
 
@@ -209,7 +213,8 @@ class Launch:
                 f"{rendezvous.address} port {rendezvous.port} can write into it. Use a network you trust."
             )
         self.commands = plan(nodes, rendezvous)
-        self.is_elastic = members is not None
+        # A script's run becomes elastic when its ranks begin a session.
+        self.is_elastic = members is not None and self.grace_s is None
         order = None
         if members is not None:
             # The highest of all earlier launches, as far as any node knows: no generation number is used twice.
@@ -315,6 +320,8 @@ class Launch:
                 self._take_restarted(agent)
             case "ready":
                 agent.ready = event
+            case "session":
+                self.is_elastic = True
             case "started":
                 agent.started = True
                 if all(other.started for other in self.agents):
@@ -562,49 +569,111 @@ def run_module(
     _refuse_killed(launch.ends)
 
 
-def run_script(
-    config: RunConfig,
-    argv: Sequence[str],
-    run: RunFolder,
-    cluster: Cluster,
-    log: EventLog,
-    is_consequence: Callable[[str], bool],
-    port: int = 0,
-    grace_s: float = GRACE_S,
-    python: str = "",
-    user_env: Mapping[str, str] | None = None,
-) -> None:
+@dataclass(frozen=True)
+class SessionSettings:
+    """The settings of the command line for the sessions of a script."""
+
+    text: str = "{}"  # As JSON, section by section.
+    resume: bool = False  # Continue from the newest checkpoint.
+
+    @property
+    def members(self) -> MembersConfig:
+        return MembersConfig.model_validate(json.loads(self.text).get("members", {}))
+
+    def variables(self) -> dict[str, str]:
+        return {SETTINGS: self.text} | ({RESUME: "1"} if self.resume else {})
+
+
+@dataclass(frozen=True)
+class ScriptJob:
+    """A user's script, and how it is run on every slot."""
+
+    config: RunConfig
+    argv: Sequence[str]  # Python's arguments
+    # Recognises the messages of ranks that only lost a peer.
+    is_consequence: Callable[[str], bool]
+    port: int = 0
+    grace_s: float = GRACE_S  # what the ranks have to end once they are asked to stop
+    python: str = ""  # runs the script; empty: each machine's own
+    user_env: Mapping[str, str] = field(default_factory=dict)  # the variables in it stay as the user set them
+    session: SessionSettings = field(default_factory=SessionSettings)  # for the sessions of the script, if it has any
+    measure: bool = False  # record the steps of a script that uses no session
+    restarts: int = 0  # how often all ranks are started again after a failure
+
+
+def run_script(job: ScriptJob, run: RunFolder, cluster: Cluster, log: EventLog) -> None:
     """Run a user's script on every slot. The raised error carries the exit code of the first rank to fail.
 
-    `is_consequence` recognises the messages of ranks that only lost a peer. Once asked to stop, the ranks have
-    `grace_s` to end. `python` runs the script; empty means each machine's own. Variables of `user_env` stay as the user
-    set them.
+    After a failure all ranks are started again on the machines that are left, up to `job.restarts` times, as torchrun
+    does. A script that uses a session recovers by itself and is not started again.
     """
+    for number in range(job.restarts + 1):
+        launch, error = _try_script(job, Attempt(number, job.restarts), run, cluster, log)
+        if error is None:
+            return
+        lost = {end.node for end in launch.ends if end.lost}
+        remaining = without_nodes(cluster, lost)
+        if number == job.restarts or launch.is_elastic or not remaining.nodes:
+            raise error
+        cluster = remaining
+        where = f", without {', '.join(sorted(lost))}" if lost else ""
+        log.write(
+            "note", text=f"{error.seen}: all ranks are started again, restart {number + 1} of {job.restarts}{where}"
+        )
+
+
+def _try_script(
+    job: ScriptJob, attempt: Attempt, run: RunFolder, cluster: Cluster, log: EventLog
+) -> tuple[Launch, ShoalError | None]:
+    """Run the script once; return what made a rank fail. Raise `Interrupted` after Ctrl-C."""
+    session = job.session
 
     def plan(nodes: list[Node], rendezvous: Rendezvous) -> list[RankCommand]:
-        for text in settings_notes(config, nodes, user_env or {}):
+        for text in settings_notes(job.config, nodes, job.user_env) if not attempt.number else ():
             log.write("note", text=text)
-        return plan_script(config, argv, nodes, rendezvous, python, user_env)
+        return plan_script(
+            job.config, job.argv, nodes, rendezvous, job.python, job.user_env, session.variables(), job.measure, attempt
+        )
 
-    launch = Launch(run, cluster, log, grace_s=grace_s)
-    _run_to_end(launch, plan, config=hashlib.sha256("\0".join(argv).encode()).hexdigest(), script_port=port)
+    def rules(ranks: int, above: int) -> MembershipOrder:
+        return make_membership_order(session.members, above, most_ranks=_MAX_SCRIPT_RANKS)
+
+    # Each attempt appends to the logs: an exception of an earlier one explains nothing now.
+    sizes = {path: path.stat().st_size for path in (run.path / "logs").glob("*/*.log")}
+
+    def read_end(path: Path, lines: int = 12, most_bytes: int = 8192) -> str:
+        return read_log_tail(path, lines, most_bytes, after=sizes.get(path, 0))
+
+    launch = Launch(run, cluster, log, grace_s=job.grace_s)
+    _run_to_end(
+        launch,
+        plan,
+        config=hashlib.sha256("\0".join((*job.argv, session.text)).encode()).hexdigest(),
+        script_port=job.port,
+        members=rules if session.members.on_loss == "go-on" else None,
+    )
+    ends = drop_survived(launch.ends) if launch.is_elastic else launch.ends
     logs = run.path / "logs"
     if launch.interrupts:
         killed = [rank for end in launch.ends if end.by_agent for rank in end.ranks]
         late = f"{rank_list(killed)} had to be ended" if killed else ""
         raise Interrupted("interrupted", why=late, fix=f"what the ranks printed is in {logs}")
-    faults = script_faults(launch.ends, lambda end: read_log_tail(Path(end.log), 1000, 1 << 16), is_consequence)
-    error, first = diagnose(launch.ends, faults, _log_tails(launch)), first_to_fail(launch.ends, faults)
+    faults = script_faults(ends, lambda end: read_end(Path(end.log), 1000, 1 << 16), job.is_consequence)
+    tails = {command.name: read_end(run.log(command.node.name, command.name)) for command in launch.commands}
+    error, first = diagnose(ends, faults, tails), first_to_fail(ends, faults)
     if error and first:
         joint = "\n" if error.why.startswith(LOG_TAIL) else "; "
-        error.why = joint.join(filter(None, (explain_early_exit(launch.ends, faults), error.why)))
+        error.why = joint.join(filter(None, (explain_early_exit(ends, faults), error.why)))
         error.exit_code = first.code if first.code > 0 else 128 - first.code
-        raise error
-    if any(end.code == Interrupted.exit_code for end in launch.ends):
+        return launch, error
+    if launch.is_elastic and (failure := _group_failure(launch)):
+        return launch, failure
+    if any(end.code == Interrupted.exit_code for end in ends):
         raise Interrupted("a rank reports that it was interrupted", fix=f"look at {logs}")
-    _refuse_killed(launch.ends)
-    if launch.ranks > 1 and launch.store_keys == 0 and not launch.noted_unjoined:
+    _refuse_killed(ends)
+    if launch.ranks > 1 and launch.store_keys == 0 and not launch.noted_unjoined and not launch.is_elastic:
         log.write("note", text=no_rank_ever_joined(launch.ranks))
+    return launch, None
 
 
 def _group_failure(launch: Launch) -> ShoalError | None:
@@ -659,10 +728,11 @@ def _log_tails(launch: Launch) -> dict[str, str]:
     return {command.name: read_log_tail(launch.run.log(command.node.name, command.name)) for command in launch.commands}
 
 
-def read_log_tail(log: Path, lines: int = 12, most_bytes: int = 8192) -> str:
+def read_log_tail(log: Path, lines: int = 12, most_bytes: int = 8192, after: int = 0) -> str:
+    """Return the last lines of a log, of the part behind its first `after` bytes."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - most_bytes))
+            file.seek(max(after, log.stat().st_size - most_bytes))
             text = file.read().decode(errors="replace").replace("\r\n", "\n")
             # Of a progress bar only the state that was last on the screen.
             shown = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))

@@ -15,13 +15,24 @@ from shoal.errors import ConfigError
 # gives it back to the system after 10 ms, and every page is cleared and mapped again: up to a fifth of a step.
 KEEP_MEMORY = {"MIMALLOC_PURGE_DELAY": "-1"}
 
-# torch before 2.6 asks for them when the launcher serves the store.
-_NO_RESTARTS = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
-
 TRAINING = "shoal.train.worker"
+# Runs a user's script and measures it.
+MEASURE = "shoal.engine.measure"
 
 # Where a node has the run folder.
 FolderOf = Callable[[Node], str]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How often the ranks of a script were started again so far, and how often they may be."""
+
+    number: int = 0
+    most: int = 0
+
+    def variables(self) -> dict[str, str]:
+        # torch before 2.6 asks for them when the launcher serves the store.
+        return {"TORCHELASTIC_RESTART_COUNT": str(self.number), "TORCHELASTIC_MAX_RESTARTS": str(self.most)}
 
 
 @dataclass(frozen=True)
@@ -87,11 +98,14 @@ def plan_script(
     rendezvous: Rendezvous,
     python: str = "",
     user_env: Mapping[str, str] | None = None,
+    session_env: Mapping[str, str] | None = None,
+    measure: bool = False,
+    attempt: Attempt = Attempt(),  # noqa: B008 - frozen
 ) -> list[RankCommand]:
     """Plan a user's script on every slot, with the variables it would get from torchrun.
 
     `words` are Python's arguments. `python` runs them; empty means each node's own. Variables that the user has set in
-    `user_env` keep their values.
+    `user_env` keep their values. With `measure` a program of shoal runs the script and records its steps.
 
     Python searches modules in the script's own folder first. PYTHONSAFEPATH is not set: it would take that folder away,
     also for every script that this one starts.
@@ -114,13 +128,15 @@ def plan_script(
             # Lightning takes it as the sign of a launcher such as torchrun. Without it, it believes its own arguments
             # and waits for ranks that are never started, or inside a Slurm job takes its rank from there.
             "TORCHELASTIC_RUN_ID": f"shoal-{rendezvous.port}",
-            **_NO_RESTARTS,
+            **attempt.variables(),
+            **(session_env or {}),
         }
         if node.cpu_only:
             # Without it Accelerate joins the group on such a machine, and then trains alone on every rank (seen).
             env["ACCELERATE_USE_CPU"] = "true"
         first = node.project.moved(words[0]) if node.project and not words[0].startswith("-") else words[0]
-        argv = (python or node.python, first, *words[1:])
+        measuring = ("-P", "-m", MEASURE) if measure else ()
+        argv = (python or node.python, *measuring, first, *words[1:])
         commands.append(RankCommand(f"rank-{place.rank}", node, (place.rank,), argv, env))
     return commands
 

@@ -69,6 +69,7 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.rows_per_sample = config.seq_len
         self.token = nn.Embedding(config.vocab_size, config.width)
         self.position = nn.Embedding(config.seq_len, config.width)
         self.dropout = nn.Dropout(config.dropout)

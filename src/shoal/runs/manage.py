@@ -17,7 +17,8 @@ from shoal.cluster.hosts.spec import Host, HostsSpec
 from shoal.cluster.hosts.ssh import on_each, run_script, values_or_raise
 from shoal.cluster.node import RunFiles
 from shoal.cluster.target import On, parse_on
-from shoal.config.load import load_config
+from shoal.config.load import load_settings
+from shoal.config.schema import Config, EngineConfig
 from shoal.control.processes import (
     AGENT,
     SUPERVISOR,
@@ -30,7 +31,7 @@ from shoal.control.processes import (
     kill_processes,
     wait_until_ended,
 )
-from shoal.errors import HostError, RunFailed, ShoalError
+from shoal.errors import HostError, Interrupted, RunFailed, ShoalError, from_dict
 from shoal.events import RANK_EVENTS, Event, parse_event, read_last_events
 from shoal.launch.logs import LogFollower
 from shoal.run_folder import RunFolder
@@ -40,6 +41,7 @@ from shoal.runs.supervisor import read_job
 from shoal.terminal import printable_json
 from shoal.tools.report.membership import last_members
 from shoal.tools.report.rank_log import read_rank_logs
+from shoal.tools.report.summary import summarize
 
 # How long a run may take to stop: a step of a large model on a slow machine, and the checkpoint after it.
 ASK_S = 60.0
@@ -102,12 +104,12 @@ def _read_purpose(run: RunFolder) -> tuple[str, str, int | None]:
     # LookupError: the folder of a training that is being removed may have lost its config.toml and still have a
     # job.json, which names no script.
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, ShoalError):
-        if run.config.is_file():
-            config = load_config(run.config)
+        config = load_settings(run.config) if run.config.is_file() else None
+        if isinstance(config, Config) or (config is not None and not run.job.is_file()):
             return config.run.preset, config.run.on, config.train.steps
         job = read_job(run)
         word = job.script[1] if job.script[0] == "-m" else job.script[0]
-        return Path(word).name, job.on, None
+        return Path(word).name, job.on, config.train.steps if config is not None else None
     return "", "", None
 
 
@@ -164,12 +166,19 @@ def stop_run(run: RunFolder, wait_s: float | None = None) -> StopResult:
         wait_s = max(ASK_S, grace_of(run) + _END_S)
     ask_to_stop(_heads(run))
     if wait_s and wait_until_ended(lambda: find_processes(run.path), wait_s):
-        is_script = not run.config.is_file()
-        return StopResult.ENDED if is_script and _had_to_be_killed(run) else StopResult.STOPPED
+        return StopResult.ENDED if is_script(run) and _had_to_be_killed(run) else StopResult.STOPPED
     ask_to_stop(_heads(run))
     if not wait_until_ended(lambda: find_processes(run.path), _END_S):
         end_processes(find_processes(run.path))
     return StopResult.ENDED
+
+
+def is_script(run: RunFolder) -> bool:
+    """Return whether `shoal run` started a user's script in this folder."""
+    try:
+        return bool(read_job(run).script)
+    except ShoalError:
+        return False
 
 
 def grace_of(run: RunFolder) -> float:
@@ -245,7 +254,10 @@ def _ask_hosts(spec: HostsSpec, words_for: Callable[[HostsCluster], Sequence[str
 
 def attach_training(run: RunFolder, watch: MakeDisplay) -> None:
     """Show a training from now to its end and raise its error; also for a run that has ended already."""
-    config = load_config(run.config)
+    config = load_settings(run.config)
+    if not run.supervisor.exists():
+        _attach_unsupervised(run, config, watch)
+        return
     log, supervisor = SupervisorLog(run), find_supervisor(run.path)
     rank_events = RunEvents(run)
     with contextlib.closing(watch(config)) as display:
@@ -255,13 +267,49 @@ def attach_training(run: RunFolder, watch: MakeDisplay) -> None:
     log.raise_error()
 
 
-def attach_script(run: RunFolder, display: ScriptDisplay) -> None:
+def _attach_unsupervised(run: RunFolder, config: EngineConfig, watch: MakeDisplay) -> None:
+    """Follow a training that torchrun or a shell started: its rank 0 holds the folder's lock until the end."""
+    rank_events = RunEvents(run)
+    with contextlib.closing(watch(config)) as display:
+        display(read_opening(run))
+        while not run.is_removed() and run.is_held():
+            display(rank_events.poll())
+            time.sleep(POLL_S)
+        display(rank_events.poll())
+    if run.is_removed():
+        raise run.removed()
+    raise_recorded_end(run, config)
+
+
+def raise_recorded_end(run: RunFolder, config: EngineConfig) -> None:
+    """Raise how a training without a supervisor ended, unless it finished. Only its events say so."""
+    summary = summarize(run.read_all_events())
+    steps = f"step {summary.steps_done} of {config.train.steps}"
+    resume = f'start it again with shoal.Session(..., out="{run.path}")'
+    if isinstance(config, Config):
+        resume = f"shoal train --resume {shlex.quote(str(run.path))}"
+    match summary.status:
+        case "failed":
+            error = from_dict(summary.faults[0])
+            error.fix = run.name_in(error.fix)
+            raise error
+        case "interrupted":
+            raise Interrupted(f"{run.path} was stopped after {steps}", fix=resume)
+        case "unfinished":
+            raise RunFailed(
+                f"{run.path} ended after {steps} without an end",
+                why="its processes were killed, or its script left the loop over the session",
+                fix=resume,
+            )
+
+
+def attach_script(run: RunFolder, display: ScriptDisplay, show_events: Callable[[list[Event]], None]) -> None:
+    """Show a script's output and its end, and raise its error; `show_events` shows the notes and what else happens."""
     log, supervisor = SupervisorLog(run), find_supervisor(run.path)
     logs = LogFollower(run, shows_current=display.is_live)
     with contextlib.closing(display):
         for notes in _poll_notes(log, supervisor):
-            for note in notes:
-                display.note(note["text"])
+            show_events(notes)
             display.lines(logs.poll(), logs.current())
         display.lines(logs.last_words())
     log.raise_error()

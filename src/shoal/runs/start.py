@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
+import json
 import os
 import re
 import select
@@ -20,14 +21,22 @@ from dataclasses import replace
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from shoal import __version__
 from shoal.cluster.hosts.spec import HostsSpec
 from shoal.cluster.target import JoinSpec, LocalSpec, absolute_on, parse_on, rank_count, weights_of
-from shoal.config.load import change_settings, load_config, refuse_without_effect, typed_settings
+from shoal.config.load import (
+    change_settings,
+    load_config,
+    load_settings,
+    merge,
+    refuse_without_effect,
+    typed_settings,
+)
 from shoal.config.manifest import Manifest
 from shoal.config.presets import Overrides
-from shoal.config.schema import Config
+from shoal.config.schema import Config, EngineConfig
 from shoal.cost.batch_plan import learning_rate, scaled_lr
 from shoal.data.prepare import check_shares, create_run, reopen_run
 from shoal.errors import DataError, RunFailed, UsageError
@@ -51,7 +60,7 @@ class TrainDisplay(Protocol):
     def close(self) -> None: ...
 
 
-MakeDisplay = Callable[[Config], TrainDisplay]
+MakeDisplay = Callable[[EngineConfig], TrainDisplay]
 
 # Of shoal's own options only the code of `join` is secret; a script's, or one of a later version, may be.
 _SECRET = re.compile(r"token(?!s|izer)|passw|secret|credential|api.?key|^-*code$", re.IGNORECASE)
@@ -60,6 +69,7 @@ _HIDDEN = "HIDDEN"
 # Reading and hashing this much takes a second or more.
 _LONG_CHECK_BYTES = 500e6
 _HAS_TORCH = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('torch') else 3)"
+_HAS_SHOAL = f"import shoal, shoal.engine.measure, sys; sys.exit(shoal.__version__ != {__version__!r})"
 _PYTHON_TIMEOUT_S = 30.0
 _TERMINAL_POLL_S = 0.1
 _CLOSE_S = 1.0
@@ -116,6 +126,7 @@ def resume_training(
     """
     run = RunFolder.open(path)
     run.refuse_unwritable()
+    _refuse_script(run)
     if confirm:
         refuse_confirm(load_config(run.config).run.on)
 
@@ -134,6 +145,17 @@ def resume_training(
         return notes
 
     return run, _train(run, watch, RunJob(resume=True, confirm=confirm), detach, prepare)
+
+
+def _refuse_script(run: RunFolder) -> None:
+    """Refuse to resume a user's training: shoal does not have its model."""
+    config = load_settings(run.config)
+    if not isinstance(config, Config):
+        raise UsageError(
+            f"{run.path} is the training of a script, {config.run.preset}, and not of shoal's GPT",
+            why="shoal train has no model and no data for it",
+            fix=f'start the script again with shoal.Session(..., out="{run.path}")',
+        )
 
 
 def refuse_finished(run: RunFolder, steps: int) -> int:
@@ -268,16 +290,52 @@ class ScriptDisplay(Protocol):
     def close(self) -> None: ...
 
 
+def is_script_run(path: Path) -> bool:
+    """Return whether `shoal run` started the run in this folder."""
+    try:
+        return bool(read_job(RunFolder(path.resolve())).script)
+    except DataError:
+        return False
+
+
+def resume_script(path: Path, session: dict[str, Any], detach: bool, display: ScriptDisplay) -> RunFolder:
+    """Run the script of an earlier run again in its folder: its session continues from the newest checkpoint.
+
+    `session` has the settings that change, section by section.
+    """
+    run = RunFolder.open(path)
+    run.refuse_unwritable()
+    job = read_job(run)
+    if not job.script:
+        raise UsageError(
+            f"{path} is not the run of a script",
+            why="shoal train started it",
+            fix=f"shoal train --resume {shlex.quote(str(path))}",
+        )
+    if not any(run.checkpoints.glob("step-*")):
+        raise UsageError(
+            f"{path} has no checkpoint to continue from",
+            why="the script has no shoal.Session, or ended before its first checkpoint",
+            fix="start it anew: shoal run …",
+        )
+    changed = merge([json.loads(job.session), session])
+    return start_script(replace(job, resume=True, session=json.dumps(changed)), path, detach, display)
+
+
 def start_script(job: RunJob, out: Path, detach: bool, display: ScriptDisplay) -> RunFolder:
     """Run a user's script to its end, or until it is detached. The raised error has the script's own exit code."""
     python, about_python = choose_python(job.python, job.on, os.environ)
+    if job.measure and python:
+        require_shoal(python)
     source, about_stdin = choose_stdin(job.on, detach)
     job = replace(job, on=absolute_on(job.on), python=python, has_stdin=source is not StdinSource.NONE)
-    run = RunFolder.create(out, is_training=False)
+    run = RunFolder.open(out) if job.resume else RunFolder.create(out, is_training=False)
+    commands = (*(_earlier_commands(run) if job.resume else ()), command_line(sys.argv))
+    job = replace(job, commands=commands)
     for text in filter(None, (about_python, about_stdin)):
         display.note(text)
     log = SupervisorLog.from_now(run)
-    logs = LogFollower(run, shows_current=display.is_live)
+    logs = LogFollower(run, only_new=job.resume, shows_current=display.is_live)
 
     def look(notes: list[Event]) -> None:
         for note in notes:
@@ -351,11 +409,25 @@ def active_environment(env: Mapping[str, str]) -> Path | None:
     return None if os.path.realpath(name) == os.path.realpath(sys.prefix) else Path(name)
 
 
+def require_shoal(python: str) -> None:
+    """Refuse `--measure` with a Python that has not this shoal: there the script is run by a program of shoal."""
+    if not _succeeds(python, _HAS_SHOAL):
+        raise UsageError(
+            f"{python} has no shoal {__version__}",
+            why="with --measure, the Python that runs the script records its steps by a module of shoal",
+            fix=f"install it there: {python} -m pip install shoal; or leave --measure out",
+        )
+
+
 def has_torch(python: str) -> bool:
+    return _succeeds(python, _HAS_TORCH)
+
+
+def _succeeds(python: str, code: str) -> bool:
     try:
         # In `/`: a folder or file named torch in the current folder is not torch.
         done = subprocess.run(
-            [python, "-c", _HAS_TORCH],
+            [python, "-c", code],
             cwd="/",
             stdin=subprocess.DEVNULL,
             capture_output=True,

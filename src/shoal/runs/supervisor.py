@@ -24,19 +24,24 @@ from pydantic import TypeAdapter
 from shoal.cluster.cluster import open_cluster
 from shoal.cluster.hosts.copy import project_of
 from shoal.cluster.node import RunFiles
-from shoal.config.load import load_config
+from shoal.config.load import load_config, to_toml, validate_session
 from shoal.config.schema import RunConfig
 from shoal.control.processes import make_marks, remove_own_marks, restore_signals
 from shoal.control.rank_env import find_danger
 from shoal.data.prepare import facts_to_json, read_data_facts
 from shoal.errors import DataError, Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
-from shoal.launch.launcher import GRACE_S, run_ranks, run_script
+from shoal.launch.launcher import GRACE_S, ScriptJob, SessionSettings, run_ranks, run_script
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.confirm import PipeConfirm
 from shoal.tools.explain.explain import add_explanation, is_consequence
-from shoal.tools.report.manifest import write_derived_files
+from shoal.tools.report.manifest import compare_if_finished, write_derived_files
+from shoal.tools.report.measured import exchange_findings, find_stragglers, is_measured
+from shoal.tools.report.membership import logs_of_last_launch
+from shoal.tools.report.rank_log import read_rank_logs
 from shoal.tools.report.replicas import judge_replicas
+from shoal.tools.report.summary import summarize
+from shoal.units import format_ms, format_percent, pluralize
 
 END_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
@@ -55,6 +60,9 @@ class RunJob:
     python: str = ""  # runs the script; empty: each machine's own
     has_stdin: bool = False  # rank 0 reads the user's standard input
     confirm: bool = False  # ask the owner, through standard input, before a joining node gets anything
+    session: str = "{}"  # settings of the command line for the sessions of a script, as JSON
+    measure: bool = False  # record the steps of the script
+    restarts: int = 0  # how often the ranks of the script are started again after a failure
     commands: tuple[str, ...] = ()  # the user's command line for each launch of the run, the newest last
 
 
@@ -141,19 +149,25 @@ def _supervise(run: RunFolder, job: RunJob, log: EventLog) -> None:
         stdin = sys.stdin.fileno() if job.has_stdin and sys.stdin is not None else None
         # What the script may need beside itself: its git project, or its folder; for a module the current folder.
         place = Path.cwd() if job.script[0] == "-m" else Path(job.script[0]).parent
-        with open_cluster(job.on, RunFiles(project=project_of(place) or place), note, stdin=stdin) as cluster:
-            run_script(
-                RunConfig(on=job.on, threads=job.threads),
-                python_words(job.script, Path.cwd(), note),
-                run,
-                cluster,
-                log,
-                is_consequence,
-                job.port,
-                job.grace_s,
-                job.python,
-                os.environ,
-            )
+        try:
+            with open_cluster(job.on, RunFiles(project=project_of(place) or place), note, stdin=stdin) as cluster:
+                script = ScriptJob(
+                    config=RunConfig(on=job.on, threads=job.threads),
+                    argv=python_words(job.script, Path.cwd(), note),
+                    is_consequence=is_consequence,
+                    port=job.port,
+                    grace_s=job.grace_s,
+                    python=job.python,
+                    user_env=os.environ,
+                    session=SessionSettings(job.session, job.resume),
+                    measure=job.measure,
+                    restarts=job.restarts,
+                )
+                with _measured(run, job, log) if job.measure else contextlib.nullcontext():
+                    run_script(script, run, cluster, log)
+        finally:
+            if not job.measure:
+                _sum_up_session(run, log)
         return
     config = load_config(run.config)
     try:
@@ -167,6 +181,53 @@ def _supervise(run: RunFolder, job: RunJob, log: EventLog) -> None:
                 write_derived_files(run)
         raise
     write_derived_files(run, judge_replicas(run))
+
+
+def _sum_up_session(run: RunFolder, log: EventLog) -> None:
+    """Write the derived files of a script that trained with `shoal.Session`; another script has no configuration."""
+    with contextlib.suppress(ShoalError, OSError):
+        if run.config.is_file() and not log.is_removed():
+            write_derived_files(run, compare_if_finished(run))
+
+
+@contextlib.contextmanager
+def _measured(run: RunFolder, job: RunJob, log: EventLog) -> Iterator[None]:
+    """Make the folder of a measured script one that `shoal report` and `verify` read; at the end note what was seen."""
+    words = job.script[1:] if job.script[0] == "-m" else job.script
+    name = words[0].rpartition(".")[2] if job.script[0] == "-m" else Path(words[0]).stem
+    write_atomically(run.config, to_toml(validate_session({"run": {"on": job.on, "preset": name}})))
+    try:
+        yield
+    finally:
+        if not log.is_removed():
+            with contextlib.suppress(ShoalError, OSError):
+                for text in describe_measured(run):
+                    log.write("note", text=text)
+
+
+def describe_measured(run: RunFolder) -> Iterator[str]:
+    """Write the derived files of a measured script, and yield sentences about it for the user."""
+    logs = read_rank_logs(run.read_all_events())
+    if not is_measured(logs):
+        yield "nothing was measured: no rank has called the step of a torch optimizer"
+        return
+    summary = summarize(run.read_all_events())
+    replicas = judge_replicas(run) if summary.status == "finished" else None
+    write_derived_files(run, replicas)
+    if summary.step_s is not None:
+        parts = [f"{pluralize(summary.steps_done, 'step')}, {format_ms(summary.step_s.median)} each"]
+        if summary.allreduce_s is not None:
+            parts.append(f"all-reduce {format_ms(summary.allreduce_s.median)}")
+            parts.append(f"waiting {format_percent(summary.phases.get('wait', 0.0) / summary.step_s.median)}")
+        yield f"measured: {'; '.join(parts)}"
+    if replicas is not None and replicas.digests:
+        equal = "equal to the bit" if replicas.byte_equivalent else "DIFFERENT"
+        yield f"parameters of {pluralize(replicas.ranks, 'rank')} at the end: {equal}"
+    for text, _ in exchange_findings(logs):
+        yield text
+    for warning in find_stragglers(logs_of_last_launch(logs)):
+        yield f"{warning['seen']} ({warning['fix']})"
+    yield f"more: shoal report {run.path}; shoal verify {run.path}"
 
 
 def training_files(run: RunFolder) -> RunFiles:

@@ -6,14 +6,14 @@
     BarrierSync   no overlap: backward, barrier, all-reduce, each timed alone (`--measure barrier`)
     NoExchange    no exchange: a single rank, or replicas that take inner steps and meet in outer steps
 
-A training step uses one interface, `GradientSync`: call `module`, enter `micro_batch(last)` around each forward and
-backward, multiply the summed loss by `loss_scale`, and ask `finish` for the communication times.
+A training step uses one interface, `GradientSync`: multiply the summed loss of each micro-batch by `loss_scale`, pass
+it to `backward`, and ask `finish` for the communication times. The model is called as it is: DDP's reducer needs
+nothing of the forward pass, so a user's loop needs no wrapper.
 """
 
 # No `from __future__ import annotations` here: DDP inspects the annotations of the hook and refuses strings.
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.config.schema import SyncConfig
 from shoal.cost.buckets import bucket_mb_for, touches_few_rows
+from shoal.errors import UsageError
 from shoal.sync.communication import communication
 from shoal.sync.compression import make_compressor
 from shoal.sync.compression.base import Bucket, Compressor, CompressorState, NoState, State
@@ -41,10 +42,13 @@ class GradientSync(Protocol):
     inside: InsideChoice  # how the ranks of one machine exchange gradients
     extra_bytes: int  # sent beside the gradients, in the same unit
 
-    @property
-    def module(self) -> nn.Module: ...
-    def loss_scale(self, global_tokens: int) -> float: ...
-    def micro_batch(self, last: bool) -> AbstractContextManager[Any]: ...
+    module: nn.Module  # the model itself
+
+    def loss_scale(self, global_count: int) -> float: ...
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradients of a micro-batch; with the last one of a step they are exchanged."""
+
     def finish(self) -> CommTimes: ...
 
     def state(self) -> dict[str, Tensor]:
@@ -85,34 +89,60 @@ class _SyncDefaults:
     inside: InsideChoice = GLOO
     extra_bytes = 0
 
-    def loss_scale(self, global_tokens: int) -> float:
-        return 1.0 / global_tokens
+    def loss_scale(self, global_count: int) -> float:
+        return 1.0 / global_count
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
+    def backward(self, loss: Tensor, last: bool) -> None:
+        loss.backward()
 
     def close(self) -> None:
         pass
 
 
-@contextmanager
-def _inside_ddp(syncing: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enclose forward and backward: DDP communicates in both, and raises gloo's errors there."""
-    with communication(), syncing:
-        yield
-
-
 class _DDPSync(_SyncDefaults):
-    """The common part of both DDP variants: gradients travel only with the last micro-batch of a step."""
+    """The common part of both DDP variants: gradients travel only with the last micro-batch of a step.
 
-    module: DistributedDataParallel
+    Only the reducer of DDP is used. `DistributedDataParallel.forward` would prepare it for every backward; here
+    `backward` does, for the last one only. In all others the reducer ignores the gradients, which add up.
+    """
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        return _inside_ddp(nullcontext() if last else self.module.no_sync())
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.module = ddp.module
+        self._ddp = ddp
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        with communication():
+            if last:
+                reducer = self._ddp.reducer
+                # DDP communicates here, once: ranks agree on the order of buckets that the first backward has shown.
+                reducer._rebuild_buckets()
+                reducer.prepare_for_forward()
+                reducer.prepare_for_backward([])
+            loss.backward()
 
     def close(self) -> None:
         """Drop the reducer: it removes its hooks and frees its buckets with its last reference."""
-        del self.module
+        del self._ddp
+
+
+class UnusedParameters(UsageError):
+    """Backward reached not all parameters, so some gradients were not exchanged."""
+
+
+def check_gradients(model: nn.Module) -> None:
+    """Raise `UnusedParameters` if a trained parameter has no gradient after the backward passes of a step."""
+    if any(parameter.requires_grad and parameter.grad is None for parameter in model.parameters()):
+        raise _unused_parameters(model)
+
+
+def _unused_parameters(model: nn.Module) -> UnusedParameters:
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    named = f" of {', '.join(unused[:3])}{' …' if len(unused) > 3 else ''}" if unused else " of some parameters"
+    return UnusedParameters(
+        f"backward made no gradient{named}",
+        why="all ranks exchange the gradients of all parameters, and would wait for these",
+        fix="use every parameter in the loss, or freeze those that are not trained: parameter.requires_grad_(False)",
+    )
 
 
 class HookedDDP(_DDPSync, CompressorState):
@@ -128,26 +158,30 @@ class HookedDDP(_DDPSync, CompressorState):
         # The replicas were compared before, so DDP's own broadcast of all parameters (4 s for 124M at 1 Gbit) is not
         # needed.
         with communication():
-            self.module = DistributedDataParallel(
+            ddp = DistributedDataParallel(
                 model,
                 process_group=interruptible_group(world),
                 bucket_cap_mb=bucket_mb,
                 gradient_as_bucket_view=True,
                 init_sync=False,
             )
+        super().__init__(ddp)
         self._compressor = compressor
         self._tied = tied
         self.extra_bytes = 0 if tied is None else tied.extra_bytes
         self._hook_state = _HookState(compressor)
         # Not bound methods: the reducer and this object would refer to each other, and C++ has no garbage collection.
-        self.module.register_comm_hook(self._hook_state, _timed_hook if timed else _hook)
+        ddp.register_comm_hook(self._hook_state, _timed_hook if timed else _hook)
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+    def backward(self, loss: Tensor, last: bool) -> None:
         if self._tied is not None:
             self._tied.is_last = last
-        return super().micro_batch(last)
+        self._hook_state.is_complete = False
+        super().backward(loss, last)
 
     def finish(self) -> CommTimes:
+        if not self._hook_state.is_complete:
+            raise _unused_parameters(self.module)
         spans, self._hook_state.spans = self._hook_state.spans, []
         ready_at = spans[-1][0] if spans else time.perf_counter()
         if self._tied is not None:
@@ -157,11 +191,10 @@ class HookedDDP(_DDPSync, CompressorState):
         return CommTimes(ready_at, now - ready_at, covered(spans) if spans else None)
 
     def close(self) -> None:
-        model = self.module.module
         if self._tied is not None:
-            if isinstance(model, HasTiedHead):
-                model.take_head = None
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [])
+            if isinstance(self.module, HasTiedHead):
+                self.module.take_head = None
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.module, [])
         super().close()
         if isinstance(self._compressor, SharedCompressor):
             self._compressor.close()
@@ -172,9 +205,11 @@ class _HookState:
         self.compressor = compressor
         # Begin and end of each bucket of this step.
         self.spans: list[list[float]] = []
+        self.is_complete = False  # the last bucket of this step was handed over
 
 
 def _hook(state: _HookState, bucket: GradBucket) -> Future[Tensor]:
+    state.is_complete = bucket.is_last()
     return state.compressor(Bucket(bucket.index(), bucket.buffer(), bucket.parameters(), bucket.is_last()))
 
 
@@ -197,16 +232,24 @@ class StockDDP(_DDPSync, NoState):
 
     def __init__(self, model: nn.Module, world: World) -> None:
         with communication():
-            self.module = DistributedDataParallel(model, process_group=interruptible_group(world))
+            super().__init__(DistributedDataParallel(model, process_group=interruptible_group(world)))
         self._size = world.size
         self._ready_at = 0.0
-        self._hooks = [p.register_post_accumulate_grad_hook(self._note_ready) for p in model.parameters()]
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._ready = 0
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._note_ready) for parameter in self._trained]
 
-    def loss_scale(self, global_tokens: int) -> float:
+    def loss_scale(self, global_count: int) -> float:
         """Return a scale that undoes DDP's division by the world size, so that the gradient is the exact sum."""
-        return self._size / global_tokens
+        return self._size / global_count
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        self._ready = 0
+        super().backward(loss, last)
 
     def finish(self) -> CommTimes:
+        if self._ready < len(self._trained):
+            raise _unused_parameters(self.module)
         tail_s = time.perf_counter() - self._ready_at
         return CommTimes(self._ready_at, tail_s, allreduce_s=None)
 
@@ -216,6 +259,7 @@ class StockDDP(_DDPSync, NoState):
         super().close()
 
     def _note_ready(self, _: Tensor) -> None:
+        self._ready += 1
         self._ready_at = time.perf_counter()
 
 
@@ -263,14 +307,9 @@ class BarrierSync(_SyncDefaults, CompressorState):
 class NoExchange(_SyncDefaults, NoState):
     """No gradient exchange. DDP would copy every gradient into its buckets and hold both: 496 MB for GPT-2 124M."""
 
-    def __init__(self, model: nn.Module, own_tokens: int | None = None, allreduce_s: float | None = None) -> None:
+    def __init__(self, model: nn.Module, allreduce_s: float | None = None) -> None:
         self.module = model
-        self._own_tokens = own_tokens
         self._allreduce_s = allreduce_s
-
-    def loss_scale(self, global_tokens: int) -> float:
-        """Return the scale of a step on this rank's own tokens, where given."""
-        return 1.0 / (self._own_tokens or global_tokens)
 
     def finish(self) -> CommTimes:
         return CommTimes(time.perf_counter(), tail_s=0.0, allreduce_s=self._allreduce_s, wait_s=0.0)
@@ -295,6 +334,7 @@ class HasTiedHead(Protocol):
     """
 
     tied_name: str
+    rows_per_sample: int  # rows of the embedding that a sample touches at most
     take_head: Callable[[Tensor], Tensor | None] | None
 
 

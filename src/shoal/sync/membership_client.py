@@ -89,8 +89,8 @@ class MembershipClient:
 
     # Called by the training thread.
 
-    def send_ready(self, committed: int) -> None:
-        self._send(RankReady(committed=committed))
+    def send_ready(self, committed: int, max_ranks: int | None = None) -> None:
+        self._send(RankReady(committed=committed, max_ranks=max_ranks))
 
     def await_enter(self) -> EnterGeneration:
         """Wait for the next generation, without a timeout, and enter it.

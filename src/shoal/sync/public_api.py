@@ -33,10 +33,10 @@ def init_distributed(backend: str | None = None, device: str = "auto", timeout_s
 
 
 def wrap_for_ddp(model: nn.Module) -> DistributedDataParallel:
-    """Wrap the model in `DistributedDataParallel` on the default group, also for a single rank."""
+    """Wrap the model in `DistributedDataParallel` with its defaults on the default group, also for a single rank."""
     device = next(model.parameters()).device
     ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    return DistributedDataParallel(model, device_ids=ids)
 
 
 def is_main_process() -> bool:

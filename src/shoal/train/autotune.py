@@ -29,6 +29,7 @@ from shoal.config.schema import Config, ModelConfig, TrainConfig
 from shoal.cost.model_size import flops_per_token
 from shoal.cost.select_sync import LEAST_GAIN
 from shoal.data.prepare import cache_root
+from shoal.engine.recorder import last_event
 from shoal.errors import ShoalError
 from shoal.host.facts import cpu_name
 from shoal.model.gpt import GPT, Block
@@ -38,7 +39,6 @@ from shoal.sync.replicas import broadcast_integers
 from shoal.sync.step_stats import max_over_world
 from shoal.sync.world import World, barrier
 from shoal.train.compute_speed import matmul_gflops
-from shoal.train.recorder import last_event
 from shoal.units import format_duration, format_ms
 
 Precision = Literal["fp32", "bf16"]

@@ -14,11 +14,12 @@ from shoal.config.defaults import SEED
 from shoal.config.load import load_config
 from shoal.control.rank_env import use_private_caches
 from shoal.data.tokenizer import Tokenizer, load_tokenizer
+from shoal.engine.checkpoint import CheckpointFolder
+from shoal.engine.training_state import TrainingState
 from shoal.errors import ShoalError, UsageError
 from shoal.model.gpt import GPT
 from shoal.run_folder import RunFolder
 from shoal.terminal import protect_terminal
-from shoal.train.checkpoint import CheckpointFolder, load_weights
 from shoal.train.worker import report_error
 
 
@@ -55,7 +56,7 @@ def write_sentences(run: RunFolder, options: argparse.Namespace) -> list[str]:
     config = load_config(run.config)
     checkpoint = CheckpointFolder(run.checkpoints, config.train.keep_checkpoints).load_latest()
     model = GPT(config.model).eval()
-    load_weights(model, checkpoint.model)
+    TrainingState(model).load_weights(checkpoint.model)
     tokenizer = load_tokenizer(run.tokenizer)
     ids = tokenizer.encode(_line_start(tokenizer) + options.prompt).astype("int64").tolist()
     hidden_tokens = 0 if ids else 1

@@ -14,9 +14,9 @@ import pytest
 from shoal.config.load import build_config
 from shoal.control.rank_env import Placement
 from shoal.cost.memory import out_of_memory_advice
+from shoal.engine.faults import as_fault
 from shoal.errors import OutOfMemory
 from shoal.launch.failure import ProcessEnd, diagnose
-from shoal.train.worker import as_fault
 from tests.support.programs import read_jsonl, set_flags, shoal_command
 
 LIMIT_BYTES = 3 << 29

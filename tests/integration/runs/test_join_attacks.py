@@ -27,7 +27,7 @@ from shoal.cluster.node import RunFiles
 from shoal.config.load import build_config, merge, parse_set
 from shoal.control.processes import find_processes
 from shoal.data.prepare import create_run
-from shoal.data.sampling import open_tokens, write_tokens
+from shoal.data.tokens import open_tokens, write_tokens
 from shoal.errors import ControlError, UsageError
 from shoal.run_folder import RunFolder
 from shoal.runs.manage import end_processes

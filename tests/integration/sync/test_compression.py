@@ -13,13 +13,13 @@ from torch import Tensor
 
 from shoal.config.schema import ModelConfig, SyncConfig
 from shoal.config.sync_choice import WIRE_FORMATS, WireChoice
+from shoal.engine.training_state import TrainingState
 from shoal.errors import CheckpointError
 from shoal.model.gpt import GPT
 from shoal.sync.compression import make_compressor
 from shoal.sync.compression.base import Bucket
 from shoal.sync.gradients import GradientSync, make_gradient_sync
 from shoal.sync.world import World
-from shoal.train.checkpoint import weights
 from tests.support.ranks import run_ranks
 
 Arrays = dict[str, npt.NDArray[np.float32]]
@@ -310,7 +310,7 @@ def train(
         losses.append(_step(sync, world, step))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return losses, {name: tensor.detach().numpy().copy() for name, tensor in weights(model).items()}
+    return losses, {name: tensor.detach().numpy().copy() for name, tensor in TrainingState(model).weights().items()}
 
 
 def _make_exchange(model: GPT, world: World, form: str, measure: str) -> tuple[GradientSync, torch.optim.Optimizer]:
@@ -324,9 +324,8 @@ def _step(sync: GradientSync, world: World, step: int) -> float:
     loss_sum = 0.0
     for micro in range(micros):
         rows = rows_of(world.rank, micro, step)
-        with sync.micro_batch(last=micro == micros - 1):
-            loss = sync.module(rows[:, :-1], rows[:, 1:])
-            (loss * sync.loss_scale(tokens)).backward()
+        loss = sync.module(rows[:, :-1], rows[:, 1:])
+        sync.backward(loss * sync.loss_scale(tokens), last=micro == micros - 1)
         loss_sum += loss.item()
     sync.finish()
     return loss_sum / (micros * 4 * TINY.seq_len)

@@ -18,6 +18,7 @@ import torch
 from shoal.config.schema import ModelConfig, SyncConfig
 from shoal.cost.buckets import fill_buckets
 from shoal.cost.buckets import gradients as cost_gradients
+from shoal.engine.training_state import TrainingState, digest_tensors
 from shoal.errors import PeerLost
 from shoal.model.gpt import GPT
 from shoal.sync.compression.base import Bucket, NoState
@@ -25,7 +26,6 @@ from shoal.sync.gradients import HookedDDP, make_gradient_sync
 from shoal.sync.replicas import broadcast_integers, broadcast_tensors, have_equal_digests
 from shoal.sync.step_stats import CommTimes, StepGather, sum_over_world
 from shoal.sync.world import World, barrier
-from shoal.train.checkpoint import digest, weights
 from tests.support.ranks import run_ranks
 
 Gradients = dict[str, npt.NDArray[np.float32]]
@@ -72,8 +72,7 @@ def exchange(world: World, settings: dict[str, Any]) -> tuple[Gradients, CommTim
     scale = sync.loss_scale(sum(micros) * 2 * SHAPE.seq_len)
     for micro in range(micros[world.rank]):
         rows = rows_of(world.rank, micro)
-        with sync.micro_batch(last=micro == micros[world.rank] - 1):
-            (sync.module(rows[:, :-1], rows[:, 1:]) * scale).backward()
+        sync.backward(sync.module(rows[:, :-1], rows[:, 1:]) * scale, last=micro == micros[world.rank] - 1)
     comm = sync.finish()
     return gradients(model), comm
 
@@ -108,16 +107,15 @@ def train_after_closing(world: World, settings: dict[str, Any]) -> tuple[bool, G
     sync = make_gradient_sync(SyncConfig(**settings), model, world, tokens=SHAPE.seq_len // 2)
     rows = rows_of(world.rank, 0)[:1, : SHAPE.seq_len // 2 + 1]
     for _ in range(3):
-        with sync.micro_batch(last=True):
-            sync.module(rows[:, :-1], rows[:, 1:]).backward()
+        sync.backward(sync.module(rows[:, :-1], rows[:, 1:]), last=True)
         sync.finish()
         model.zero_grad(set_to_none=True)
     barrier(world)
     assert (sync.extra_bytes > 0) == (settings["mode"] == "ddp" and settings["inside"] != "shared")
-    wrapped = sync.module
-    held = weakref.ref(wrapped if wrapped is not model else sync)
+    reducer = getattr(sync, "_ddp", sync)
+    held = weakref.ref(reducer)
     sync.close()
-    del sync, wrapped
+    del sync, reducer
     gc.collect()
     if world.rank == 0:
         # The other ranks do not take part: an exchange would wait for them forever.
@@ -142,8 +140,7 @@ def pipeline_threads(world: World, measure: str) -> tuple[list[str], list[str]]:
     model = fresh_model()
     sync = make_gradient_sync(SyncConfig(measure=measure, inside="copies"), model, world)
     rows = rows_of(world.rank, 0)
-    with sync.micro_batch(last=True):
-        sync.module(rows[:, :-1], rows[:, 1:]).backward()
+    sync.backward(sync.module(rows[:, :-1], rows[:, 1:]), last=True)
     sync.finish()
     barrier(world)
 
@@ -169,8 +166,7 @@ def exchange_twice(world: World, settings: dict[str, Any]) -> Gradients:
         rows = rows_of(world.rank, 0)[:1, : SHAPE.seq_len // 2 + 1]
         for _ in range(2):
             model.zero_grad(set_to_none=True)
-            with sync.micro_batch(last=True):
-                sync.module(rows[:, :-1], rows[:, 1:]).backward()
+            sync.backward(sync.module(rows[:, :-1], rows[:, 1:]), last=True)
             sync.finish()
         barrier(world)
         sync.close()
@@ -214,8 +210,7 @@ def message_sizes(world: World, settings: dict[str, Any]) -> list[int]:
     tokens = torch.zeros(1, 8, dtype=torch.long)
     for _ in range(2):
         messages.clear()
-        with sync.micro_batch(last=True):
-            sync.module(tokens, tokens).backward()
+        sync.backward(sync.module(tokens, tokens), last=True)
     return messages
 
 
@@ -274,9 +269,9 @@ def test_ranks_share_loss_wait_time_and_stop_request(where: str, tmp_path: Path)
 def make_unequal_then_equal(world: World) -> tuple[bool, bool, list[int], list[float]]:
     torch.manual_seed(world.rank)
     model = GPT(SHAPE)
-    before = have_equal_digests(world, digest(weights(model)))
-    broadcast_tensors(world, 0, weights(model).values())
-    after = have_equal_digests(world, digest(weights(model)))
+    before = have_equal_digests(world, digest_tensors(TrainingState(model).weights()))
+    broadcast_tensors(world, 0, TrainingState(model).weights().values())
+    after = have_equal_digests(world, digest_tensors(TrainingState(model).weights()))
     return before, after, broadcast_integers(world, 1, [world.rank, 7]), sum_over_world(world, [1.5, world.rank])
 
 

@@ -33,7 +33,7 @@ def train_and_lose_peer(way: str, steps: int, world: World) -> float:
     model = nn.Linear(4, 4)
 
     def train() -> None:
-        sync.module(torch.ones(2, 4)).sum().backward()
+        sync.backward(sync.module(torch.ones(2, 4)).sum(), last=True)
 
     if steps:
         sync = MAKE[way](model, world)

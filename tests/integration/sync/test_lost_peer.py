@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shoal.config.schema import ModelConfig, SyncConfig
+from shoal.engine.state_transfer import broadcast_json, gather_json
 from shoal.model.gpt import GPT
 from shoal.sync.gradients import make_gradient_sync
 from shoal.sync.interruptible import GroupInterrupt
@@ -20,7 +21,6 @@ from shoal.sync.outer import make_outer_sync
 from shoal.sync.replicas import broadcast_integers, broadcast_tensors, gather_integers
 from shoal.sync.step_stats import sum_over_world
 from shoal.sync.world import World, barrier, with_second_group
-from shoal.train.state_transfer import broadcast_json, gather_json
 from tests.support.ranks import run_ranks
 
 SHAPE = ModelConfig(layers=1, heads=2, width=16, seq_len=8, vocab_size=500)
@@ -35,8 +35,7 @@ def gradient_exchange(**settings: Any) -> Wait:
         sync = make_gradient_sync(config, model, world, tokens=tokens.numel())
 
         def step() -> None:
-            with sync.micro_batch(last=True):
-                sync.module(tokens, tokens).backward()
+            sync.backward(sync.module(tokens, tokens), last=True)
             sync.finish()
             model.zero_grad(set_to_none=True)
 
@@ -123,8 +122,7 @@ class Unlucky(nn.Module):
 def fail_in_backward(world: World) -> str:
     sync = make_gradient_sync(SyncConfig.model_validate({"inside": "gloo"}), Unlucky(), world)
     try:
-        with sync.micro_batch(last=True):
-            sync.module(torch.ones(2, 4)).sum().backward()
+        sync.backward(sync.module(torch.ones(2, 4)).sum(), last=True)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

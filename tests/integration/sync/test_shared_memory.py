@@ -168,9 +168,8 @@ def train_some(world: World) -> list[list[float] | None]:
     for _ in range(2):
         model.zero_grad(set_to_none=True)
         for micro in range(2):
-            with sync.micro_batch(last=micro == 1):
-                number = 0 if world.rank == 1 or micro == 0 else 2
-                model.parts[number].forward(torch.ones(1, 5)).sum().backward()
+            number = 0 if world.rank == 1 or micro == 0 else 2
+            sync.backward(model.parts[number].forward(torch.ones(1, 5)).sum(), last=micro == 1)
         sync.finish()
     return [None if part.bias.grad is None else part.bias.grad.tolist() for part in model.parts]
 
@@ -186,8 +185,7 @@ def backward_before_peer(world: World, inside: str) -> float:
     sync = make_gradient_sync(SyncConfig(inside="shared", bucket_mb=1e-5), model, world)
     if world.rank == 1:
         world.store.get("rank 0 is through")
-    with sync.micro_batch(last=True):
-        sync.module(torch.ones(1, 4)).sum().backward()
+    sync.backward(sync.module(torch.ones(1, 4)).sum(), last=True)
     world.store.set(f"rank {world.rank} is through", "yes")
     comm = sync.finish()
     assert comm.allreduce_s is not None
@@ -208,8 +206,7 @@ def without_memory(world: World, inside: str, broken: int) -> tuple[str, str]:
         sync = make_gradient_sync(SyncConfig.model_validate({"inside": inside}), nn.Linear(2, 2), world)
     except RunFailed as error:
         return type(error).__name__, error.seen
-    with sync.micro_batch(last=True):
-        sync.module(torch.ones(1, 2)).sum().backward()
+    sync.backward(sync.module(torch.ones(1, 2)).sum(), last=True)
     sync.finish()
     return sync.inside.way, sync.inside.note
 
@@ -262,8 +259,7 @@ def lose_a_peer(
     pid = int(world.store.get(f"pid/{victim}"))
     began = time.monotonic()
     try:
-        with sync.micro_batch(last=True):
-            sync.module(torch.ones(1, 300)).sum().backward()
+        sync.backward(sync.module(torch.ones(1, 300)).sum(), last=True)
         sync.finish()
     except PeerLost as error:
         took_s = time.monotonic() - began

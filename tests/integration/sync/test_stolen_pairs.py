@@ -35,8 +35,8 @@ from shoal.sync.process_groups import (
 )
 from shoal.sync.world import RankIdentity, World, barrier, form_world, with_second_group
 from shoal.tools.doctor import gloo_worker
+from tests.integration.engine.test_recover import check_run, make_run
 from tests.integration.sync.test_group_forming import order
-from tests.integration.train.test_recover import check_run, make_run
 from tests.support.paths import SCRIPTS
 from tests.support.ranks import run_ranks
 from tests.support.scripted_agent import ScriptedAgent

@@ -72,8 +72,7 @@ def together(world: World, settings: dict[str, Any]) -> list[Arrays]:
     for step in range(STEPS):
         for micro in range(micros):
             rows = rows_of(world.rank, step, micro)
-            with sync.micro_batch(last=micro == micros - 1):
-                (sync.module(rows[:, :-1], rows[:, 1:]) * scale).backward()
+            sync.backward(sync.module(rows[:, :-1], rows[:, 1:]) * scale, last=micro == micros - 1)
         times = sync.finish()
         assert times.tail_s > 0
         gradients_by_step.append(gradients(model))
@@ -124,8 +123,7 @@ def sent_messages(world: World) -> list[tuple[int, int, bool]]:
     for step in range(2):
         messages.clear()
         rows = rows_of(0, step, 0)
-        with sync.micro_batch(last=True):
-            sync.module(rows[:, :-1], rows[:, 1:]).backward()
+        sync.backward(sync.module(rows[:, :-1], rows[:, 1:]), last=True)
         sync.finish()
     return messages
 

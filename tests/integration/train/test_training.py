@@ -66,8 +66,10 @@ def test_phases_add_up_to_the_step(runs: Runs) -> None:
 
 
 def test_shards_add_up_and_record_their_first_sentence(runs: Runs) -> None:
-    shards = [read_jsonl(runs[3][0] / "events" / f"rank-{rank}.jsonl")[1] for rank in range(3)]
-    assert [shard["event"] for shard in shards] == ["shard"] * 3
+    events = [read_jsonl(runs[3][0] / "events" / f"rank-{rank}.jsonl") for rank in range(3)]
+    assert [rank_events[0]["event"] for rank_events in events] == ["start"] * 3
+    shards = [event for rank_events in events for event in rank_events if event["event"] == "shard"]
+    assert len(shards) == 3
     assert sum(shard["size"] for shard in shards) == shards[0]["total"]
     assert [shard["seed"] for shard in shards] == [35_000, 35_001, 35_002]
     log = (runs[3][0] / "logs/local/rank-2.log").read_text()
@@ -131,7 +133,7 @@ def test_a_changed_bit_is_reported(runs: Runs, tmp_path: Path) -> None:
     victim.write_bytes(content)
     done = shoal("verify", copy)
     assert done.returncode == 1
-    assert "rank 2 differs from rank 0, first in optimizer.exp_avg_sq." in done.stdout
+    assert "rank 2 differs from rank 0, first in optimizer.state." in done.stdout
 
 
 @pytest.mark.long

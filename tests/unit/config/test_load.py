@@ -137,7 +137,7 @@ def test_an_unknown_setting_names_the_nearest(typo: str, meant: str) -> None:
 
 def test_an_unknown_setting_lists_the_settings_of_its_section() -> None:
     assert refusal("sync.xyz=1").fix == f"sync has: {', '.join(type(Config().sync).model_fields)}"
-    assert refusal("xyz.abc=1").fix == "sections are: model, data, train, sync, run, members"
+    assert refusal("xyz.abc=1").fix == "sections are: train, sync, run, members, model, data"
 
 
 def test_an_unknown_preset_names_the_nearest_and_lists_all() -> None:

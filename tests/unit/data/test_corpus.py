@@ -24,6 +24,7 @@ from shoal.data.corpus import (
     forms_for,
     generate,
     ing_form,
+    make_shard,
     past_form,
     render,
     tagged,
@@ -31,7 +32,7 @@ from shoal.data.corpus import (
     training_sentences,
     write_corpus,
 )
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UsageError
 
 BY_BASE = {verb.base: verb for verb in VERBS}
 BY_TEXT = {subject.text: subject for subject in PEOPLE + ANIMALS}
@@ -326,3 +327,24 @@ def test_training_sentences_are_those_of_the_default_configuration() -> None:
 
 def _read(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
+
+
+@given(st.lists(st.integers(), max_size=100), st.integers(1, 12))
+def test_make_shard_covers_everything_once(items: list[int], world: int) -> None:
+    shards = [make_shard(rank, world, items) for rank in range(world)]
+    assert sorted(item for shard in shards for item in shard) == sorted(items)
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+    assert all(shards[index % world][index // world] == item for index, item in enumerate(items))
+
+
+def test_make_shard_without_items_uses_the_grammar_corpus() -> None:
+    shards = [make_shard(rank, 3) for rank in range(3)]
+    assert sum(map(len, shards)) == len(make_shard(0, 1))
+    assert shards[0][0].endswith((".", "?"))
+    assert not set(shards[0]) & set(shards[1])
+
+
+@pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0)])
+def test_make_shard_refuses_a_rank_that_does_not_exist(rank: int, world: int) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        make_shard(rank, world, [1, 2, 3])

@@ -30,8 +30,8 @@ from shoal.data.prepare import (
     read_entry,
     split_text,
 )
-from shoal.data.sampling import open_tokens
 from shoal.data.tokenizer import load_tokenizer
+from shoal.data.tokens import open_tokens
 from shoal.errors import ConfigError, DataError, UsageError
 
 STORY = "".join(f"Line {number} of a story.\n" for number in range(200))

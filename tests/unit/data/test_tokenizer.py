@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.sampling import open_tokens, write_tokens
 from shoal.data.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
@@ -22,6 +21,7 @@ from shoal.data.tokenizer import (
     save_tokenizer,
     to_text,
 )
+from shoal.data.tokens import open_tokens, write_tokens
 from shoal.errors import ConfigError, DataError
 
 TEXT = "She sells sea shells.\nDoes she sell sea shells? Zoë 🐟 does not.\n" * 20

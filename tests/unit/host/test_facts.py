@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from shoal.cluster.node import Rendezvous, local_node
 from shoal.config.schema import RunConfig
+from shoal.engine.start_training import pin
 from shoal.host.facts import Core, cores_for_rank, usable_cores
 from shoal.host.proc import parse_cpu_list
 from shoal.launch.plan import KEEP_MEMORY, plan_ranks, plan_script
 from shoal.sync.world import World
-from shoal.train.build import pin
 
 FOUR = [Core((number,)) for number in range(4)]
 # Numbered as by Intel: fast cores with two threads each, then slow ones with one.

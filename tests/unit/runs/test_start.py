@@ -10,7 +10,6 @@ from typing import NoReturn
 import pytest
 
 from shoal.cli import lab
-from shoal.cli.progress import StepLine
 from shoal.cli.report import refuse_without_checkpoint
 from shoal.config.load import build_config
 from shoal.errors import DataError, UsageError
@@ -18,6 +17,7 @@ from shoal.events import Event
 from shoal.run_folder import RunFolder
 from shoal.runs import start
 from shoal.runs.start import rate_note, refuse_finished, resume_training
+from shoal.step_line import StepLine
 from tests.support.run_samples import all_events, make_run
 
 

@@ -13,10 +13,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -78,12 +77,12 @@ class SharedDDP(CompressorState):
         self._start_step()
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in parameters]
 
-    def loss_scale(self, global_tokens: int) -> float:
-        return 1.0 / global_tokens
+    def loss_scale(self, global_count: int) -> float:
+        return 1.0 / global_count
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+    def backward(self, loss: Tensor, last: bool) -> None:
         self._is_last = last
-        return nullcontext()
+        loss.backward()
 
     def finish(self) -> CommTimes:
         while len(self._sent) < len(self._buckets):

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.config.schema import SyncConfig
+from shoal.control.processes import RUN_MARK
 from shoal.errors import PeerLost, RunFailed
 from shoal.host.facts import boot_id
 from shoal.sync.compression import make_compressor
@@ -316,7 +317,8 @@ def _peer_lost(reason: bytes, lost: int, timeout_s: float) -> PeerLost:
     return PeerLost(
         f"{seen} rank {lost} on the same machine",
         why="it is stopped or hangs" if is_timeout else "it was killed or failed",
-        fix=f"look at its log, rank-{lost}.log in the run folder",
+        # Only shoal's launcher keeps the output of the ranks in the run folder.
+        fix=f"look at what rank {lost} printed last{': shoal logs RUN' if RUN_MARK in os.environ else ''}",
     )
 
 

@@ -35,14 +35,14 @@ from shoal.cost.network import (
     repeats_for,
     rounds_for,
 )
+from shoal.engine.loop import LoadMeter
+from shoal.engine.start_training import describe_hardware, describe_versions
 from shoal.errors import ShoalError
 from shoal.events import EventLog
 from shoal.host.facts import boot_id
 from shoal.run_folder import RunFolder
 from shoal.sync.world import World, barrier, join_world, leave_world, with_second_group
-from shoal.train.build import describe_hardware, describe_versions
 from shoal.train.compute_speed import ComputePeaks, ModelTimer, measure_fp16_conversion_s
-from shoal.train.loop import LoadMeter
 
 _MODELS_SHARE = 0.25
 _FP16_CONVERSION_SHARE = 0.02

@@ -17,13 +17,13 @@ from shoal.tools.report.rank_log import is_number, is_step
 from shoal.tools.report.summary import RunSummary
 from shoal.units import (
     DISTURBING_CORES,
+    format_amount,
     format_duration,
     format_ms,
     format_percent,
     format_si,
     format_speed,
     format_times,
-    format_tokens,
     join_words,
     name_ranks,
     pluralize,
@@ -55,7 +55,7 @@ def explain_step_time(summary: RunSummary) -> str:
     step_s = summary.step_s
     if step_s is None:
         return f"The run recorded no step (status: {summary.status}), so there is nothing to explain yet."
-    rate = f", which is {format_speed(summary.tokens_per_s)}" if summary.tokens_per_s else ""
+    rate = f", which is {format_speed(summary.speed, summary.unit)}" if summary.speed else ""
     window = f" (median of steps {summary.measured[0]}–{summary.measured[1]})" if summary.measured else ""
     sentences = [f"On {name_ranks(summary.world_size)} a step took {format_ms(step_s.median)}{rate}{window}."]
     changes = sum(not span.is_first for span in summary.history)
@@ -217,7 +217,7 @@ def _explain_point(comparison: IdealComparison) -> list[str]:
             f"the difference is under {format_percent(_NEGLIGIBLE)} of the step, too little to look for a cause.",
         ]
     against_ideal = (
-        f"Divided perfectly, a step of {format_tokens(point.tokens_per_step)} would take "
+        f"Divided perfectly, a step of {format_amount(point.tokens_per_step)} would take "
         f"{format_ms(comparison.ideal_s)}; "
         f"it took {format_ms(point.step_s)}, {format_ms(abs(lost_s))} {'more' if lost_s > 0 else 'less'}."
     )

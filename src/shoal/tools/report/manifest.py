@@ -17,9 +17,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shoal.config.load import load_config
+from shoal.config.load import load_settings
 from shoal.config.manifest import ChoiceRecord, Manifest, NodeRecord, PredictionRecord, SyncRecord
-from shoal.config.schema import Config
+from shoal.config.schema import Config, EngineConfig
 from shoal.cost.buckets import STOCK_MB, bucket_mb_for
 from shoal.data.prepare import DataFacts, read_data_facts
 from shoal.errors import DataError, ShoalError, UsageError
@@ -35,12 +35,13 @@ from shoal.tools.report.explain_run import (
 from shoal.tools.report.figures import SCALING_FILE, ScalingPoint, read_scaling, to_json
 from shoal.tools.report.membership import Changes, describe_changes
 from shoal.tools.report.rank_log import is_number
-from shoal.tools.report.replicas import ReplicaReport
+from shoal.tools.report.replicas import ReplicaReport, judge_replicas
 from shoal.tools.report.summary import RunSummary, summarize, timing_rows
+from shoal.units import TOKENS
 
 
 def compose_manifest(
-    config: Config,
+    config: EngineConfig,
     summary: RunSummary,
     replicas: ReplicaReport | None = None,
     scaling: list[ScalingPoint] | None = None,
@@ -63,6 +64,7 @@ def compose_manifest(
         lab=config.run.on if config.run.on.partition(":")[0] == "lab" else None,
         commands=list(commands),
         duration_s=summary.duration_s,
+        trains="gpt" if isinstance(config, Config) else "script",
         preset=config.run.preset,
         seed=config.train.seed,
         launcher=_text(start, "launcher") or config.run.launcher,
@@ -72,10 +74,10 @@ def compose_manifest(
         nodes=_nodes(summary),
         versions=_versions(start),
         model_params=_whole(start, "params"),
-        data_source=data.source if data else str(config.data.path or f"the built-in text {config.data.builtin}"),
+        data_source=data.source if data else _configured_text(config),
         data_digest=data.digest if data else None,
         steps=summary.steps_done,
-        steps_planned=config.train.steps,
+        steps_planned=summary.steps_done if start.get("measured") else config.train.steps,
         global_batch=_whole(start, "global_batch") or config.train.global_batch,
         micro_batch=_whole(start, "micro_batch") or config.train.micro_batch,
         scaling=config.train.scaling,
@@ -86,6 +88,7 @@ def compose_manifest(
         strategy=_sync_record(config, start, chosen),
         final_loss=summary.final_loss,
         val_loss=summary.final_val_loss,
+        logged={name: values[max(values)] for name, values in summary.logged.items()},
         step_s_measured=summary.step_s.median if summary.step_s else None,
         step_s_predicted=prediction.step_s if prediction else None,
         prediction=prediction,
@@ -97,6 +100,8 @@ def compose_manifest(
         wire_bytes_per_step=summary.wire_bytes_per_step,
         theoretical_bytes_per_step=summary.theoretical_bytes_per_step,
         peak_memory_bytes=summary.peak_memory_bytes,
+        unit="tokens" if summary.unit is TOKENS else "samples",
+        samples_per_sec={summary.world_size: summary.samples_per_s} if summary.samples_per_s else {},
         tokens_per_sec=speeds,
         tokens_per_sec_1proc=speeds.get(1),
         tokens_per_sec_2proc=speeds.get(2),
@@ -117,6 +122,13 @@ def compose_manifest(
 def _lesson_notes(summary: RunSummary, scaling: list[ScalingPoint]) -> str:
     step_time = explain_step_time(summary)
     return f"{explain_scaling(scaling)} {step_time}" if len(scaling) > 1 else step_time
+
+
+def _configured_text(config: EngineConfig) -> str:
+    """Name the text of the GPT; empty for a user's script, which has data of its own."""
+    if not isinstance(config, Config):
+        return ""
+    return str(config.data.path or f"the built-in text {config.data.builtin}")
 
 
 def carry_over(fresh: Manifest, stored: Manifest | None) -> Manifest:
@@ -167,7 +179,7 @@ def _nodes(summary: RunSummary) -> list[NodeRecord]:
     return records
 
 
-def _sync_record(config: Config, start: dict[str, Any], chosen: ChoiceRecord | None) -> SyncRecord:
+def _sync_record(config: EngineConfig, start: dict[str, Any], chosen: ChoiceRecord | None) -> SyncRecord:
     parameters = _whole(start, "params")
     bucket_mb = config.sync.bucket_mb or (bucket_mb_for(4 * parameters) if parameters else None)
     return SyncRecord(
@@ -223,7 +235,7 @@ def manifest_of(
     commits = list(read_events(run.commits)) if run.commits.exists() else []
     journals = (event for path in run.journals() for event in read_events(path))
     changes = describe_changes(summary.history, commits, journals)
-    config = load_config(run.config)
+    config = load_settings(run.config)
     data, commands = _data_facts(run), _read_commands(run)
     fresh = compose_manifest(config, summary, replicas, scaling, data, prediction, changes, commands)
     return carry_over(fresh, read_manifest(run))
@@ -278,12 +290,22 @@ def explain_write_errors(folder: Path) -> Iterator[None]:
         ) from None
 
 
+def compare_if_finished(run: RunFolder) -> ReplicaReport | None:
+    """Compare the final states; None where the run has not finished, or a state is missing."""
+    if summarize(run.read_all_events()).status != "finished":
+        return None
+    try:
+        return judge_replicas(run)
+    except ShoalError:
+        return None
+
+
 def main(arguments: list[str]) -> int:
     try:
         if len(arguments) != 1:
             raise UsageError("expected one run folder", fix="python -m shoal.tools.report.manifest RUN")
         run = RunFolder.open(Path(arguments[0]))
-        write_derived_files(run)
+        write_derived_files(run, compare_if_finished(run))
     except ShoalError as error:
         sys.stderr.write(error.render())
         return error.exit_code

@@ -43,7 +43,18 @@ from shoal.tools.report.manifest import manifest_of
 from shoal.tools.report.membership import cost_sentence
 from shoal.tools.report.rank_log import Floats, Steps
 from shoal.tools.report.summary import RankSummary, RunSummary, summarize
-from shoal.units import format_count, format_ms, format_number, format_percent, format_share, format_si, pluralize
+from shoal.units import (
+    format_count,
+    format_loss,
+    format_ms,
+    format_number,
+    format_percent,
+    format_rounded,
+    format_share,
+    format_si,
+    format_value,
+    pluralize,
+)
 
 Figure = dict[str, Any]  # plotly's data and layout; page.js adds the colours of text and paper
 
@@ -53,6 +64,14 @@ _BAR_PX = 34
 _MOST_MARKS = 40
 # Fields of the manifest that have their own section on the page.
 _SHOWN_ELSEWHERE = {"lesson_notes", "choice_notes", "recoveries", "membership_notes", "shoal_manifest"}
+# Fields that mean nothing for a user's script, whose model and data shoal does not know.
+_ONLY_OF_GPT = {
+    "data_source", "data_digest", "val_loss", "step_s_predicted", "prediction", "prediction_notes",
+    "tokens_per_sec", "tokens_per_sec_1proc", "tokens_per_sec_2proc",
+}  # fmt: skip
+_LOSS_UNITS = {"gpt": "nats per token", "script": "mean per sample"}
+# Curves of values that a user's program recorded.
+_MOST_CURVES = 24
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -99,7 +118,7 @@ def render_page(
     from plotly.offline import get_plotlyjs
 
     points = scaling or []
-    figures = _charts(summary, points)
+    figures = _charts(summary, points, manifest.trains)
     scripts = [str(get_plotlyjs()), _asset("page.js")]
     title = f"{name or manifest.preset} · {manifest.status}"
     return _PAGE.format(
@@ -129,11 +148,15 @@ def _body(
         _section("Who took part", _members_section(summary, manifest, _chart("members", figures))),
         _section("How replicas agree", f"<p>{escape(manifest.choice_notes)}</p>" if manifest.choice_notes else ""),
         _section("Loss", _chart("loss", figures)),
+        _section("Recorded values", _logged_section(summary, figures)),
         _section("Where a step's time goes", _times(summary, figures)),
         _section("Predicted and measured", _prediction_section(manifest, summary)),
         _section("Scaling", _scaling(points, figures)),
         _section("Replicas", _replicas_section(manifest)),
-        _section("Ranks and their data", _ranks_section(summary) if summary.ranks else ""),
+        _section(
+            "Ranks and their data" if manifest.trains == "gpt" else "Ranks",
+            _ranks_section(summary) if summary.ranks else "",
+        ),
         _section("Warnings", "".join(_notice("warning", warning) for warning in summary.warnings)),
         _section("Manifest", _manifest_section(manifest)),
     ]
@@ -143,7 +166,8 @@ def _body(
 def _head(manifest: Manifest, name: str) -> str:
     created = manifest.created[:16].replace("T", " ") + " UTC" if manifest.created else ""
     planned = f"{manifest.steps:,} of {manifest.steps_planned:,} steps"
-    facts = [manifest.status, planned, f"preset {manifest.preset}", manifest.data_source, created]
+    program = f"{'preset' if manifest.trains == 'gpt' else 'script'} {manifest.preset}"
+    facts = [manifest.status, planned, program, manifest.data_source, created]
     line = " · ".join(escape(fact) for fact in facts if fact)
     return f'<h1>{escape(name)}</h1>\n<p class="soft">{line}</p>'
 
@@ -209,11 +233,11 @@ def _key_figures(manifest: Manifest, summary: RunSummary) -> str:
     where = f"measured; {len(manifest.members)} at the end, {nodes} in all" if manifest.recoveries else f"on {nodes}"
     replicas = {None: (NOTHING, "not verified yet"), True: ("identical", "bit for bit"), False: ("differ", "see below")}
     figures = [
-        ("speed", _or_nothing(summary.tokens_per_s, "{:,.0f}"), "tokens per second"),
+        ("speed", _or_nothing(summary.speed, "{}", format_rounded), f"{summary.unit.name} per second"),
         ("step", _duration(manifest.step_s_measured), f"{share} communication and waiting"),
         ("all-reduce", _milliseconds(p50_ms), p95),
         ("sent per step and rank", _bytes(manifest.wire_bytes_per_step), theory),
-        ("loss", _or_nothing(manifest.final_loss, "{:.3f}"), f"validation {_or_nothing(manifest.val_loss, '{:.3f}')}"),
+        ("loss", _or_nothing(manifest.final_loss, "{}", format_loss), _about_loss(manifest)),
         ("ranks", str(manifest.world_size), where),
         ("model", _or_nothing(manifest.model_params, "{}", format_count), "parameters"),
         ("replicas", *replicas[manifest.byte_equivalent]),
@@ -223,6 +247,37 @@ def _key_figures(manifest: Manifest, summary: RunSummary) -> str:
         for name, value, note in figures
     )
     return f'<dl class="figures">{"".join(boxes)}</dl>'
+
+
+def _about_loss(manifest: Manifest) -> str:
+    if manifest.trains == "script":
+        return _LOSS_UNITS["script"]
+    return f"validation {_or_nothing(manifest.val_loss, '{:.3f}')}"
+
+
+def _logged_section(summary: RunSummary, figures: dict[str, Figure]) -> str:
+    """Show what the user's program recorded: the last value of each name, and a curve of those with several."""
+    if not summary.logged:
+        return ""
+    rows = []
+    for name, values in summary.logged.items():
+        last = max(values)
+        rows.append([name, format_value(values[last]), last, format_value(min(values.values())),
+                     format_value(max(values.values()))])  # fmt: skip
+    table = _table(["name", "last value", "at step", "lowest", "highest"], rows)
+    charts = "".join(
+        f"<div><h3>{escape(name)}</h3>{_chart(key, figures)}</div>"
+        for key, name in _logged_keys(summary).items()
+        if key in figures
+    )
+    left_out = len(summary.logged) - _MOST_CURVES
+    note = f"<p>The curves of {left_out} more names are not drawn.</p>" if left_out > 0 else ""
+    return f'{table}<div class="pair">{charts}</div>{note}'
+
+
+def _logged_keys(summary: RunSummary) -> dict[str, str]:
+    """Return the names that get a curve, by the id of its place: a name can be any text."""
+    return {f"logged-{number}": name for number, name in enumerate(list(summary.logged)[:_MOST_CURVES])}
 
 
 def _replicas_section(manifest: Manifest) -> str:
@@ -260,18 +315,16 @@ def _compared(name: str, predicted_s: float, measured_s: float) -> list[str]:
 
 
 def _ranks_section(summary: RunSummary) -> str:
+    head = ["rank", "node", "device", "threads"]
     rows = [
-        [
-            rank.rank,
-            rank.node,
-            _fact(rank.start, "device"),
-            _fact(rank.start, "threads"),
-            _samples(rank.shard),
-            _fact(rank.shard, "first"),
-        ]
+        [rank.rank, rank.node, _fact(rank.start, "device"), _fact(rank.start, "threads")]
         for rank in summary.ranks.values()
     ]
-    return _table(["rank", "node", "device", "threads", "samples", "first text of its shard"], rows)
+    if any(rank.shard for rank in summary.ranks.values()):
+        head += ["samples", "first text of its shard"]
+        for row, rank in zip(rows, summary.ranks.values(), strict=True):
+            row += [_samples(rank.shard), _fact(rank.shard, "first")]
+    return _table(head, rows)
 
 
 def _phases_legend() -> str:
@@ -303,7 +356,8 @@ def _scaling_table(points: list[ScalingPoint]) -> str:
 
 def _manifest_section(manifest: Manifest) -> str:
     """Show every field of `manifest.json` that has no section of its own."""
-    fields = manifest.model_dump(mode="json", exclude=_SHOWN_ELSEWHERE)
+    hidden = _SHOWN_ELSEWHERE if manifest.trains == "gpt" else _SHOWN_ELSEWHERE | _ONLY_OF_GPT
+    fields = manifest.model_dump(mode="json", exclude=hidden)
     rows = "".join(
         f'<tr><th scope="row">{escape(key)}</th><td>{_value(value)}</td></tr>' for key, value in fields.items()
     )
@@ -443,11 +497,14 @@ def _name(rank: RankSummary) -> str:
     return f"rank {rank.rank} ({escape(rank.node)})"
 
 
-def _charts(summary: RunSummary, scaling: list[ScalingPoint]) -> dict[str, Figure]:
+def _charts(summary: RunSummary, scaling: list[ScalingPoint], trains: str) -> dict[str, Figure]:
     """Return every figure that has data, by the id of its place on the page."""
     figures: dict[str, Figure] = {}
     if len(summary.loss):
-        figures["loss"] = _loss_chart(summary)
+        figures["loss"] = _loss_chart(summary, _LOSS_UNITS[trains])
+    for key, name in _logged_keys(summary).items():
+        if len(summary.logged[name]) > 1:
+            figures[key] = _logged_chart(name, summary.logged[name])
     if any(rank.phases for rank in summary.ranks.values()):
         figures["medians"] = _medians_chart(summary)
         figures |= {f"steps-{rank.rank}": _rank_steps_chart(rank) for rank in summary.ranks.values() if rank.phases}
@@ -459,14 +516,26 @@ def _charts(summary: RunSummary, scaling: list[ScalingPoint]) -> dict[str, Figur
     return figures
 
 
-def _loss_chart(summary: RunSummary) -> Figure:
+def _loss_chart(summary: RunSummary, unit: str) -> Figure:
     steps, loss = thin_keeping_extremes(summary.loss_steps, summary.loss)
     traces = [_line("training", steps, loss, MEASURED)]
     if summary.val_loss:
         at = sorted(summary.val_loss)
         validation = _line("validation", at, [_json_number(summary.val_loss[step]) for step in at], VALIDATION)
         traces.append({**validation, "mode": "lines+markers"})
-    return _figure(traces, x="step", y="loss (nats per token)")
+    return _figure(traces, x="step", y=f"loss ({unit})")
+
+
+def _logged_chart(name: str, values: dict[int, float]) -> Figure:
+    at = np.array(sorted(values), dtype=np.int64)
+    steps, points = thin_keeping_extremes(at, np.array([values[step] for step in at.tolist()], dtype=np.float64))
+    # Plotly interprets HTML tags in labels.
+    trace = {**_line(escape(name), steps, points, MEASURED), "mode": "lines+markers", "marker": {"size": 4}}
+    figure = _figure([trace], x="step", y="", legend=False)
+    figure["layout"] |= {"height": 240}
+    # A value such as an accuracy near 1 would be a flat line on an axis that begins at 0.
+    del figure["layout"]["yaxis"]["rangemode"]
+    return figure
 
 
 def _rank_steps_chart(rank: RankSummary) -> Figure:

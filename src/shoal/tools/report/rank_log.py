@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from shoal.control.membership.types import NEVER, Ballot
 from shoal.errors import DataError
-from shoal.events import Event
+from shoal.events import LOG_FIELDS, Event
 
 Floats = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
@@ -27,8 +27,13 @@ EXCHANGE_TIMES = ("allreduce_s", "hidden_s")
 TIMES = ("step_s", *(f"{phase}_s" for phase in PHASES), *EXCHANGE_TIMES)
 # Fields of a `start` event that a later `choice` event replaces.
 _SYNC_FIELDS = ("sync", "wire", "grad_bytes", "round_steps", "wire_made_by", "inside", "inside_note")
+# A measured script: from the end of an exchange until this rank's last gradient is ready, and from then to its end.
+_MEASURED = ("ready_s", "tail_s")
 # `entry` is the index in `RankLog.entered` of the step's generation; -1 before any.
-_COLUMNS = (*TIMES, "loss", "tokens", "lr", "grad_norm", "wire_bytes", "entry")
+_COLUMNS = (*TIMES, "loss", "tokens", "samples", "lr", "grad_norm", "wire_bytes", "entry", *_MEASURED)
+
+# A machine that joined may write anything into its own rank's file.
+MOST_LOGGED = 1000
 
 _BALLOT = re.compile(r"(\d{1,15})-(\d{1,9})", re.ASCII)
 
@@ -54,6 +59,11 @@ def is_step(value: Any) -> TypeGuard[int]:
 
 def as_float(value: Any, default: float = float("nan")) -> float:
     return float(value) if is_number(value) else default
+
+
+def logged_values(event: Event) -> dict[str, float]:
+    """Return the values of a `log` event, which a user's program named."""
+    return {name: float(value) for name, value in event.items() if name not in LOG_FIELDS and is_number(value)}
 
 
 @dataclass(frozen=True)
@@ -120,11 +130,13 @@ class RankLog:
     fault: Event | None = None
     warnings: list[Event] = field(default_factory=list)
     val_loss: dict[int, float] = field(default_factory=dict)
+    logged: dict[str, dict[int, float]] = field(default_factory=dict)  # `session.log`: values by name and step
     entered: list[Entered] = field(default_factory=list)
     member_of: Entered | None = None
     measured_size: int | None = None
     _last_time: float | None = None
     _val_entry: dict[int, int] = field(default_factory=dict)
+    _log_entry: dict[int, int] = field(default_factory=dict)
     _row: dict[int, int] = field(default_factory=dict)  # row of a step in _values
     _values: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in _COLUMNS})
     _measured_from: int = 0
@@ -158,6 +170,8 @@ class RankLog:
                 if is_step(step) and is_number(event.get("val_loss")):
                     self.val_loss[step] = float(event["val_loss"])
                     self._val_entry[step] = self._current_entry()
+            case "log":
+                self._add_log(event)
             case "fault":
                 self.fault = event
             case "warning":
@@ -217,6 +231,9 @@ class RankLog:
     def entered_at_eval(self, step: int) -> Entered | None:
         return self._entered_at(self._val_entry[step])
 
+    def entered_at_log(self, step: int) -> Entered | None:
+        return self._entered_at(self._log_entry[step])
+
     def _entered_at(self, entry: int) -> Entered | None:
         return self.entered[entry] if entry >= 0 else None
 
@@ -230,9 +247,22 @@ class RankLog:
         # A process records its first generation just before or just after its start.
         if self._has_trained:
             self.member_of = None
+        if event.get("measured"):
+            # A script that was started again counts its steps from 1.
+            self._row.clear()
+            self._values = {name: array("d") for name in _COLUMNS}
         # The next step sets `_measured_from`, not this event: resuming a finished run, which has no step left to do,
         # must keep what was measured.
         self._is_restarted = True
+
+    def _add_log(self, event: Event) -> None:
+        step = event.get("step")
+        if not is_step(step):
+            return
+        self._log_entry[step] = self._current_entry()
+        for name, value in logged_values(event).items():
+            if name in self.logged or len(self.logged) < MOST_LOGGED:
+                self.logged.setdefault(name, {})[step] = value
 
     def _add_step(self, event: Event) -> None:
         step = event.get("step")
@@ -257,7 +287,32 @@ def read_rank_logs(events: Iterable[Event]) -> dict[int, RankLog]:
         rank = event.get("rank")
         if isinstance(rank, int) and not isinstance(rank, bool):
             logs.setdefault(rank, RankLog(rank)).add(event)
+    _split_tails(logs)
     return dict(sorted(logs.items()))
+
+
+def _split_tails(logs: dict[int, RankLog]) -> None:
+    """Divide the end of each exchange of a measured script into waiting for the slowest rank and communication.
+
+    Ranks exchange no times while they run. At the end of an exchange all are at the same point, so the durations until
+    each has its gradients ready can be compared afterwards, without comparing clocks.
+    """
+    measured = [log for _, log in sorted(logs.items()) if log.start.get("measured")]
+    size = measured[0].start["world_size"] if measured else 0
+    # A rank of an earlier attempt may have left its events behind.
+    measured = [log for log in measured if log.start["world_size"] == size]
+    ready_s: dict[int, list[float]] = {}
+    for log in measured:
+        for step, seconds in zip(log.steps.tolist(), log.column("ready_s").tolist(), strict=True):
+            if np.isfinite(seconds):
+                ready_s.setdefault(step, []).append(seconds)
+    for log in measured:
+        for step, own_s in ready_s.items():
+            row = log._row.get(step)
+            if row is not None and len(own_s) == size:
+                tail_s = log._values["tail_s"][row]
+                log._values["wait_s"][row] = wait_s = min(tail_s, max(own_s) - log._values["ready_s"][row])
+                log._values["exposed_s"][row] = tail_s - wait_s
 
 
 def step_time_factors(events: Iterable[Event]) -> Floats:

@@ -23,6 +23,7 @@ from shoal.config.load import load_config
 from shoal.errors import DataError
 from shoal.events import Event
 from shoal.run_folder import RunFolder, is_accessible, no_access_error
+from shoal.tools.report.measured import is_measured
 from shoal.tools.report.membership import is_joined, last_members, ranks_elsewhere
 from shoal.tools.report.rank_log import Floats, read_rank_logs
 from shoal.units import rank_list
@@ -96,6 +97,9 @@ def compare_replicas(
 def judge_replicas(run: RunFolder) -> ReplicaReport:
     """Compare the states if all are in this folder, otherwise the digests that the ranks recorded in their events."""
     logs = read_rank_logs(run.read_all_events())
+    if is_measured(logs):
+        digests = final_digests(run.read_all_events())
+        return compare_digests({rank: digests[rank] for rank in last_members(logs) if rank in digests})
     on = load_config(run.config).run.on
     away = ranks_elsewhere(logs, is_joined(on, logs))
     files, members = run.state_files(), [rank for rank in last_members(logs) if rank not in away]

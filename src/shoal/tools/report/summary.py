@@ -14,6 +14,7 @@ from shoal.control.membership.types import NEVER, Ballot
 from shoal.cost.network import ring_bytes
 from shoal.errors import PeerLost
 from shoal.events import Event
+from shoal.tools.report.measured import find_stragglers
 from shoal.tools.report.membership import (
     FinalLineage,
     GenerationSpan,
@@ -33,9 +34,11 @@ from shoal.tools.report.rank_log import (
     Span,
     Steps,
     as_float,
+    is_number,
     is_step,
     read_rank_logs,
 )
+from shoal.units import TOKENS, Unit, unit_of
 
 # "unfinished": still running, or dead without an `end` event. The folder alone does not show which.
 Status = Literal["finished", "interrupted", "failed", "unfinished"]
@@ -87,9 +90,10 @@ class RunSummary:
     duration_s: float | None
     steps_done: int
     measured: tuple[int, int] | None  # first and last measured step
-    tokens_per_step: float | None
+    unit: Unit  # of the speed
+    tokens_per_step: float | None  # None where a step counts samples only
+    samples_per_step: float | None
     step_s: MeanMedianP95 | None
-    tokens_per_s: float | None
     phases: dict[str, float]  # seconds by phase that add up to the median of step_s
     allreduce_s: MeanMedianP95 | None
     hidden_s: float | None  # the part of the median all-reduce that was hidden behind backward
@@ -98,6 +102,7 @@ class RunSummary:
     loss_steps: Steps
     loss: Floats
     val_loss: dict[int, float]
+    logged: dict[str, dict[int, float]]  # what the user's program recorded: values by name and step
     other_load: float | None  # cores that other programs kept busy, on the busiest machine
     peak_memory_bytes: float | None  # of the rank that used the most
     choice: Event
@@ -108,6 +113,23 @@ class RunSummary:
     def start(self) -> Event:
         """Return the `start` event of the first rank that has one."""
         return next((rank.start for rank in self.ranks.values() if rank.start), {})
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self._per_s(self.tokens_per_step)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        return self._per_s(self.samples_per_step)
+
+    @property
+    def speed(self) -> float | None:
+        """Return what the training did in a second, counted in `unit`."""
+        return self.tokens_per_s if self.unit is TOKENS else self.samples_per_s
+
+    def _per_s(self, per_step: float | None) -> float | None:
+        step_s = self.step_s.median if self.step_s else 0.0
+        return per_step / step_s if per_step is not None and step_s > 0 else None
 
     @property
     def final_loss(self) -> float | None:
@@ -132,9 +154,12 @@ def summarize(events: Iterable[Event]) -> RunSummary:
     ranks = {rank: _summarize_rank(log) for rank, log in logs.items()}
     longest = max(logs.values(), key=lambda log: len(log.steps), default=RankLog(0))
     loss_steps, loss = _losses(logs, longest)
+    steps = longest.steps if longest.start.get("measured") else loss_steps
     world_size = size or len(members)
     timed = {rank: log for rank, log in logs.items() if len(log.measured())} or logs
-    step_s, tokens, allreduce_s = (_pooled_stats(logs, name) for name in ("step_s", "tokens", "allreduce_s"))
+    step_s, tokens, samples, allreduce_s = (
+        _pooled_stats(logs, name) for name in ("step_s", "tokens", "samples", "allreduce_s")
+    )
     measured_steps = longest.steps[longest.measured()]
     memory_bytes = (as_float(log.end.get("peak_memory_bytes")) for log in logs.values())
     faults = [log.fault for log in logs.values() if log.fault is not None]
@@ -147,11 +172,12 @@ def summarize(events: Iterable[Event]) -> RunSummary:
         ranks=ranks,
         started_at=min((log.started_at for log in logs.values() if log.started_at is not None), default=None),
         duration_s=max((log.ran_s for log in all_logs.values() if log.ran_s is not None), default=None),
-        steps_done=int(loss_steps[-1]) if len(loss_steps) else 0,
+        steps_done=int(steps[-1]) if len(steps) else 0,
         measured=(int(measured_steps[0]), int(measured_steps[-1])) if len(measured_steps) else None,
+        unit=TOKENS if tokens else unit_of(longest.start),
         tokens_per_step=tokens.median if tokens else None,
+        samples_per_step=samples.median if samples else _global_batch(longest.start),
         step_s=step_s,
-        tokens_per_s=tokens.median / step_s.median if tokens and step_s and step_s.median > 0 else None,
         phases=_typical_phases(logs.values(), step_s.median) if step_s else {},
         allreduce_s=allreduce_s,
         hidden_s=_hidden_part(logs.values(), allreduce_s),
@@ -160,12 +186,13 @@ def summarize(events: Iterable[Event]) -> RunSummary:
         loss_steps=loss_steps,
         loss=loss,
         val_loss=_val_losses(logs),
+        logged=_logged_values(logs),
         other_load=_other_load(member_logs.values()),
         peak_memory_bytes=max((size for size in memory_bytes if size > 0), default=None),
         choice=next((log.choice for log in logs.values() if log.choice), {}),
         # A lost peer is a consequence: show the peer's own fault first.
         faults=sorted(faults, key=lambda fault: fault.get("error") == PeerLost.__name__),
-        warnings=[warning for log in logs.values() for warning in log.warnings],
+        warnings=[*(warning for log in logs.values() for warning in log.warnings), *find_stragglers(logs)],
     )
 
 
@@ -181,9 +208,11 @@ def timing_rows(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
 def _losses(logs: Logs, longest: RankLog) -> tuple[Steps, Floats]:
     """Return the loss of every step.
 
-    Without membership changes all ranks recorded the same losses, so one log suffices. Otherwise take, for each step,
-    the loss of the last generation that led to the final model.
+    That of a measured script is not known. Without membership changes all ranks recorded the same losses, so one log
+    suffices. Otherwise take, for each step, the loss of the last generation that led to the final model.
     """
+    if longest.start.get("measured"):
+        return np.empty(0, dtype=np.int64), np.empty(0)
     if not any(log.entered for log in logs.values()):
         return longest.steps, longest.column("loss")
     final = FinalLineage(logs)
@@ -205,6 +234,24 @@ def _val_losses(logs: Logs) -> dict[int, float]:
         for step, loss in sorted(log.val_loss.items())
         if final.holds(log.entered_at_eval(step), step)
     }
+
+
+def _logged_values(logs: Logs) -> dict[str, dict[int, float]]:
+    """Return what `session.log` recorded. Where several ranks recorded a value for a step, the lowest rank's counts."""
+    final = FinalLineage(logs)
+    logged: dict[str, dict[int, float]] = {}
+    for log in logs.values():
+        for name, values in log.logged.items():
+            for step, value in values.items():
+                if final.holds(log.entered_at_log(step), step):
+                    logged.setdefault(name, {}).setdefault(step, value)
+    return {name: dict(sorted(values.items())) for name, values in logged.items()}
+
+
+def _global_batch(start: Event) -> float | None:
+    """Return the samples of a step as the `start` event has them: steps of older versions have only their tokens."""
+    samples = start.get("global_batch")
+    return float(samples) if is_number(samples) and samples > 0 else None
 
 
 def _stats(values: Floats) -> MeanMedianP95 | None:

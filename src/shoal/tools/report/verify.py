@@ -28,6 +28,7 @@ from shoal.events import Event, FileMark, has_mark, parse_event
 from shoal.run_folder import RunFolder, is_accessible, user_name
 from shoal.tools.report.commit_log import LedgerReport, check_ledger
 from shoal.tools.report.manifest import current_manifest
+from shoal.tools.report.measured import exchange_findings, is_measured
 from shoal.tools.report.membership import Logs, is_joined, last_members, ranks_elsewhere
 from shoal.tools.report.rank_log import as_float, is_step, read_ballot, read_rank_logs
 from shoal.tools.report.replicas import ReplicaReport, StateFile, compare_digests, judge_replicas, open_state
@@ -53,6 +54,7 @@ class VerifyResult(BaseModel):
     replicas: ReplicaReport | None  # None without final states to compare
     ledger: LedgerReport
     findings: list[VerifyFinding]
+    is_measured: bool = False  # a script that `shoal run --measure` recorded: it has no ledger
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -149,6 +151,8 @@ class _Folder:
 def verify_run(run: RunFolder) -> VerifyResult:
     folder = _read(run)
     ledger = check_ledger(folder.commits)
+    if is_measured(folder.logs):
+        return _verify_measured(folder, ledger)
     if not ledger.ok:
         folder.wrong(run.commits, "does not prove that every sample was used exactly once")
     _check_torn(folder)
@@ -164,6 +168,27 @@ def verify_run(run: RunFolder) -> VerifyResult:
     _check_manifest(folder)
     findings = list({(finding.file, finding.text): finding for finding in folder.findings}.values())
     return VerifyResult(status=folder.status, step=ledger.last, replicas=replicas, ledger=ledger, findings=findings)
+
+
+def _verify_measured(folder: _Folder, ledger: LedgerReport) -> VerifyResult:
+    """Verify a measured script by what its ranks recorded: they keep no ledger and no states."""
+    _check_torn(folder)
+    _check_event_files(folder)
+    for text, is_wrong in exchange_findings(folder.logs):
+        folder.findings.append(VerifyFinding(file="events", text=text, is_wrong=is_wrong))
+    steps = {folder.logs[rank].end.get("step") for rank in folder.members if rank in folder.logs}
+    if folder.status == "finished" and len(steps) > 1:
+        folder.wrong(folder.run.path / "events", f"the ranks ended at different steps: {sorted(map(str, steps))}")
+    replicas = judge_replicas(folder.run) if folder.status == "finished" else None
+    if replicas is not None and not replicas.digests:
+        replicas = None
+    elif replicas is not None and replicas.ranks < len(folder.members):
+        folder.wrong(folder.run.path / "events", "not all ranks have recorded a digest of their parameters")
+    _check_manifest(folder)
+    done = max((int(log.steps.max()) for log in folder.logs.values() if len(log.steps)), default=0)
+    return VerifyResult(
+        status=folder.status, step=done, replicas=replicas, ledger=ledger, findings=folder.findings, is_measured=True
+    )
 
 
 def _read(run: RunFolder) -> _Folder:

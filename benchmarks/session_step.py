@@ -1,0 +1,135 @@
+"""A step of `shoal.Session` against a hand-written DDP loop of the same model: two ranks on this machine, in turns.
+
+    .venv/bin/python benchmarks/session_step.py --rounds 7
+
+Each measurement is one torchrun with two ranks of one thread. The loops do the same work: the same model, batches,
+clipping and optimizer. The hand-written one measures, commits, compares and saves nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from _common import median_ratio, options, rounds
+
+WARM_UP = 10
+BATCH = 32
+
+
+def make(name: str):  # type: ignore[no-untyped-def]
+    """Return a model, a dataset of inputs and targets, and the loss summed over samples."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    generator = torch.Generator().manual_seed(2)
+    if name == "images":
+        blocks = [(nn.Conv2d(32, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()) for _ in range(4)]
+        model = nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1),
+            *(layer for block in blocks for layer in block),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(32, 10),
+        )
+        data = torch.randn(2048, 3, 16, 16, generator=generator), torch.randint(10, (2048,), generator=generator)
+    else:
+        model = nn.Sequential(
+            nn.Linear(256, 1024),
+            nn.GELU(),
+            nn.Linear(1024, 1024),
+            nn.GELU(),
+            nn.Linear(1024, 1024),
+            nn.GELU(),
+            nn.Linear(1024, 10),
+        )
+        data = torch.randn(2048, 256, generator=generator), torch.randint(10, (2048,), generator=generator)
+    return model, data, lambda output, labels: F.cross_entropy(output, labels, reduction="sum")
+
+
+def train_ddp(name: str, steps: int) -> list[float]:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    model, (inputs, labels), loss_sum = make(name)
+    dist.init_process_group("gloo")
+    rank, share = dist.get_rank(), BATCH // dist.get_world_size()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    times = []
+    for step in range(steps):
+        began = time.perf_counter()
+        rows = torch.randperm(len(labels), generator=torch.Generator().manual_seed(step))[rank * share :][:share]
+        loss = loss_sum(wrapped(inputs[rows]), labels[rows]) / share
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        times.append(time.perf_counter() - began)
+    dist.barrier()
+    dist.destroy_process_group()
+    return times
+
+
+def train_session(name: str, steps: int, folder: str) -> list[float]:
+    import torch
+
+    import shoal
+
+    session = shoal.Session(steps=steps, global_batch=BATCH, out=folder, checkpoint_every=10_000)
+    model, data, loss_sum = make(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session.attach(model, optimizer)
+    times = []
+    for step in session:
+        began = time.perf_counter()
+        with step:
+            for inputs, labels in step.batches(data):
+                step.backward(loss_sum(model(inputs), labels))
+            step.update(clip=1.0)
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def rank_main(way: str, name: str, steps: int, folder: str) -> None:
+    import os
+
+    times = train_ddp(name, steps) if way == "ddp" else train_session(name, steps, folder)
+    if os.environ["RANK"] == "0":
+        print(f"median {statistics.median(times[WARM_UP:])}", flush=True)
+
+
+def measure(way: str, name: str, steps: int) -> Callable[[], float]:
+    def run() -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+            argv = [*torchrun, __file__, "--rank", way, name, str(steps), str(Path(folder) / "run")]
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=600, check=True)
+        return float(next(line for line in done.stdout.splitlines() if line.startswith("median ")).split()[1])
+
+    return run
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--rank"]:
+        rank_main(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])
+        return
+    chosen = options("A step of shoal.Session against a hand-written DDP loop.", rounds_=7, steps=80).parse_args()
+    for name in ("images", "dense"):
+        print(f"{name}:")
+        found = rounds({way: measure(way, name, chosen.steps) for way in ("ddp", "session")}, chosen.rounds)
+        ratio = 1 / median_ratio(found["ddp"], found["session"])
+        print(f"{name}: a step of the session takes {ratio:.3f} of the hand-written one (median of rounds)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""This rank's part of every global batch, from any kind of dataset, in micro-batches of one size.
+
+The order of samples is `engine.sampling`'s: a pure function of seed and position. So every sample of an epoch is used
+exactly once, whatever ranks come and go, and a step that is done again gets the same samples.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+
+from shoal.engine.sampling import Indices, Shard
+from shoal.errors import DataError, UsageError
+from shoal.sync.replicas import flat_bytes
+
+# A step that is done again asks a stream for samples of at most this many global batches ago.
+_KEPT_BATCHES = 2
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A dataset as the engine sees it."""
+
+    count: int | None  # Samples of an epoch; None for a stream.
+
+    def fetch(self, shard: Shard, cursor: int) -> Iterator[Any]:
+        """Yield this rank's micro-batches of the global batch that begins at `cursor`."""
+
+    def fingerprint(self) -> int:
+        """Return a number that differs where ranks have different data."""
+
+    def close(self) -> None: ...
+
+
+def open_source(data: Any) -> Source:
+    """Return the source for a dataset, a sequence, a tensor, a tuple of tensors, a `DataLoader` or a stream."""
+    if isinstance(data, DataLoader):
+        return _open_loader(data)
+    if isinstance(data, Tensor | np.ndarray):
+        return TensorSource((torch.as_tensor(data),), is_single=True)
+    if isinstance(data, tuple) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
+        return TensorSource(tuple(torch.as_tensor(part) for part in data))
+    if isinstance(data, IterableDataset):
+        return StreamSource(data)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return MapSource(data)
+    if isinstance(data, Iterable) and not isinstance(data, Iterator):
+        return StreamSource(data)
+    raise UsageError(
+        f"a {type(data).__qualname__} is no dataset that can be shared by ranks",
+        why="a step that is done again must be able to read its samples again"
+        if isinstance(data, Iterator)
+        else "it has neither a length with items nor an iterator",
+        fix="pass a dataset with __len__ and __getitem__, a tensor, a tuple of tensors, a DataLoader or an iterable",
+    )
+
+
+def _open_loader(loader: DataLoader[Any]) -> Source:
+    if isinstance(loader.dataset, IterableDataset):
+        if loader.num_workers:
+            raise UsageError(
+                "a DataLoader over an IterableDataset has workers",
+                why="every worker would read the whole stream, and samples would be used several times",
+                fix="use num_workers=0, or a dataset with __len__ and __getitem__",
+            )
+        return StreamSource(loader.dataset, loader.collate_fn)
+    if loader.sampler is not None and type(loader.sampler) not in (RandomSampler, SequentialSampler):
+        raise UsageError(
+            f"the DataLoader has a sampler of its own, {type(loader.sampler).__qualname__}",
+            why="shoal chooses the samples: each one exactly once in an epoch, also when ranks come and go",
+            fix="leave sampler and batch_sampler out; shuffling is on by default",
+        )
+    return MapSource(loader.dataset, loader.collate_fn, loader)
+
+
+@dataclass
+class TensorSource:
+    """Tensors with one row for every sample."""
+
+    tensors: tuple[Tensor, ...]
+    is_single: bool = False
+
+    def __post_init__(self) -> None:
+        lengths = {len(tensor) for tensor in self.tensors}
+        if len(lengths) != 1:
+            raise DataError(
+                f"the tensors have {', '.join(str(len(tensor)) for tensor in self.tensors)} rows",
+                why="row i of each of them belongs to sample i",
+                fix="make them equally long",
+            )
+        [self.count] = lengths
+
+    count: int | None = None
+
+    def fetch(self, shard: Shard, cursor: int) -> Iterator[Any]:
+        for indices in micro_batch_indices(shard, cursor):
+            rows = torch.from_numpy(indices)
+            parts = tuple(tensor[rows] for tensor in self.tensors)
+            yield parts[0] if self.is_single else parts
+
+    def fingerprint(self) -> int:
+        rows = [len(self.tensors[0]) // 2, -1] if len(self.tensors[0]) else []
+        return _checksum([self.count, [tensor[row] for tensor in self.tensors for row in rows]])
+
+    def close(self) -> None: ...
+
+
+class MapSource:
+    """A dataset with a length and items; with a `DataLoader` its collate function, workers and pinned memory."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] | None = None,
+        loader: DataLoader[Any] | None = None,
+    ) -> None:
+        self.count: int | None = len(dataset)
+        self._dataset = dataset
+        self._collate = collate or default_collate
+        self._loader = loader if loader is not None and (loader.num_workers or loader.pin_memory) else None
+        self._ahead: _Prefetched | None = None
+
+    def fetch(self, shard: Shard, cursor: int) -> Iterator[Any]:
+        if self._loader is None:
+            for indices in micro_batch_indices(shard, cursor):
+                yield self._collate(read_items(self._dataset, indices))
+            return
+        if self._ahead is None or not self._ahead.continues(shard, cursor):
+            self.close()
+            self._ahead = _Prefetched(self._loader, shard, cursor)
+        yield from self._ahead.next_step()
+
+    def fingerprint(self) -> int:
+        """Compare the first sample too, unless it is random: then two reads differ."""
+        first = [_checksum(read_items(self._dataset, np.array([0]))) for _ in range(2)] if self.count else [0]
+        return _checksum([self.count, first[0] if len(set(first)) == 1 else 0])
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+
+class StreamSource:
+    """An iterable without random access: every rank reads all of it and keeps its own part.
+
+    It must yield the same samples in the same order on every rank and in every epoch. When it ends, it starts again.
+    A resumed training reads it from the beginning up to its position.
+    """
+
+    count: int | None = None
+
+    def __init__(self, stream: Iterable[Any], collate: Callable[[list[Any]], Any] | None = None) -> None:
+        self._stream = stream
+        self._collate = collate or default_collate
+        self._items: Iterator[Any] = iter(())
+        self._position = 0  # Of the next item.
+        self._kept: deque[Any] = deque()  # The items before it.
+        self._is_open = False
+
+    def fetch(self, shard: Shard, cursor: int) -> Iterator[Any]:
+        first, end = shard.positions(cursor)
+        if cursor < self._position - len(self._kept):
+            self.close()
+        kept_from = _KEPT_BATCHES * shard.plan.global_batch
+        while self._position < end:
+            self._kept.append(self._read())
+            self._position += 1
+            while len(self._kept) > kept_from:
+                self._kept.popleft()
+        begin = self._position - len(self._kept)
+        items = [self._kept[position - begin] for position in range(first, end)]
+        for start in range(0, len(items), shard.plan.micro_batch):
+            yield self._collate(items[start : start + shard.plan.micro_batch])
+
+    def fingerprint(self) -> int:
+        return zlib.crc32(type(self._stream).__qualname__.encode())
+
+    def close(self) -> None:
+        self._items, self._position, self._is_open = iter(()), 0, False
+        self._kept.clear()
+
+    def _read(self) -> Any:
+        for _ in range(2):
+            try:
+                return next(self._items)
+            except StopIteration:
+                self._items = iter(self._stream)
+        raise DataError(
+            f"the stream {type(self._stream).__name__} has no samples",
+            why="its iterator ended at once, at the beginning or when it was started again for another epoch",
+            fix="let __iter__ return a new iterator over all samples each time",
+        )
+
+
+class _Prefetched:
+    """The micro-batches of the coming steps, read ahead by the workers of a `DataLoader`."""
+
+    def __init__(self, loader: DataLoader[Any], shard: Shard, cursor: int) -> None:
+        self._shard = shard
+        self._cursor = cursor
+        options: dict[str, Any] = {"timeout": loader.timeout, "multiprocessing_context": loader.multiprocessing_context}
+        if loader.num_workers:
+            options |= {"prefetch_factor": loader.prefetch_factor, "worker_init_fn": loader.worker_init_fn}
+        self._items = iter(
+            DataLoader(
+                loader.dataset,
+                batch_sampler=_CursorSampler(shard, cursor),
+                num_workers=loader.num_workers,
+                collate_fn=loader.collate_fn,
+                pin_memory=loader.pin_memory,
+                **options,
+            )
+        )
+
+    def continues(self, shard: Shard, cursor: int) -> bool:
+        return shard == self._shard and cursor == self._cursor
+
+    def next_step(self) -> Iterator[Any]:
+        for _ in range(self._shard.plan.micro_batches[self._shard.rank]):
+            yield next(self._items)
+        # Only a step that was read to its end can be continued from.
+        self._cursor += self._shard.plan.global_batch
+
+    def close(self) -> None:
+        if (shutdown := getattr(self._items, "_shutdown_workers", None)) is not None:
+            shutdown()
+
+
+@dataclass(frozen=True)
+class _CursorSampler:
+    """The indices of this rank's micro-batches from `cursor` on, without end."""
+
+    shard: Shard
+    cursor: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        cursor = self.cursor
+        while True:
+            for indices in micro_batch_indices(self.shard, cursor):
+                yield indices.tolist()
+            cursor += self.shard.plan.global_batch
+
+
+def micro_batch_indices(shard: Shard, cursor: int) -> Iterator[Indices]:
+    indices = shard.indices(cursor)
+    for start in range(0, len(indices), shard.plan.micro_batch):
+        yield indices[start : start + shard.plan.micro_batch]
+
+
+def read_items(dataset: Any, indices: Indices) -> list[Any]:
+    """Read samples, all at once where the dataset can."""
+    if hasattr(dataset, "__getitems__"):
+        items: list[Any] = dataset.__getitems__(indices.tolist())
+        return items
+    return [dataset[int(index)] for index in indices]
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """Return the batch with all its tensors on the device."""
+    match batch:
+        case Tensor():
+            return batch.to(device, non_blocking=True)
+        case Mapping():
+            return {key: move(value, device) for key, value in batch.items()}
+        case tuple() if hasattr(batch, "_fields"):
+            return type(batch)(*(move(value, device) for value in batch))
+        case tuple() | list():
+            return type(batch)(move(value, device) for value in batch)
+        case _:
+            return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def _checksum(value: Any, start: int = 0) -> int:
+    """Return a checksum of nested tensors, numbers and texts."""
+    match value:
+        case Tensor():
+            start = zlib.crc32(f"{tuple(value.shape)}{value.dtype}".encode(), start)
+            return zlib.crc32(flat_bytes(value), start)
+        case np.ndarray():
+            return _checksum(torch.from_numpy(np.ascontiguousarray(value)), start)
+        case Mapping():
+            return _checksum([item for pair in value.items() for item in pair], start)
+        case str() | bytes() | int() | float() | None:
+            return zlib.crc32(repr(value).encode(), start)
+        case Sequence():
+            for item in value:
+                start = _checksum(item, start)
+            return zlib.crc32(str(len(value)).encode(), start)
+        case _:
+            return zlib.crc32(type(value).__qualname__.encode(), start)

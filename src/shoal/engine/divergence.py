@@ -1,0 +1,182 @@
+"""Compare replicas bit by bit while they train, and repair those that differ.
+
+Every rank sums the same gradients and takes the same steps, so a bit that flips in one rank's memory stays in that rank
+alone, and silently spoils the gradients of all ranks from then on. If a majority agrees, the others copy its state. If
+none does (for instance with two ranks), all return to the newest checkpoint: replicas were compared before it was
+written, so all of them agreed on it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from shoal.engine.checkpoint import CheckpointFolder
+from shoal.engine.engine import Engine
+from shoal.engine.resume import resume_training
+from shoal.engine.saving import replica_state
+from shoal.engine.state_transfer import broadcast_json
+from shoal.engine.training_state import StateTree
+from shoal.errors import CheckpointError, RunFailed
+from shoal.sync.replicas import broadcast_integers, broadcast_tensors, combine_digests, gather_integers, tensor_digests
+from shoal.units import rank_names
+
+_NO_CHECKPOINT = -1
+
+
+@dataclass(frozen=True)
+class Difference:
+    odd: tuple[int, ...]  # The ranks that differ from the majority; all ranks if there is no majority.
+    source: int | None  # The lowest rank of the majority.
+    tensor: str  # The first tensor by name that differs.
+
+
+def find_difference(names: Sequence[str], digests_by_rank: Sequence[Sequence[int]]) -> Difference:
+    """Find the odd ranks by their digests of the same tensors, of which some differ."""
+    rows = [tuple(row) for row in digests_by_rank]
+    usual, count = Counter(rows).most_common(1)[0]
+    has_majority = 2 * count > len(rows)
+    odd = tuple(rank for rank, row in enumerate(rows) if row != usual or not has_majority)
+    differing = [name for name, *digests in zip(names, *rows, strict=True) if len(set(digests)) > 1]
+    return Difference(odd, rows.index(usual) if has_majority else None, min(differing))
+
+
+class Comparison:
+    """Compares and repairs the replicas. The step alone decides when: a rank that has just joined must do the same."""
+
+    def __init__(self, engine: Engine, checkpoints: CheckpointFolder) -> None:
+        self._engine = engine
+        self._checkpoints = checkpoints
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to compare after `step`: every `digest_every` steps, and after the last step.
+
+        A step inside a round is postponed to the round's end: replicas would have to wait for each other before that.
+        """
+        every, outer = self._engine.config.members.digest_every, self._engine.outer
+        is_common_step = outer.common_step(step) == step
+        stride = 1 if outer.differs_now else outer.round_steps
+        is_last = step == self._engine.config.train.steps
+        return is_last or (is_common_step and step // every > (step - stride) // every)
+
+    def compare(self, is_end: bool = False) -> bool:
+        """Return True if all replicas are equal, if need be after a copy; False if the training went back.
+
+        At the end of a training there is no going back: it fails.
+        """
+        difference = self._find_difference()
+        if difference is None:
+            return True
+        if difference.source is None:
+            self._go_back(difference, is_end)
+            return False
+        self._repair(difference, difference.source)
+        return True
+
+    def _find_difference(self) -> Difference | None:
+        engine = self._engine
+        if engine.world.size == 1:
+            return None
+        with engine.outer.common():
+            digests = tensor_digests(replica_state(engine))
+        if len({number for [number] in gather_integers(engine.world, [combine_digests(digests)])}) == 1:
+            return None
+        return find_difference(list(digests), gather_integers(engine.world, list(digests.values())))
+
+    def _repair(self, difference: Difference, source: int) -> None:
+        """Copy the majority's state to the odd ranks."""
+        engine = self._engine
+        is_odd = engine.world.rank in difference.odd
+        if is_odd:
+            # Its bits are wrong: no other rank may continue from them, even if the copy fails.
+            engine.fence.mark_overwritten()
+        with engine.outer.common():
+            # The majority keeps its own state: losing the source during the copy costs nothing.
+            broadcast_tensors(engine.world, source, replica_state(engine).values(), keep=is_odd)
+            common = {name: tensor.clone() for name, tensor in engine.common_weights().items()}
+            optimizer = broadcast_json(engine.world, source, engine.state.optimizer_state().values)
+        if is_odd:
+            # Outside a common step a replica has weights of its own, derived from the wrong ones.
+            engine.state.load_weights(common)
+            engine.state.load_optimizer_state(StateTree(engine.state.optimizer_state().tensors, optimizer))
+        self._check_repaired(difference)
+        engine.fence.set_step(engine.outer.common_step(engine.progress.step))
+        source_id = engine.world.ids[source]
+        action = f"its whole state was copied from rank {source_id}"
+        self._report(difference, engine.progress.step, action, healed_from=source_id)
+
+    def _go_back(self, difference: Difference, is_end: bool) -> None:
+        """Return all ranks to the newest checkpoint."""
+        engine, step = self._engine, self._engine.progress.step
+        # Statistics of the steps so far must not be taken for those of the steps that are done again.
+        engine.settle()
+        engine.recorder.commit()
+        saved_step = self._find_saved_step()
+        # Other members rely on the state that the generation began with: going back behind it takes a new launch.
+        if is_end or saved_step == _NO_CHECKPOINT or saved_step < engine.fence.min_step:
+            raise self._explain_end(difference, saved_step)
+        history = engine.history
+        engine.fence.mark_overwritten()
+        resume_training(engine, self._checkpoints, lambda *_: None, lineage="")
+        # The same lineage continues.
+        engine.set_history(history)
+        engine.fence.set_step(engine.outer.common_step(engine.progress.step))
+        self._check_repaired(difference)
+        back_to = engine.progress.step
+        engine.recorder.forget_committed(after=back_to)
+        action = f"all went back to step {back_to}, the last they had agreed on, and do the steps since then again"
+        self._report(difference, step, action, back_to=back_to)
+
+    def _find_saved_step(self) -> int:
+        """Return, on all ranks alike, the step of the newest checkpoint in the first rank's folder."""
+        saved_step = _NO_CHECKPOINT
+        if self._engine.world.is_main:
+            with suppress(CheckpointError):
+                saved_step = self._checkpoints.load_latest(set_aside=True).progress.step
+        return broadcast_integers(self._engine.world, 0, [saved_step])[0]
+
+    def _check_repaired(self, difference: Difference) -> None:
+        remaining = self._find_difference()
+        if remaining is not None:
+            raise RunFailed(
+                f"{self._describe(remaining, self._engine.progress.step)}, right after all had been made equal",
+                why=f"before that it was {difference.tensor}: the memory of one of these machines is unreliable",
+                fix="test it (memtester 1G 1) before you resume: shoal train --resume RUN",
+            )
+
+    def _explain_end(self, difference: Difference, saved_step: int) -> RunFailed:
+        seen = self._describe(difference, self._engine.progress.step)
+        if saved_step == _NO_CHECKPOINT:
+            return RunFailed(
+                seen,
+                why="no majority shows which of them is right, and there is no checkpoint yet to go back to",
+                fix="test their memory (memtester 1G 1), then start a new run: shoal train … --out NEW_FOLDER",
+            )
+        return RunFailed(
+            f"{seen}: what was done since step {saved_step} is not saved",
+            why="no majority shows which of them is right",
+            fix=f"resume from step {saved_step}, the last they agreed on: shoal train --resume RUN",
+        )
+
+    def _report(
+        self, difference: Difference, step: int, action: str, healed_from: int | None = None, back_to: int | None = None
+    ) -> None:
+        recorder, ranks = self._engine.recorder, self._odd_ids(difference)
+        fields = {"tensor": difference.tensor, "healed_from": healed_from, "back_to": back_to}
+        recorder.event("divergence", step=step, ranks=ranks, **fields)
+        if self._engine.world.is_main:
+            fix = "if it happens again, test the memory of their machines: memtester 1G 1"
+            recorder.warn(
+                RunFailed(f"{self._describe(difference, step)}: {action}", why="a bit changed in memory", fix=fix),
+                step=step,
+            )
+
+    def _describe(self, difference: Difference, step: int) -> str:
+        than = "than the others" if difference.source is not None else "than each other"
+        have = "has" if len(difference.odd) == 1 else "have"
+        return f"after step {step} {rank_names(self._odd_ids(difference))} {have} another {difference.tensor} {than}"
+
+    def _odd_ids(self, difference: Difference) -> list[int]:
+        return [self._engine.world.ids[rank] for rank in difference.odd]

@@ -1,0 +1,531 @@
+"""One replica and its training step: backward of micro-batches, exchange, clip, update, record.
+
+The engine knows a model, optimizers and a number of samples. What a sample is, and how a loss is made of it, is known
+to the program that drives the engine: `engine.session` for a user's loop, and by it shoal's own GPT.
+
+Compression, batch shares and outer steps are objects behind interfaces, and a world of one rank is no exception. Other
+modules read an engine's fields; its methods change them.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from shoal.config.schema import EngineConfig, SyncConfig
+from shoal.cost.batch_plan import BatchPlan, weights_of
+from shoal.cost.model_size import grad_bytes
+from shoal.engine.checkpoint import Progress
+from shoal.engine.recorder import Recorder
+from shoal.engine.refusal import StepResult, explain_refusal
+from shoal.engine.stragglers import Stragglers
+from shoal.engine.totals import StepTotals
+from shoal.engine.training_state import TrainingState
+from shoal.errors import ShoalError, UsageError
+from shoal.sync.compression import kernel_or_plain
+from shoal.sync.fence import Fence, OpenFence, StepBoundary
+from shoal.sync.gradients import (
+    GradientSync,
+    HasTiedHead,
+    NoExchange,
+    check_gradients,
+    clip_gradients,
+    make_gradient_sync,
+)
+from shoal.sync.outer import EveryStep, NonFiniteExchange, OuterSync, make_outer_sync
+from shoal.sync.replicas import gather_integers
+from shoal.sync.step_stats import CommTimes, StepGather, StepStats, StepTimer
+from shoal.sync.world import World, set_collective_timeout, without_group
+
+# Seeds of neighbouring ranks and steps differ by far more than a step draws.
+_SEED_STRIDE = 1_000_003
+
+
+class StopRequest:
+    """Whether this rank was asked to stop; the ranks agree on the step after which all of them do."""
+
+    wanted = False
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """A replica's exchanges with the other ranks."""
+
+    sync: GradientSync  # Sums gradients in every step.
+    outer: OuterSync  # Averages parameters at the end of a round of local steps.
+    steps: StepGather  # Gathers the loss and the statistics of every step.
+    totals: StepTotals  # Sums counts and buffers in every step.
+
+
+def make_exchanges(config: EngineConfig, state: TrainingState, world: World, plan: BatchPlan) -> Exchanges:
+    model, share = state.model, plan.share(world.rank)
+    weight = share / plan.global_batch
+    outer = make_outer_sync(config.sync, model, world, weight)
+    if config.sync.is_outer:
+        sync: GradientSync = NoExchange(model)
+    else:
+        rows = plan.micro_batch * model.rows_per_sample if isinstance(model, HasTiedHead) else None
+        sync = make_gradient_sync(config.sync, model, world, tokens=rows)
+    set_collective_timeout(world, exchange_timeout_s(config.sync, outer))
+    return Exchanges(sync, outer, StepGather(world, outer.lag_steps), StepTotals(world, state.buffers(), weight))
+
+
+def no_exchanges(model: nn.Module, world: World, steps: StepGather | None = None) -> Exchanges:
+    """Return the exchanges of a replica that has no process group."""
+    totals = StepTotals(without_group(world), {}, 1.0)
+    return Exchanges(NoExchange(model), EveryStep(), steps or StepGather(world), totals)
+
+
+def exchange_timeout_s(sync: SyncConfig, outer: OuterSync) -> float:
+    """Return how long a rank waits for a peer: a rank that may run ahead waits for as many steps of the slowest."""
+    return sync.timeout_s * (1 + outer.lag_steps)
+
+
+@dataclass
+class StepWork:
+    """What this rank has done of a step so far."""
+
+    micro_batches: int = 0
+    loss_sum: Tensor | float = 0.0
+    terms: int = 0  # Terms of the loss: samples, or what the program counts instead, such as tokens.
+
+
+@dataclass
+class Engine:
+    config: EngineConfig  # `config.sync` is the resolved sync mode in use, never `auto`.
+    world: World
+    state: TrainingState
+    exchanges: Exchanges
+    plan: BatchPlan
+    timer: StepTimer
+    recorder: Recorder
+    stop: StopRequest
+    progress: Progress
+    fence: Fence = field(default_factory=OpenFence)  # Decides what this rank may still do in its generation.
+    largest_micro_batch: int = 1  # The largest micro-batch that there is memory for.
+    # Micro-batches keep their shape when the batch is divided anew: the model is compiled for it.
+    has_fixed_shapes: bool = False
+    # Whether torch's random numbers follow from seed, rank and step, so that a step is the same when it is done again.
+    seeds_steps: bool = True
+    # Puts the model and the optimizers back to their states before the first step; None if that is not possible.
+    reset: Callable[[], None] | None = None
+    # `reset` holds a copy of that state: it is freed with the first checkpoint, to which a run can return instead.
+    is_reset_copy: bool = False
+    # The advice in the error about a training that diverges.
+    lower_rate_advice: str = "train with a lower learning rate"
+    launched_ranks: int = 0  # Ranks at launch. A rank that joined later has a higher id.
+    # The lineages before this launch's first one, and the step after which each was left.
+    history: tuple[tuple[str, int], ...] = ()
+    # The last step whose periodic tasks are done, and by task the last step at which it was done. The same on all
+    # ranks, or some would wait in an exchange that others skip.
+    periodic_done_step: int = 0
+    tasks_done: dict[str, int] = field(default_factory=dict)
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    times: dict[str, float] = field(default_factory=dict)  # Seconds of the last step by phase.
+    # Called on every rank after a step that another one follows.
+    between_steps: Callable[[], None] = field(default=lambda: None)
+    # Where the steps began of which this rank does not know the world's loss yet.
+    _unsettled: deque[Progress] = field(default_factory=deque)
+    _leaves_at_boundary: bool = False  # All ranks have agreed to leave the generation together after a step.
+    _nonfinite: StepResult | None = None  # This rank's first result that was not finite.
+    _work: StepWork = field(default_factory=StepWork)
+    _has_checked_gradients: bool = False  # Every parameter had a gradient in the first step.
+    # Terms of the loss in every sample; 0 if they vary, None before the first step of a world.
+    _terms_per_sample: int | None = None
+
+    # A step, in the order of the calls.
+
+    def begin_step(self) -> None:
+        """Begin the next step, or the same one again after a lost peer: from the same state either way."""
+        self.timer.start()
+        self._work = StepWork()
+        if self.seeds_steps:
+            # A function of rank and step instead of a running generator: resuming is exact without saving its state.
+            torch.manual_seed((self.config.train.seed + self.world.rank) * _SEED_STRIDE + self.progress.step + 1)
+        self.exchanges.totals.remember()
+
+    def backward(self, loss: Tensor, terms: int | None = None) -> None:
+        """Add the gradients of a micro-batch. `loss` is a sum of `terms` terms: by default one for each sample."""
+        work, samples = self._work, self.plan.micro_batch
+        work.micro_batches += 1
+        count = self.plan.micro_batches[self.world.rank]
+        if work.micro_batches > count:
+            raise UsageError(
+                f"step {self.progress.step + 1} has {count} micro-batches on this rank, and backward was called again",
+                why="each micro-batch has one backward: gradients travel with the last one",
+                fix="add the losses of a micro-batch, and call step.backward once for it",
+            )
+        work.terms += samples if terms is None else terms
+        if self._terms_per_sample is None:
+            # Before the first backward of this world: all micro-batches of a step are divided by the same number.
+            self._terms_per_sample = 1 if terms is None else self._agree_on_terms(terms, samples)
+        is_last = work.micro_batches == count
+        if is_last:
+            self._start_totals()
+        with self.timer.phase("backward"):
+            scaled = loss * self.sync.loss_scale(self._expected_terms())
+            self.sync.backward(scaled if self._scaler is None else self._scaler.scale(scaled), is_last)
+            work.loss_sum = work.loss_sum + loss.detach().double()
+
+    def update(
+        self,
+        clip: float | None = None,
+        after: Callable[[], object] | None = None,
+        make_fields: Callable[[], dict[str, Any]] = dict,
+    ) -> bool:
+        """Exchange, clip, apply and record the step; return whether any rank is known to want to stop.
+
+        `after` is called with the update: both happen, or none. `make_fields` returns more fields of the step's event.
+        """
+        step, work = self.progress.step + 1, self._work
+        if work.micro_batches < self.plan.micro_batches[self.world.rank]:
+            raise self._too_early(step)
+        if not self._has_checked_gradients:
+            # Some exchanges would fill in zeros, others wait forever: refuse it in all of them, and on one rank too.
+            check_gradients(self.model)
+            self._has_checked_gradients = True
+        with self.timer.phase("backward"):
+            comm = self.sync.finish()
+        # The exchange of this step has succeeded: every rank had applied the step before it.
+        self._commit()
+        mean_loss, part_of_loss = self._finish_totals()
+        result = self._clip(step, mean_loss, clip)
+        gathered = part_of_loss if result.is_finite or self._scaler is not None else math.nan
+        self.step_gather.begin(gathered, comm, self.stop.wanted, self.fence.stop_after_step)
+        self._apply(result, after)
+        outer_times = self._outer_step(step)
+        self.fence.set_step(self.outer.common_step(step))
+        stats = self.step_gather.finish()
+        self._split_comm_time("backward", comm, stats[-1].wait_s if comm.wait_s is None else comm.wait_s)
+        self._split_comm_time("optimizer", outer_times, outer_times.wait_s or 0.0)
+        self.timer.add("wait", self.step_gather.late_s)
+        wants_stop = self._settle(stats)
+        self._record(step, (comm, outer_times), own_loss=mean_loss, grad_norm=result.norm, **make_fields())
+        self._warn_of_stragglers(stats)
+        return wants_stop
+
+    def roll_back(self) -> int:
+        """After a failed exchange, return to a state that others can continue from; return its step."""
+        step = self.outer.roll_back(self.progress.step)
+        if step != self.progress.step:
+            self.exchanges.totals.roll_back()
+        return step
+
+    def drop_step(self) -> None:
+        """Undo what a step that is not finished has changed: gradients and buffers."""
+        self.exchanges.totals.restore()
+        self.zero_grad()
+
+    @property
+    def sync(self) -> GradientSync:
+        return self.exchanges.sync
+
+    @property
+    def outer(self) -> OuterSync:
+        return self.exchanges.outer
+
+    @property
+    def step_gather(self) -> StepGather:
+        return self.exchanges.steps
+
+    @property
+    def model(self) -> nn.Module:
+        return self.state.model
+
+    @property
+    def _scaler(self) -> GradScaler | None:
+        """The attached object that scales losses for fp16."""
+        return next((other for other in self.state.others if isinstance(other, GradScaler)), None)
+
+    @property
+    def global_batch(self) -> int:
+        return self.plan.global_batch
+
+    @property
+    def weight(self) -> float:
+        """This rank's part of the global batch."""
+        return self.plan.share(self.world.rank) / self.plan.global_batch
+
+    def common_weights(self) -> dict[str, Tensor]:
+        """Return the weights that all ranks have in common. Call it inside `outer.common()`."""
+        weights = self.state.weights()
+        if self.outer.differs_now:
+            weights |= dict(zip(self.state.buffers(), self.exchanges.totals.common, strict=True))
+        return weights
+
+    def zero_grad(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def settle(self) -> bool:
+        """Wait for the statistics of all steps so far; return whether any rank wants to stop."""
+        return self._settle(self.step_gather.drain())
+
+    def unsettled_steps(self) -> list[Progress]:
+        """Return where the steps began of which this rank does not know the world's loss."""
+        return list(self._unsettled)
+
+    def leave_at_boundary(self) -> None:
+        """Raise `StepBoundary` if all ranks have agreed to leave the generation together.
+
+        Inside a round, wait for its end: the next generation would do the steps of an unfinished round again.
+        """
+        if self._leaves_at_boundary and self.outer.common_step(self.progress.step) == self.progress.step:
+            raise StepBoundary(f"all ranks stop together after step {self.progress.step}")
+
+    def leave_world(self) -> None:
+        """Release every reference to the process group of a world that has ended."""
+        with suppress(OSError, RuntimeError, ShoalError):
+            self.sync.close()
+        self.exchanges = no_exchanges(self.model, self.world, self.step_gather)
+        self.step_gather.close()
+        self.recorder.leave_world()
+        self.world = without_group(self.world)
+
+    def enter_world(self, world: World, step: int, cursor: int, launched_ranks: int) -> None:
+        """Continue in another world at `step`; drop the gradients and results of the last one."""
+        self.world = world
+        self.set_launched_ranks(launched_ranks)
+        self.move_to(step, cursor)
+        self._unsettled.clear()
+        self._leaves_at_boundary, self._nonfinite, self._terms_per_sample = False, None, None
+        self.zero_grad()
+
+    def set_launched_ranks(self, launched_ranks: int) -> None:
+        """Set the number of ranks at launch, and start to judge stragglers anew."""
+        self.launched_ranks = launched_ranks
+        self.stragglers.reset(self.world.names, self.world.ids, weights_of(self.config.run, range(launched_ranks)))
+
+    def set_plan(self, plan: BatchPlan, largest_micro_batch: int) -> None:
+        self.plan, self.largest_micro_batch = plan, largest_micro_batch
+
+    def set_sync(self, sync: SyncConfig) -> None:
+        """Set the sync mode of the exchanges that `connect` makes next."""
+        self.config = self.config.model_copy(update={"sync": sync})
+
+    def connect(self) -> None:
+        """Make the exchanges with the ranks of this world."""
+        self.exchanges = make_exchanges(self.config, self.state, self.world, self.plan)
+
+    def change_sync(self, sync: SyncConfig) -> None:
+        """Replace the exchanges between two steps, when all ranks have done the last one and their models are equal."""
+        self.sync.close()
+        # Free the old buffers before new ones are allocated: gradients of 124M parameters are 496 MB.
+        self.exchanges = no_exchanges(self.model, self.world, self.step_gather)
+        gc.collect()
+        self.set_sync(sync)
+        self.connect()
+        self.outer.rewind(self.progress.step, in_flight=0)
+
+    def set_history(self, history: Sequence[tuple[str, int]]) -> None:
+        self.history = tuple((lineage, step) for lineage, step in history)
+
+    def move_to(self, step: int, cursor: int) -> None:
+        """Set the position of the training: steps done, and the global position of the next sample."""
+        lineage = self.world.lineage
+        # After a return to a checkpoint only the history has the step at which a lineage was left, not the agents.
+        known = {name for name, _ in self.history}
+        forks = tuple((str(fork.lineage), fork.step) for fork in lineage.forks if str(fork.lineage) not in known)
+        generation = str(self.world.generation)
+        self.progress = Progress(step, cursor, generation, str(lineage.name), (*self.history, *forks))
+
+    def restore_periodic(self, done_step: int, tasks_done: dict[str, int] | None = None) -> None:
+        self.periodic_done_step, self.tasks_done = done_step, dict(tasks_done or {})
+
+    def mark_saved(self) -> None:
+        """Free the copy of the state before the first step: there is a checkpoint now."""
+        if self.is_reset_copy:
+            self.reset = None
+
+    def mark_periodic_done(self, step: int) -> None:
+        self.periodic_done_step = step
+
+    def mark_task_done(self, name: str) -> None:
+        self.tasks_done[name] = self.progress.step
+
+    def _too_early(self, step: int) -> UsageError:
+        done, count = self._work.micro_batches, self.plan.micro_batches[self.world.rank]
+        return UsageError(
+            f"step {step} was updated after {done} of its {count} micro-batches on this rank",
+            why="every sample of the global batch belongs to the step, and the other ranks wait for these",
+            fix="call step.backward for every batch of step.batches(...), and step.update after the last one",
+        )
+
+    def _expected_terms(self) -> int:
+        """Return the terms of this step's loss, or the number of its samples if they vary.
+
+        The loss is the world's, or this rank's own where replicas train alone.
+        """
+        samples = self.plan.share(self.world.rank) if self.outer.replicas_differ else self.global_batch
+        return samples * (self._terms_per_sample or 1)
+
+    def _start_totals(self) -> None:
+        """Start the sums that the step needs beside the gradients, before the last backward."""
+        work, own_samples = self._work, self.plan.share(self.world.rank)
+        if self._terms_per_sample and work.terms != self._terms_per_sample * own_samples:
+            raise UsageError(
+                f"step {self.progress.step + 1}: {own_samples} samples have {work.terms} terms, and the first ones "
+                f"had {self._terms_per_sample} each",
+                why="ranks that count differently from step to step must exchange their counts in every step",
+                fix="say so: shoal.Session(..., count_varies=True)",
+            )
+        if not self.outer.replicas_differ and (self._terms_per_sample == 0 or self.exchanges.totals.has_buffers):
+            self.exchanges.totals.start(work.terms)
+
+    def _agree_on_terms(self, terms: int, samples: int) -> int:
+        """Return how many terms every sample has on all ranks; 0 if that differs."""
+        rows = gather_integers(self.world, [terms, samples])
+        per_sample = {divmod(own_terms, own_samples) for own_terms, own_samples in rows}
+        if self.config.train.count_varies or len(per_sample) > 1:
+            return 0
+        [(quotient, rest)] = per_sample
+        return 0 if rest else quotient
+
+    def _finish_totals(self) -> tuple[float, float]:
+        """Wait for the sums; return this rank's mean loss, and its part of the world's.
+
+        Where the number of terms varies, the gradients were divided by the number of samples: correct that.
+        """
+        work, loss_sum = self._work, float(self._work.loss_sum)
+        total = self.exchanges.totals.finish()
+        mean_loss = loss_sum / max(1, work.terms)
+        if self._terms_per_sample:
+            return mean_loss, mean_loss * self.weight
+        is_own = self.outer.replicas_differ
+        divided_by, terms = (self.plan.share(self.world.rank), work.terms) if is_own else (self.global_batch, total)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(divided_by / max(1, terms))
+        return mean_loss, mean_loss * self.weight if is_own else loss_sum / max(1, total)
+
+    def _commit(self) -> None:
+        """Commit the steps that every rank has done.
+
+        A round that ends with an exchange of its own may have ended on this rank and not yet on the others: it counts
+        once all ranks have begun another step. That is known later than a short round lasts, so commit up to the newest
+        round that is known to have ended everywhere.
+        """
+        through = self.outer.common_step(self.progress.step)
+        if self.outer.commits_by_round:
+            every = self.outer.round_steps
+            through = min(through, self.recorder.newest_pending // every * every)
+        self.recorder.commit(through)
+
+    def _clip(self, step: int, mean_loss: float, clip: float | None) -> StepResult:
+        with self.timer.phase("optimizer"):
+            if self._scaler is not None:
+                for optimizer in self.state.optimizers:
+                    self._scaler.unscale_(optimizer)
+            norm = clip_gradients(self.model.parameters(), math.inf if clip is None else clip)
+        first = self.progress.cursor + self.plan.offset(self.world.rank)
+        return StepResult(step, mean_loss, norm, (first, first + self.plan.share(self.world.rank)))
+
+    def _apply(self, result: StepResult, after: Callable[[], object] | None) -> None:
+        """Apply the step, unless its result is not finite.
+
+        Where gradients are summed every rank has the same norm, so all refuse the step here. In the other modes the
+        peers learn of it later: until then this rank continues without updates, so what it sends stays finite.
+        """
+        # A grad scaler tries scales that are too large on purpose, and leaves such a step out.
+        is_expected = self._scaler is not None and math.isfinite(result.loss)
+        if not result.is_finite and not is_expected:
+            self._nonfinite = self._nonfinite or result
+        if not math.isfinite(result.norm) and not is_expected and not self.outer.replicas_differ:
+            self._refuse_step()
+        with self.timer.phase("optimizer"):
+            with self.fence.apply_step(self.outer.common_step(result.step)):
+                if self._nonfinite is None:
+                    for optimizer in self.state.optimizers:
+                        optimizer.step() if self._scaler is None else self._scaler.step(optimizer)
+                    if self._scaler is not None:
+                        self._scaler.update()
+                    for other in self.state.others:
+                        if isinstance(other, LRScheduler) and not isinstance(other, ReduceLROnPlateau):
+                            other.step()
+                    if after is not None:
+                        after()
+                self._unsettled.append(self.progress)
+                self.move_to(result.step, self.progress.cursor + self.global_batch)
+            self.zero_grad()
+
+    def _outer_step(self, step: int) -> CommTimes:
+        with self.timer.phase("optimizer"):
+            try:
+                times = self.outer.after_inner_step(step, last=step == self.config.train.steps)
+            except NonFiniteExchange:
+                self._refuse_step()
+                raise
+            # Streaming replicas always differ: their buffers are averaged once in a round.
+            is_round_end = not self.outer.differs_now or step % self.outer.round_steps == 0
+            if self.outer.replicas_differ and is_round_end:
+                self.exchanges.totals.average_buffers()
+            return times
+
+    def _split_comm_time(self, phase: str, comm: CommTimes, wait_s: float) -> None:
+        """Move the communication at the end of a phase to `wait` (for a peer) and `exposed` (the network)."""
+        wait_s = min(max(wait_s, 0.0), comm.tail_s)
+        self.timer.move(phase, "wait", wait_s)
+        self.timer.move(phase, "exposed", comm.tail_s - wait_s)
+
+    def _settle(self, known: list[StepStats]) -> bool:
+        """Propose the steps whose statistics have arrived from all ranks for the next commit."""
+        for stats in known:
+            began = self._unsettled.popleft()
+            if not math.isfinite(stats.loss_sum):
+                self._refuse_step()
+            self.recorder.propose(began.step + 1, began.cursor, began.cursor + self.global_batch, stats.loss_sum)
+            self._leaves_at_boundary |= stats.stop_after_step
+        return any(stats.stop for stats in known)
+
+    def _record(self, step: int, exchanges: tuple[CommTimes, ...], **fields: Any) -> None:
+        self.times = self.timer.finish()
+        for name, seconds in (
+            ("allreduce", [comm.allreduce_s for comm in exchanges if comm.allreduce_s is not None]),
+            ("hidden", [comm.hidden_s for comm in exchanges if comm.hidden_s is not None]),
+        ):
+            if seconds:
+                self.times[name] = sum(seconds)
+        self.recorder.step(step, self.times, samples=self.global_batch, **fields)
+
+    def _warn_of_stragglers(self, known: list[StepStats]) -> None:
+        """Judge on all ranks and warn on the first: when that rank leaves, the next one repeats no warning."""
+        work, exposed_s = self.plan.micro_batches, self.times.get("exposed", 0.0)
+        for stats in known:
+            for slow in self.stragglers.observe(stats.by_rank, work, self.times["step"], exposed_s):
+                if self.world.is_main:
+                    self.recorder.warn(slow, step=self.progress.step)
+
+    def _refuse_step(self) -> None:
+        """Raise the error that names the culprits; all ranks get here in the same step and can still exchange."""
+        error = explain_refusal(self.world, self._nonfinite, self.model.parameters(), self.lower_rate_advice)
+        if error is not None:
+            raise error
+
+
+def describe_exchanges(engine: Engine) -> dict[str, object]:
+    """Return the fields of `start` and `choice` events about the exchanges."""
+    sync = engine.config.sync
+    return {
+        "sync": sync.mode,
+        "wire": sync.wire,
+        "grad_bytes": grad_bytes(shapes_of(engine.state), sync.wire) + engine.sync.extra_bytes,
+        "round_steps": engine.outer.round_steps,
+        "wire_made_by": kernel_or_plain(sync.wire),
+        "inside": engine.sync.inside.way,
+        "inside_note": engine.sync.inside.note,
+    }
+
+
+def shapes_of(state: TrainingState) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of all parameters that are trained."""
+    return tuple(tuple(parameter.shape) for parameter in state.parameters().values())

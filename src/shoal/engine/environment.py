@@ -1,0 +1,136 @@
+"""Where a session of a user's script trains: by shoal's launcher, under torchrun, or alone.
+
+`shoal run` gives its settings to the ranks in a variable; they win over those of the script. Under other launchers, and
+without one, the session makes its own run folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from shoal.config.load import merge, to_toml, validate_session
+from shoal.config.schema import EngineConfig
+from shoal.control.processes import RUN_MARK
+from shoal.control.rank_env import RESUME, SESSION_FD, SETTINGS, Placement, use_private_caches
+from shoal.control.rank_messages import MEMBERSHIP_FD
+from shoal.cost.memory import OUT_OF_MEMORY_ADVICE
+from shoal.engine.console import Console
+from shoal.engine.engine import StopRequest
+from shoal.engine.faults import as_fault, record_fault
+from shoal.engine.session_start import SessionStart
+from shoal.engine.state_transfer import broadcast_json
+from shoal.errors import ShoalError, UsageError
+from shoal.run_folder import RunFolder, write_atomically
+from shoal.sync.world import World, choose_device, join_world
+
+
+def open_session(given: Mapping[str, Any], out: Path | None) -> SessionStart:
+    """Read the launcher's decisions; `given` are the settings of the script, section by section."""
+    use_private_caches()
+    placement = Placement.from_env(os.environ)
+    if SESSION_FD in os.environ:
+        placement = replace(placement, agent_fd=int(os.environ[SESSION_FD]))
+    name = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else "session"
+    is_launched = RUN_MARK in os.environ and placement.launcher == "shoal"
+    actual = {"preset": name, "on": f"local:{placement.world_size}", "launcher": "shoal" if is_launched else "torchrun"}
+    config = validate_session(merge([given, {"run": actual}, json.loads(os.environ.get(SETTINGS, "{}"))]))
+    stop = StopRequest()
+    _catch_stop_signals(stop)
+    _print_errors_plainly()
+    held, console = ExitStack(), None
+    if is_launched:
+        run, world, resume = RunFolder(Path(os.environ[RUN_MARK])), None, RESUME in os.environ
+        _write_config(run, config)
+    else:
+        run, world, resume = _open_folder(config, placement, out or _default_folder(name), held)
+        placement = replace(placement, keeps_files=placement.rank == 0)
+        if placement.rank == 0:
+            console = Console(run, config.train.steps, f'start it again with shoal.Session(..., out="{run.path}")')
+
+    def note_fault(error: Exception) -> None:
+        fault = error if isinstance(error, ShoalError) else as_fault(error, placement, OUT_OF_MEMORY_ADVICE)
+        record_fault(run, placement, fault)
+
+    return SessionStart(
+        config, run, placement, resume, stop=stop, note_fault=note_fault, world=world, console=console, held=held
+    )
+
+
+def _open_folder(
+    config: EngineConfig, placement: Placement, out: Path, held: ExitStack
+) -> tuple[RunFolder, World, bool]:
+    """Create a run folder on rank 0, or continue in one that has a checkpoint; return the world that has met for it.
+
+    `held` gets the folder's lock.
+    """
+    device = choose_device(config.train.device, placement)
+    world = join_world(placement, device, None, config.sync.join_timeout_s, config.sync.timeout_s)
+    document: dict[str, Any] = {}
+    if world.is_main:
+        try:
+            has_checkpoint = any((out / "checkpoints").glob("step-*"))
+            run = RunFolder.open(out) if has_checkpoint else RunFolder.create(out, is_training=False)
+            held.enter_context(run.held())
+            _write_config(run, config)
+            document = {"path": str(run.path), "resume": has_checkpoint}
+        except ShoalError as error:
+            document = error.as_dict()
+    document = broadcast_json(world, 0, document)
+    if "path" not in document:
+        raise UsageError(document["seen"], why=document.get("why", ""), fix=document.get("fix", ""))
+    return RunFolder(Path(document["path"])), world, bool(document["resume"])
+
+
+def _write_config(run: RunFolder, config: EngineConfig) -> None:
+    """Write the settings that are used. Every rank of a node writes the same."""
+    write_atomically(run.config, to_toml(config))
+
+
+def _default_folder(name: str) -> Path:
+    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _print_errors_plainly() -> None:
+    """End the process with the message and the exit code of an error of shoal's own, without a traceback."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, ShoalError):
+            before(kind, error, trace)
+            return
+        # Not sys.stderr: torch's hook calls this one with a buffer there, which the exit below would drop.
+        stderr = sys.__stderr__ or sys.stderr
+        stderr.write(error.render())
+        sys.stdout.flush()
+        stderr.flush()
+        # An exit code other than 1 is not possible otherwise; and other threads may wait for peers that are gone.
+        os._exit(error.exit_code)
+
+    sys.excepthook = hook
+
+
+def _catch_stop_signals(stop: StopRequest) -> None:
+    """Stop after the current step on SIGINT, and on SIGTERM unless an agent decides what that means."""
+
+    def request_stop(signum: int, frame: FrameType | None) -> None:
+        if stop.wanted and signum == signal.SIGINT and MEMBERSHIP_FD not in os.environ:
+            raise KeyboardInterrupt
+        stop.wanted = True
+
+    try:
+        signal.signal(signal.SIGINT, request_stop)
+        if MEMBERSHIP_FD not in os.environ:
+            signal.signal(signal.SIGTERM, request_stop)
+    except ValueError:
+        # Only the main thread can; a session in another one is stopped by `session.stop()`.
+        return

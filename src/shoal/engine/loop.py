@@ -1,0 +1,198 @@
+"""The training loop: steps, periodic tasks, checkpoints, comparison, garbage collection, recovery, and a clean end.
+
+`Loop.steps` yields before every step and continues when the step is done. What happens in between, the forward and
+backward passes of the step, belongs to the program that drives the engine.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import psutil
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from shoal.engine.checkpoint import CheckpointFolder, savable
+from shoal.engine.divergence import Comparison
+from shoal.engine.engine import Engine
+from shoal.engine.recover import GenerationChanger
+from shoal.engine.saving import WRITE_TIMEOUT_S, Saver, replica_state, write_patiently
+from shoal.engine.training_state import digest_tensors
+from shoal.errors import RunFailed, UsageError
+from shoal.events import FLUSH_S
+from shoal.run_folder import RunFolder
+from shoal.sync.world import barrier
+
+# `ru_maxrss` is in kilobytes on Linux, in bytes on macOS.
+_MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
+
+
+@dataclass(frozen=True)
+class Task:
+    """A function that all ranks call after every so many steps, and after the last one. It may exchange with others."""
+
+    name: str
+    every: int
+    function: Callable[[], object]
+
+
+class LoadMeter:
+    """Measures the load of process and machine: other programs spoil a measurement, and a full memory ends it."""
+
+    def __init__(self) -> None:
+        self._began = self._read()
+
+    def since_start(self) -> dict[str, float]:
+        """Return seconds of wall time, of this process's CPU time and of all cores at work, and the peak memory."""
+        names = ("wall_s", "cpu_s", "machine_busy_s")
+        spent = {name: round(now - then, 3) for name, now, then in zip(names, self._read(), self._began, strict=True)}
+        return {**spent, "peak_memory_bytes": _MAXRSS_UNIT_BYTES * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+
+    def _read(self) -> tuple[float, float, float]:
+        times = psutil.cpu_times()
+        # Guests are counted in user time already; waiting for a disk or for the hypervisor is not work.
+        passive = sum(getattr(times, name, 0.0) for name in ("idle", "iowait", "steal", "guest", "guest_nice"))
+        return time.perf_counter(), time.process_time(), sum(times) - passive
+
+
+class StepOutcome:
+    """How a step ended, as the program that did it reports."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.wants_stop = False  # A rank wants to stop.
+        self.error: Exception | None = None  # A lost peer: the step is done again in the next generation.
+
+
+class Loop:
+    def __init__(
+        self, engine: Engine, run: RunFolder, membership: GenerationChanger | None = None, tasks: tuple[Task, ...] = ()
+    ) -> None:
+        # `shoal verify` would compare the final state of an earlier launch with that of this one.
+        run.state(engine.world.id).unlink(missing_ok=True)
+        self._engine = engine
+        self._run = run
+        # Enters the next world when this one breaks; without it, an error ends the training.
+        self._membership = membership
+        self._tasks = tasks
+        checkpoints = CheckpointFolder(run.checkpoints, engine.config.train.keep_checkpoints)
+        self._saver = Saver(engine, checkpoints, saved_step=engine.progress.step)
+        self._comparison = Comparison(engine, checkpoints)
+        self.is_finished = False  # The last step is done, and not only those up to a request to stop.
+
+    def steps(self) -> Iterator[StepOutcome]:
+        """Yield for every step of the training, again for one that lost a peer; return after a clean end."""
+        # Collect garbage at the same step on every rank: a collection on one rank makes all others wait.
+        gc.collect()
+        gc.disable()
+        load = LoadMeter()
+        try:
+            while True:
+                try:
+                    yield from self._steps_of_generation()
+                    self._end(load)
+                    return
+                except Exception as error:
+                    if self._membership is None:
+                        raise
+                    failure = error
+                self._membership.change_generation(failure)
+        finally:
+            gc.enable()
+
+    def _steps_of_generation(self) -> Iterator[StepOutcome]:
+        engine, last_step = self._engine, self._engine.config.train.steps
+        wants_stop = self._run_periodic_tasks()
+        while engine.progress.step < last_step and not wants_stop:
+            outcome = StepOutcome()
+            yield outcome
+            if outcome.error is not None:
+                raise outcome.error
+            if not outcome.is_done:
+                raise UsageError(
+                    f"step {engine.progress.step + 1} was not done",
+                    why="the loop went on to the next step without step.update()",
+                    fix="do every step of the session: with step: … step.update()",
+                )
+            wants_stop = outcome.wants_stop
+            wants_stop |= self._run_periodic_tasks()
+            engine.leave_at_boundary()
+        engine.settle()
+        barrier(engine.world)
+        engine.recorder.commit()
+
+    def _run_periodic_tasks(self) -> bool:
+        """Do what is due after the current step, once, also if the last world broke before it was done.
+
+        Return whether any rank wants to stop.
+        """
+        engine, step, train = self._engine, self._engine.progress.step, self._engine.config.train
+        if step == engine.periodic_done_step:
+            return False
+        wants_stop = False
+        if step < train.steps:
+            engine.between_steps()
+        for task in self._tasks:
+            if step % task.every == 0:
+                self._run_task(task)
+        if step % train.checkpoint_every == 0:
+            wants_stop = self._checkpoint()
+        elif self._comparison.is_due(step):
+            self._comparison.compare()
+        if step % train.gc_every == 0:
+            gc.collect()
+        engine.mark_periodic_done(step)
+        return wants_stop
+
+    def _run_task(self, task: Task) -> None:
+        with self._engine.outer.common():
+            task.function()
+        self._engine.mark_task_done(task.name)
+
+    def _checkpoint(self, must: bool = False) -> bool:
+        """Save a checkpoint; return whether any rank wants to stop."""
+        # A resumed run skips these steps: all ranks must have done them, and the ledger must have them.
+        wants_stop = self._engine.settle()
+        barrier(self._engine.world)
+        self._engine.recorder.commit()
+        if self._comparison.compare(must):
+            self._saver.save(must)
+        return wants_stop
+
+    def _end(self, load: LoadMeter) -> None:
+        engine, step = self._engine, self._engine.progress.step
+        self.is_finished = step >= engine.config.train.steps
+        for task in self._tasks:
+            if self.is_finished and engine.tasks_done.get(task.name) != step:
+                self._run_task(task)
+        self._checkpoint(must=True)
+        engine.recorder.finish()
+        if self.is_finished:
+            self._save_state(step)
+        barrier(engine.world, timeout_s=WRITE_TIMEOUT_S)
+        status = "finished" if self.is_finished else "interrupted"
+        engine.recorder.event("end", step=step, status=status, **load.since_start())
+
+    def _save_state(self, step: int) -> None:
+        """Write this rank's final state, for `shoal verify` to compare."""
+        engine = self._engine
+        state = savable(replica_state(engine))
+        path = self._run.state(engine.world.id)
+
+        def write() -> None:
+            try:
+                save_file(state, path)
+            except (OSError, SafetensorError) as error:
+                raise RunFailed(
+                    f"the training is done, but its state cannot be written to {path}: {error}",
+                    why="the disk is full or read-only",
+                    fix=f"free space (df -h {path.parent}), then resume the run",
+                ) from error
+
+        write_patiently(write, FLUSH_S)
+        engine.recorder.event("digest", step=step, sha256=digest_tensors(state))

@@ -1,0 +1,560 @@
+"""`python -P -m shoal.engine.measure SCRIPT ARGS`: run a script unchanged and measure its training.
+
+`shoal run --measure` starts the ranks this way. The script runs as `__main__`, as Python itself would run it; torch is
+not imported before the script imports it. An import hook changes two modules of torch when the script loads them:
+
+    torch.nn.parallel.distributed   DDP's reducer gets a process group that times each all-reduce of the real one
+    torch.optim.optimizer           global hooks before and after `optimizer.step()`, which ends a step
+
+A wrapped group, and not a communication hook: DDP divides gradients while it copies them into its buckets, but only
+without a hook; with one every gradient is read and written once more. It also leaves the script's own hook in place,
+which is timed as a whole.
+
+No collective is added, since ranks that take different numbers of steps would then wait for each other forever. Each
+rank records durations of its own. `ready_s` is the time from the end of one exchange, when all ranks are at the same
+point, until this rank has handed over its last gradient; readers of the events compare these durations to find who
+waited (`tools/report/rank_log.py`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import functools
+import hashlib
+import importlib.abc
+import importlib.machinery
+import io
+import os
+import platform
+import resource
+import runpy
+import sys
+import time
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import shoal
+from shoal.control.processes import RUN_MARK
+from shoal.control.rank_env import Placement
+from shoal.errors import Interrupted, RunFailed
+from shoal.events import EventLog, to_stderr
+from shoal.host.facts import WireCounter, boot_id, cpu_name, physical_cores
+from shoal.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim import Optimizer
+
+    # When something happened: by the clock of the CPU, or by an event in the GPU's queue.
+    Mark = float | torch.cuda.Event
+
+# The interface's counter is read every few steps: it takes longer than all else that is done in a step.
+_COUNT_WIRE_EVERY = 10
+# Steps of a GPU whose queue has not reached their end yet.
+_MOST_PENDING = 64
+
+
+@dataclass
+class _Exchange:
+    """One all-reduce of DDP, or one call of the script's own communication hook."""
+
+    begin: Mark
+    end: Mark | None = None
+
+
+@dataclass
+class _TimedStep:
+    began: Mark
+    updated: Mark | None = None  # when the optimizer began; all exchanges were over
+    ended: Mark | None = None
+    exchanges: list[_Exchange] = field(default_factory=list)
+    grad_bytes: int = 0
+
+
+def _guarded(method: Callable[..., Any]) -> Any:
+    """Do nothing while measuring is off, and turn it off after an error of its own: it must not end a training."""
+
+    @functools.wraps(method)
+    def guarded(self: Measurement, *args: Any) -> Any:
+        if not self.is_on:
+            return None
+        try:
+            return method(self, *args)
+        except Exception as error:
+            self.turn_off(f"it failed with {type(error).__name__}: {error}")
+            return None
+
+    return guarded
+
+
+class Measurement:
+    """Times the steps of one rank and writes them as its events."""
+
+    def __init__(self, run: RunFolder, placement: Placement, hardware: dict[str, Any] | None = None) -> None:
+        self._run = run
+        self._hardware = hardware or {}
+        self._placement = placement
+        self._log: EventLog | None = None
+        self._process = os.getpid()
+        self.is_on = True
+        self.error: BaseException | None = None  # what ended the script
+        self._step = 0
+        self._exchange_count = 0
+        self._current = _TimedStep(time.perf_counter())
+        self._pending: deque[_TimedStep] = deque()
+        self._together_at: Mark | None = None  # the end of the last exchange
+        # The optimizer whose steps are counted, and those that have stepped since it did.
+        self._counted: weakref.ref[Optimizer] | None = None
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._models: list[weakref.finalize[..., Any]] = []
+        self._digests: dict[int, str] = {}
+        self._parameter_count = 0
+        self._has_ddp = False
+        self._is_sharded = False
+        self._comm_hook: str | None = None
+        self._wire: WireCounter | None = None
+        # The reducer holds only the C++ half of a group.
+        self._groups: weakref.WeakKeyDictionary[DistributedDataParallel, object] = weakref.WeakKeyDictionary()
+
+    def turn_off(self, why: str) -> None:
+        """Stop measuring; the script goes on."""
+        if self.is_on:
+            self.is_on = False
+            to_stderr(f"--measure is off: {why}")
+
+    def add_model(self, ddp: DistributedDataParallel, group: object) -> None:
+        """Take note of a model in DDP. Its digest is computed when it is freed, or at the end."""
+        if not self._has_ddp:
+            self._has_ddp = True
+            self._models.clear()
+            self._digests.clear()
+            self._parameter_count = 0
+            self._current.began = _mark(next(ddp.module.parameters()))
+        self._groups[ddp] = group
+        self._keep(ddp, dict(ddp.module.named_parameters()))
+
+    def name_comm_hook(self, name: str) -> None:
+        self._comm_hook = name
+
+    def _keep(self, owner: object, parameters: dict[str, Tensor]) -> None:
+        """Keep the parameters exactly as long as their owner: the script's model may be a local variable."""
+        self._parameter_count += sum(parameter.numel() for parameter in parameters.values())
+        # DTensor (FSDP2) and FlatParameter (FSDP) hold a shard, which differs on every rank.
+        if any(hasattr(p, "to_local") or type(p).__name__ == "FlatParameter" for p in parameters.values()):
+            self._is_sharded = True
+            return
+        self._models.append(weakref.finalize(owner, self._digest, len(self._models), parameters))
+
+    @_guarded
+    def _digest(self, number: int, parameters: dict[str, Tensor]) -> None:
+        if self.error is None and os.getpid() == self._process:
+            self._digests[number] = _digest(parameters)
+
+    @_guarded
+    def begin_exchange(self, tensor: Tensor) -> _Exchange | None:
+        """Return the exchange that begins now, or None where it is not measured."""
+        exchange = _Exchange(_mark(tensor))
+        self._current.exchanges.append(exchange)
+        self._current.grad_bytes += tensor.nbytes
+        return exchange
+
+    @_guarded
+    def end_exchange(self, exchange: _Exchange, tensor: Tensor) -> None:
+        exchange.end = _mark(tensor)
+
+    @_guarded
+    def before_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        counted = self._counted() if self._counted is not None else None
+        if counted is None or optimizer is counted:
+            self._current.updated = _mark_of(optimizer)
+
+    @_guarded
+    def after_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """End a step when the counted optimizer has stepped: the first one, or one that steps without it."""
+        counted = self._counted() if self._counted is not None else None
+        is_counted = optimizer is counted
+        if not is_counted and (counted is None or optimizer in self._stepped):
+            self._counted, is_counted = weakref.ref(optimizer), True
+            if not self._has_ddp:
+                self._keep(optimizer, dict(_numbered(optimizer)))
+        if not is_counted:
+            self._stepped.add(optimizer)
+            return
+        self._stepped.clear()
+        now = _mark_of(optimizer)
+        self._current.ended = now
+        self._pending.append(self._current)
+        self._current = _TimedStep(now)
+        self._write_steps(is_last=False)
+
+    def _write_steps(self, is_last: bool) -> None:
+        """Write the steps whose times are known: that of a CPU one step later, when callbacks have run for sure."""
+        while self._pending and (is_last or len(self._pending) > 1):
+            step = self._pending[0]
+            if not is_last and len(self._pending) < _MOST_PENDING and not _is_over(step):
+                return
+            self._pending.popleft()
+            self._step += 1
+            if self._log is None:
+                self._write_start(step)
+            times = self._times(step)
+            if self._wire is not None and self._step % _COUNT_WIRE_EVERY == 0:
+                sent = self._wire.since_last()
+                times |= {"wire_bytes": sent // _COUNT_WIRE_EVERY} if sent is not None else {}
+            if self._log is not None and times["step_s"] > 0:
+                self._log.write("step", step=self._step, **times)
+
+    def _times(self, step: _TimedStep) -> dict[str, Any]:
+        """Return the durations of a step, in seconds."""
+        assert step.ended is not None  # noqa: S101 - only ended steps are pending
+        # Of an optimizer that was not counted before, only the end of the step is known.
+        updated = step.ended if step.updated is None else step.updated
+        times = {"step_s": _seconds(step.began, step.ended), "optimizer_s": _seconds(updated, step.ended)}
+        done = [(exchange.begin, exchange.end) for exchange in step.exchanges if exchange.end is not None]
+        if not done:
+            return {name: round(value, 7) for name, value in times.items()}
+        self._exchange_count += len(done)
+        # A thread of gloo that is short of processor time calls back late: never after the optimizer has begun.
+        most_s = _seconds(step.began, updated)
+        spans = [(_seconds(step.began, begin), min(_seconds(step.began, end), most_s)) for begin, end in done]
+        last = max(range(len(spans)), key=lambda number: spans[number][1])
+        ready_at = max(begin for begin, _ in spans)
+        # Time with at least one exchange under way.
+        busy_s, reached = 0.0, 0.0
+        for begin_s, end_s in sorted(spans):
+            busy_s += max(0.0, end_s - max(begin_s, reached))
+            reached = max(reached, end_s)
+        tail_s = spans[last][1] - ready_at
+        times |= {"allreduce_s": busy_s, "hidden_s": max(0.0, busy_s - tail_s), "tail_s": tail_s}
+        if self._together_at is not None:
+            times["ready_s"] = ready_at + _seconds(self._together_at, step.began)
+        self._together_at = done[last][1] if spans[last][1] < most_s else updated
+        return {name: round(value, 7) for name, value in times.items()} | {
+            "exchanges": len(done),
+            "grad_bytes": step.grad_bytes,
+        }
+
+    def _write_start(self, step: _TimedStep | None) -> None:
+        """Open the event log and describe this rank. A step is under way, so nothing here may take long."""
+        import torch
+        import torch.distributed as dist
+
+        place, joined = self._placement, dist.is_available() and dist.is_initialized()
+        interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
+        is_cuda = step is not None and not isinstance(step.began, float)
+        self._log = EventLog(self._run.events(place.rank), place.rank)
+        self._log.write(
+            "start",
+            measured=True,
+            world_size=place.world_size,
+            params=self._parameter_count,
+            threads=torch.get_num_threads(),
+            micro_batch=0,
+            device=f"cuda:{torch.cuda.current_device()}" if is_cuda else "cpu",
+            backend=str(dist.get_backend()) if joined else "",
+            node=place.node,
+            local_rank=place.local_rank,
+            pid=self._process,
+            interface=interface,
+            launcher="shoal",
+            sync="ddp" if self._has_ddp else None,
+            comm_hook=self._comm_hook,
+            grad_bytes=step.grad_bytes if step is not None and step.grad_bytes else None,
+            restarts=place.restarts,
+            versions={"python": platform.python_version(), "torch": torch.__version__, "shoal": shoal.__version__},
+            hardware={**self._hardware, "gpu": torch.cuda.get_device_name() if is_cuda else None},
+        )
+        if place.local_rank == 0:
+            self._wire = WireCounter(interface)
+
+    @_guarded
+    def finish(self) -> None:
+        """Write the last steps, the digest of the parameters, the number of exchanges, and how the script ended."""
+        if os.getpid() != self._process or "torch" not in sys.modules:
+            return
+        if self._pending and not isinstance(self._pending[-1].ended, float):
+            import torch
+
+            torch.cuda.synchronize()
+        self._write_steps(is_last=True)
+        for finalizer in self._models:
+            finalizer()
+        if self._log is None:
+            return
+        if self.error is None:
+            if self._digests:
+                parts = "".join(self._digests[number] for number in sorted(self._digests))
+                self._log.write("digest", sha256=hashlib.sha256(parts.encode()).hexdigest())
+            status = "finished"
+        elif isinstance(self.error, KeyboardInterrupt):
+            status = Interrupted.__name__.lower()
+        else:
+            status = "failed"
+            seen = f"{type(self.error).__name__}: {self.error}"
+            self._log.write("fault", **RunFailed(f"rank {self._placement.rank}: {seen}").as_dict())
+        self._log.write(
+            "end",
+            status=status,
+            step=self._step,
+            # None where the ranks exchange in a way that is not measured.
+            exchanges=self._exchange_count if self._has_ddp else None,
+            is_sharded=self._is_sharded,
+            peak_memory_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        )
+        self._log.close()
+
+
+def _mark(tensor: Tensor | None) -> Mark:
+    """Return the time: of a tensor's GPU, whose work is queued, or else of the CPU."""
+    if tensor is None or not tensor.is_cuda:
+        return time.perf_counter()
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _mark_of(optimizer: Optimizer) -> Mark:
+    return _mark(next((parameter for _, parameter in _numbered(optimizer)), None))
+
+
+def _seconds(begin: Mark, end: Mark) -> float:
+    if isinstance(begin, float) or isinstance(end, float):
+        # A step whose ends were marked in two ways began before its model was on the GPU.
+        return end - begin if isinstance(begin, float) and isinstance(end, float) else 0.0
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def _is_over(step: _TimedStep) -> bool:
+    marks = (step.ended, *(exchange.end for exchange in step.exchanges))
+    return all(mark is not None and (isinstance(mark, float) or mark.query()) for mark in marks)
+
+
+def _numbered(optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return ((str(number), parameter) for number, parameter in enumerate(parameters))
+
+
+def _digest(parameters: dict[str, Tensor]) -> str:
+    """Return the SHA-256 of names, types, shapes and bytes."""
+    import torch
+
+    value = hashlib.sha256()
+    for name, parameter in sorted(parameters.items()):
+        value.update(f"{name} {parameter.dtype} {tuple(parameter.shape)} ".encode())
+        value.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return value.hexdigest()
+
+
+# Changes of torch's modules.
+
+
+def measure_ddp(module: types.ModuleType, measurement: Measurement) -> None:
+    """Give the reducer of every DDP model a group that is timed, and time the script's own communication hooks."""
+    ddp_class: Any = module.DistributedDataParallel
+    make_reducer, register_hook = ddp_class._ddp_init_helper, ddp_class.register_comm_hook
+
+    @functools.wraps(make_reducer)
+    def make_timed_reducer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not measurement.is_on:
+            return make_reducer(self, *args, **kwargs)
+        group = self.process_group
+        self.process_group = timed = _timed_group_class()(group, measurement)
+        try:
+            made = make_reducer(self, *args, **kwargs)
+        finally:
+            # Only the reducer uses the timed group. The script may pass this attribute to torch.distributed.
+            self.process_group = group
+        measurement.add_model(self, timed)
+        return made
+
+    @functools.wraps(register_hook)
+    def register_timed_hook(self: Any, state: object, hook: Callable[..., Any]) -> Any:
+        @functools.wraps(hook)
+        def timed_hook(state: object, bucket: dist.GradBucket) -> Any:
+            tensor = bucket.buffer()
+            exchange = measurement.begin_exchange(tensor)
+            future = hook(state, bucket)
+            if exchange is not None:
+                future.add_done_callback(lambda _: measurement.end_exchange(exchange, tensor))
+            return future
+
+        measurement.name_comm_hook(getattr(hook, "__qualname__", type(hook).__name__))
+        return register_hook(self, state, timed_hook)
+
+    ddp_class._ddp_init_helper = make_timed_reducer
+    ddp_class.register_comm_hook = register_timed_hook
+
+
+@functools.cache
+def _timed_group_class() -> Any:
+    """Return the class of the group: torch is imported by the script, after this module."""
+    import torch.distributed as dist
+
+    class TimedGroup(dist.ProcessGroup):
+        """The collectives that DDP's reducer uses; each is that of the real group."""
+
+        def __init__(self, group: dist.ProcessGroup, measurement: Measurement) -> None:
+            # torch's stubs omit this constructor, the only one whose object has methods that C++ calls.
+            super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+            self._group = group
+            self._measurement = measurement
+
+        def getBackendName(self) -> str:  # noqa: N802 - torch calls it so
+            """Return a name other than gloo: DDP would ask for the gloo backend to describe it in its log."""
+            return "measured"
+
+        def allreduce(self, *args: Any, **kwargs: Any) -> dist.Work:
+            tensor, measurement = args[0][0], self._measurement
+            # DDP also sends which parameters were used, as integers.
+            exchange = measurement.begin_exchange(tensor) if tensor.is_floating_point() else None
+            work = self._group.allreduce(*args, **kwargs)
+            if exchange is not None:
+                work.get_future().add_done_callback(lambda _: measurement.end_exchange(exchange, tensor))
+            return work
+
+        def broadcast(self, *args: Any, **kwargs: Any) -> dist.Work:
+            return self._group.broadcast(*args, **kwargs)
+
+        def allgather(self, *args: Any, **kwargs: Any) -> dist.Work:
+            return self._group.allgather(*args, **kwargs)
+
+    return TimedGroup
+
+
+def measure_optimizers(module: types.ModuleType, measurement: Measurement) -> None:
+    module.register_optimizer_step_pre_hook(measurement.before_optimizer_step)
+    module.register_optimizer_step_post_hook(measurement.after_optimizer_step)
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function with a module when that was imported; the other finders find it."""
+
+    def __init__(self, callbacks: dict[str, Callable[[types.ModuleType], None]]) -> None:
+        self._callbacks = callbacks
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self._callbacks:
+            return None
+        callback = self._callbacks.pop(name)
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            load = loader.exec_module
+
+            def load_and_call(module: types.ModuleType) -> None:
+                # From here on the loader is as it was.
+                del loader.exec_module
+                load(module)
+                callback(module)
+
+            loader.exec_module = load_and_call
+        return spec
+
+
+# Running the script as Python would.
+
+
+def run_as_main(words: Sequence[str]) -> None:
+    """Run `SCRIPT ARGS`, `-m MODULE ARGS` or `-P -m MODULE ARGS` as `__main__`, with sys.argv and sys.path to match."""
+    is_safe = words[0] == "-P" or bool(os.environ.get("PYTHONSAFEPATH"))
+    words = words[1:] if words[0] == "-P" else words
+    main = types.ModuleType("__main__")
+    main.__dict__.update({"__builtins__": builtins, "__annotations__": {}})
+    if words[0] == "-m":
+        sys.modules["__main__"] = main
+        sys.argv[:] = words[1:]
+        if not is_safe:
+            sys.path.insert(0, str(Path.cwd()))
+        # What `python -m` itself calls. It sets sys.argv[0] to the file of the module.
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
+        return
+    script = words[0]
+    try:
+        with io.open_code(script) as file:
+            source = file.read()
+    except OSError as error:
+        sys.stderr.write(f"{sys.executable}: can't open file {script!r}: [Errno {error.errno}] {error.strerror}\n")
+        raise SystemExit(2) from None
+    sys.argv[:] = words
+    script = os.path.abspath(script)  # noqa: PTH100 - as Python does
+    if not is_safe:
+        # Python takes the folder of the file that a link names.
+        sys.path.insert(0, os.path.dirname(os.path.realpath(script)))  # noqa: PTH120 - as Python does
+    main.__dict__.update(
+        {
+            "__file__": script,
+            "__cached__": None,
+            "__loader__": importlib.machinery.SourceFileLoader("__main__", script),
+        }
+    )
+    sys.modules["__main__"] = main
+    exec(compile(source, script, "exec", dont_inherit=True), main.__dict__)  # noqa: S102 - it is the user's script
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Let the traceback begin in the script, whichever function prints it.
+
+    The exception goes on: Python decides how the process ends.
+    """
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    show = sys.excepthook
+
+    def show_without_own_frames(kind: type[BaseException], value: BaseException, _: types.TracebackType | None) -> None:
+        show(kind, value.with_traceback(frames), frames)
+
+    sys.excepthook = show_without_own_frames
+
+
+def main(words: Sequence[str]) -> None:
+    hardware = {
+        "cpu": cpu_name(),
+        "cores": physical_cores(),
+        "arch": platform.machine(),
+        "os": f"{platform.system()} {platform.release()}",
+        "boot_id": boot_id(),
+    }
+    measurement = Measurement(RunFolder(Path(os.environ[RUN_MARK])), Placement.from_env(os.environ), hardware)
+    # Registered first, so that it runs after all that the script registers.
+    atexit.register(measurement.finish)
+    finder = AfterImport(
+        {
+            "torch.nn.parallel.distributed": lambda module: measure_ddp(module, measurement),
+            "torch.optim.optimizer": lambda module: measure_optimizers(module, measurement),
+            "shoal.engine.session": lambda _: measurement.turn_off("a script with shoal.Session is measured anyway"),
+        }
+    )
+    sys.meta_path.insert(0, finder)
+    try:
+        run_as_main(words)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            measurement.error = error
+        raise
+    except BaseException as error:
+        measurement.error = error
+        hide_own_frames(error)
+        raise
+
+
+if __name__ == "__main__":
+    # By its own name: the script replaces the module `__main__`.
+    from shoal.engine import measure
+
+    measure.main(sys.argv[1:])

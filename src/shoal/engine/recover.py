@@ -1,0 +1,394 @@
+"""Recovery: move a rank from one generation to the next within the same process.
+
+    1. Leave the broken generation and release its process group.
+    2. Form the process group of the new generation.
+    3. Compare states and find the replica that is ahead.
+    4. Copy its state beside the own one; swap when the copy is complete.
+    5. Reconcile the ledger, make the exchanges, continue training.
+
+All ranks of the new world do the same. If no rank has a state left, all return to the newest checkpoint instead.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.control.rank_messages import EnterGeneration
+from shoal.cost.batch_plan import redivide_batch, weights_of
+from shoal.engine import recorder
+from shoal.engine.auto_sync import SyncChooser
+from shoal.engine.checkpoint import CheckpointFolder
+from shoal.engine.engine import Engine
+from shoal.engine.resume import find_newest
+from shoal.engine.saving import WRITE_TIMEOUT_S, replica_state
+from shoal.engine.start_training import ResumeContext, start_training
+from shoal.engine.state_transfer import (
+    JoinerInfo,
+    NoSurvivingState,
+    Replica,
+    ReplicaState,
+    Transfer,
+    TransferPlan,
+    agree_on_source,
+    share_pending,
+    sync_ledgers,
+)
+from shoal.errors import OutOfMemory, PeerLost, RunFailed, ShoalError
+from shoal.run_folder import RunFolder
+from shoal.sync.fence import GenerationEnded, StepBoundary
+from shoal.sync.membership_client import MembershipClient
+from shoal.sync.process_groups import GroupNotFormed, drop_groups
+from shoal.sync.replicas import combine_digests, gather_integers, tensor_digests
+from shoal.sync.world import RankIdentity, World, form_world, set_collective_timeout
+
+_MAX_FAILED_RECOVERIES = 5
+
+
+@dataclass
+class GenerationChanger:
+    """Moves a rank from one generation to the next."""
+
+    member: MembershipClient
+    store: dist.Store
+    place: RankIdentity
+    engine: Engine
+    chooser: SyncChooser
+    run: RunFolder
+    has_state: bool = True  # This rank has a state to continue from.
+    # The step of that state, after an unfinished round of outer steps was undone, and its outer momentum.
+    _state_step: int = 0
+    _outer_momentum: dict[str, Tensor] = field(default_factory=dict)
+    _has_released_group: bool = False
+    _is_ledger_behind: bool = False  # This machine's ledger lacks steps of the state that this rank has copied.
+    _failed_recoveries: int = 0  # Returns to a checkpoint in a row that failed before a step could be done.
+
+    def change_generation(self, error: Exception) -> None:
+        """Leave the generation that ended with `error`, and return when the training can continue in another one.
+
+        Raises errors that have nothing to do with membership.
+        """
+        began = time.perf_counter()
+        self._leave_generation(error)
+        while not self.try_to_enter(self.member.await_enter(), began):
+            pass
+
+    def try_to_enter(self, enter: EnterGeneration, since: float) -> bool:
+        """Enter a generation; return False if it ended before it could train."""
+        try:
+            self._enter(enter, waited_s=time.perf_counter() - since)
+        except Exception as error:
+            self._leave_generation(error)
+            return False
+        return True
+
+    def _leave_generation(self, error: Exception) -> None:
+        """Report to the agent that this rank has left; raise `error` again unless a lost peer is its cause."""
+        fence = self.member.fence
+        if isinstance(error, StepBoundary):
+            self.member.leave_after_step(fence.generation)
+        elif not isinstance(error, GenerationEnded) and not fence.is_over:
+            if not isinstance(error, PeerLost | GroupNotFormed | NoSurvivingState):
+                raise error
+            self.member.send_broken(fence.generation, _first_line(error))
+        step, why = self.engine.progress.step, _first_line(error)
+        self.engine.recorder.event("lost", generation=str(fence.generation), step=step, why=why)
+        # The frames of a traceback hold the group, and with it threads and connections.
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+
+    def _enter(self, enter: EnterGeneration, waited_s: float) -> None:
+        began = time.perf_counter()
+        self.release_group()
+        sync = self.engine.config.sync
+        world = form_world(enter, self.store, self.place, sync.join_timeout_s, sync.timeout_s)
+        formed = time.perf_counter()
+        if enter.recovers:
+            self._return_to_checkpoint(world, enter.launched)
+            has_copied = True
+        else:
+            has_copied = self._continue_from_furthest(world, enter)
+        done = time.perf_counter()
+        self.member.send_formed(enter.generation, done - formed)
+        self.engine.recorder.commit(self.engine.outer.common_step(self.engine.progress.step))
+        self.record_entry(
+            how="recovered" if enter.recovers else "regrouped" if enter.has_state else "joined",
+            waited_s=round(waited_s, 6),
+            formed_s=round(formed - began, 6),
+            copied_s=round(done - formed, 6),
+            copied=has_copied,
+        )
+
+    def record_entry(self, how: str, **fields: object) -> None:
+        world = self.engine.world
+        self.engine.recorder.event(
+            "membership",
+            generation=str(world.generation),
+            lineage=str(world.lineage.name),
+            world_rank=world.rank,
+            size=world.size,
+            ids=list(world.ids),
+            step=self.engine.progress.step,
+            how=how,
+            **fields,
+        )
+
+    def release_group(self) -> None:
+        """Undo an unfinished round and drop all references to the process group.
+
+        C++ frees a group's threads and buckets when the last reference to it is gone.
+        """
+        engine = self.engine
+        if self.has_state and not self._has_released_group:
+            self._state_step = engine.roll_back()
+            self._outer_momentum = engine.outer.persistent_state()
+        self._has_released_group = True
+        engine.leave_world()
+        gc.collect()
+        drop_groups()
+
+    def _continue_from_furthest(self, world: World, enter: EnterGeneration) -> bool:
+        """Make this rank's state that of the furthest rank; return whether any rank had to copy.
+
+        Until `_adopt` nothing of this rank is changed: if a peer is lost during the copy, the rank still has the state,
+        the records and the settings it came with, and reports them to the next generation. `_adopt` is local, so a rank
+        has either its old state or the new one, whole. What follows it (exchanges, ledger) only adds to the new one.
+        """
+        engine = self.engine
+        plan = agree_on_source(world, self._describe_state(enter))
+        if plan.step < enter.state.step:
+            raise RunFailed(
+                f"generation {enter.generation} starts at step {enter.state.step}, but no rank in it is further than "
+                f"step {plan.step}",
+                why="the rank that had that state has lost it",
+                fix=f"resume from the last checkpoint: shoal train --resume {self.run.path}",
+            )
+        info = self._describe_training(plan.step).broadcast(world, plan.source)
+        pending = share_pending(engine, self.run.commits, self._state_step, world, plan)
+        # The state of a joining node belongs to another training: no generation continues from it.
+        self.has_state &= enter.has_state
+        received = self._receive(world, plan, info)
+        with self.member.fence.replace_state(plan.step):
+            self._adopt(world, plan, info, received, enter.launched)
+            engine.set_history(info.history)
+            engine.recorder.hold(pending)
+        del received
+        self._connect(plan.step)
+        self._sync_ledgers(world)
+        if world.keeps_files:
+            # An empty copy lacked all of these records before it was brought up to date.
+            pending = recorder.missing_records(self.run.commits, pending)
+        engine.recorder.enter_world(world, pending)
+        self._has_released_group = False
+        return bool(plan.behind)
+
+    def _describe_state(self, enter: EnterGeneration) -> ReplicaState:
+        """Return what the other ranks need to know of this rank's state, with a digest of what all replicas share.
+
+        That is the inner moments where gradients are exchanged, the outer momentum in the other modes.
+        """
+        if not self.has_state or not enter.has_state:
+            return ReplicaState(has_state=False, step=0, digest=0)
+        engine = self.engine
+        is_outer = engine.config.sync.is_outer
+        optimizer_state = self._outer_momentum if is_outer else engine.state.optimizer_state().tensors
+        digest = combine_digests(tensor_digests({**engine.state.weights(), **optimizer_state}))
+        unsettled = sum(began.step < self._state_step for began in engine.unsettled_steps())
+        return ReplicaState(True, self._state_step, digest, unsettled)
+
+    def _describe_training(self, step: int) -> JoinerInfo:
+        engine = self.engine
+        cursor = engine.progress.cursor - (engine.progress.step - step) * engine.global_batch
+        return JoinerInfo(
+            cursor=max(0, cursor),
+            global_batch=engine.global_batch,
+            micro_batch=engine.largest_micro_batch,
+            periodic_done_step=engine.periodic_done_step,
+            tasks_done=engine.tasks_done,
+            has_fixed_shapes=engine.has_fixed_shapes,
+            sync=self.chooser.as_numbers(),
+            history=engine.history,
+        )
+
+    def _receive(self, world: World, plan: TransferPlan, info: JoinerInfo) -> Replica:
+        """Receive the source's state beside this rank's own and compare it over the group.
+
+        This is the last exchange before `_adopt`.
+        """
+        engine = self.engine
+        is_outer = self.chooser.preview(info.sync).is_outer
+        own = Replica(engine.state.weights(), self._outer_momentum, engine.state.optimizer_state())
+        transfer = Transfer(world, plan, is_outer)
+        if not transfer.sends_optimizer:
+            return own
+        shape = transfer.broadcast_shape(own)
+        if sent_bytes := transfer.count_bytes(own, shape):
+            engine.recorder.event(
+                "copy",
+                generation=str(world.generation),
+                source=world.ids[plan.source],
+                behind=[world.ids[rank] for rank in plan.behind],
+                step=plan.step,
+                bytes=sent_bytes,
+            )
+        try:
+            target = transfer.allocate(own, shape, self.has_state)
+        except MemoryError as error:
+            self._give_up_own_state(error, is_behind=world.rank in plan.behind)
+            target = transfer.allocate(own, shape, has_state=False)
+        transfer.run(target)
+        if sent := transfer.sent_tensors(target):
+            _check_equal(world, sent)
+        return target
+
+    def _give_up_own_state(self, error: MemoryError, is_behind: bool) -> None:
+        """Prepare to receive in place, as a new rank does, because there is no memory for a second copy.
+
+        If the source is lost during the copy, another rank must have a state, or the run returns to a checkpoint. A
+        rank that agrees with the source risks only its inner moments, which the next generation copies again.
+        """
+        if is_behind:
+            self.member.fence.mark_overwritten()
+            self.has_state = False
+        self.engine.recorder.warn(
+            OutOfMemory(
+                f"no memory for a second copy of the state ({error}): it is overwritten while it is being received",
+                why="if the sending rank is lost during the copy, this rank has no state left",
+                fix="give the machine more memory, or use a smaller micro-batch: --set train.micro_batch=…",
+            )
+        )
+
+    def _adopt(self, world: World, plan: TransferPlan, info: JoinerInfo, received: Replica, launched: int) -> None:
+        """Replace this rank's state and settings by the received ones. Local: no other rank can interrupt it."""
+        engine = self.engine
+        self.has_state = False
+        if world.rank in plan.behind:
+            engine.recorder.forget_committed()
+            self._is_ledger_behind = True
+            engine.state.load_weights(received.weights)
+        self._outer_momentum = received.outer_momentum
+        if plan.behind or self.chooser.preview(info.sync).is_outer:
+            engine.state.load_optimizer_state(received.optimizer)
+        engine.enter_world(world, plan.step, info.cursor, launched)
+        engine.restore_periodic(info.periodic_done_step, dict(info.tasks_done))
+        engine.set_sync(self.chooser.adopt(info.sync))
+        engine.has_fixed_shapes = info.has_fixed_shapes
+        # The global batch stays; it is divided anew over the ranks of this world.
+        shares = weights_of(engine.config.run, world.ids)
+        engine.set_plan(
+            redivide_batch(info.global_batch, info.micro_batch, shares, info.has_fixed_shapes), info.micro_batch
+        )
+        self.has_state, self._state_step = True, plan.step
+
+    def _connect(self, step: int) -> None:
+        """Make the exchanges of the new world and put the outer momentum into them."""
+        self.engine.connect()
+        outer = self.engine.outer
+        outer.rewind(step, in_flight=0)
+        outer_momentum = outer.persistent_state()
+        for name, tensor in outer_momentum.items():
+            if (copied := self._outer_momentum.get(name)) is not None:
+                tensor.copy_(copied)
+        self._outer_momentum = outer_momentum
+
+    def _sync_ledgers(self, world: World) -> None:
+        abandoned = sync_ledgers(
+            world,
+            self._is_ledger_behind,
+            self.run.commits,
+            self.member.abandoned_commits(),
+            self.engine.recorder.open_ledger,
+        )
+        self._is_ledger_behind = False
+        self.member.forget_abandoned_commits(abandoned)
+        if world.keeps_files:
+            for commits in abandoned:
+                self._checkpoints().set_aside_lineage(str(commits.lineage), commits.shared_step)
+
+    def _return_to_checkpoint(self, world: World, launched: int) -> None:
+        """Return to the newest checkpoint of any rank, or to step 0 if the run was lost before its first checkpoint.
+
+        Called when no rank has a state. If it fails, the next generation tries again, but not without limit: a cause
+        that persists would keep the ranks busy forever.
+        """
+        engine = self.engine
+        if self._failed_recoveries >= _MAX_FAILED_RECOVERIES:
+            raise RunFailed(
+                f"the run went back to a checkpoint {self._failed_recoveries} times, and a machine was lost each time "
+                "before the first step",
+                why="machines fail again and again, or a disk is too slow to read a checkpoint in time",
+                fix=f"look at the logs of the ranks (shoal report {self.run.path}), "
+                f"then: shoal train --resume {self.run.path}",
+            )
+        self._failed_recoveries += 1
+        self.member.fence.mark_overwritten()
+        self.has_state = False
+        # Ranks without files wait while the others read theirs.
+        set_collective_timeout(world, WRITE_TIMEOUT_S)
+        newest = find_newest(world, engine.recorder, self._checkpoints())
+        own_last = recorder.last_step(self.run.commits) if world.keeps_files else 0
+        rows = gather_integers(world, [newest.progress is not None, own_last, engine.has_fixed_shapes])
+        has_checkpoint, lost_step, has_fixed_shapes = (max(column) for column in zip(*rows, strict=True))
+        if not has_checkpoint and (lost_step >= engine.config.train.checkpoint_every or engine.reset is None):
+            raise RunFailed(
+                f"every rank that had the training's state was lost after step {lost_step}, "
+                "and no machine has a checkpoint",
+                why="the checkpoints are on a machine that is gone, or their files were removed or damaged",
+                fix=f"bring that machine or the files back, then: shoal train --resume {self.run.path}",
+            )
+        engine.set_history(())
+        engine.enter_world(world, 0, 0, launched)
+        # Records of lost steps must not be committed again.
+        engine.recorder.forget_committed()
+        if not world.keeps_files:
+            # All of them are before the checkpoint: it is saved after the ledger.
+            engine.recorder.drop_unwritten()
+        engine.recorder.enter_world(world, [])
+        self.chooser.reset()
+        engine.set_sync(self.chooser.initial_sync)
+        engine.has_fixed_shapes = bool(has_fixed_shapes)
+        if engine.reset is not None:
+            engine.reset()
+        start_training(engine, self.chooser, self.run, bool(has_checkpoint), ResumeContext(launched, newest))
+        with engine.outer.common():
+            _check_equal(world, replica_state(engine))
+        step = engine.progress.step
+        self._outer_momentum, self._state_step = engine.outer.persistent_state(), engine.outer.common_step(step)
+        self.member.fence.set_step(self._state_step)
+        self.has_state, self._has_released_group = True, False
+        self._is_ledger_behind = own_last < lost_step
+        self._sync_ledgers(world)
+        engine.recorder.enter_world(world, [])
+        redone = max(0, lost_step - step)
+        engine.recorder.event("recovery", step=step, lost_step=lost_step, redone=redone)
+        if world.is_main:
+            where = f"the checkpoint of step {step}" if step else "the first step, since there was no checkpoint yet"
+            warning = RunFailed(
+                f"every rank that had the training's state was lost: the run goes on from {where}, "
+                f"and {redone} steps are done again",
+                why="ranks were lost within moments of each other, before one of the others had the state",
+                fix="nothing to do; to lose fewer steps next time, save more often: --set train.checkpoint_every=…",
+            )
+            engine.recorder.warn(warning, step=step)
+        self._failed_recoveries = 0
+
+    def _checkpoints(self) -> CheckpointFolder:
+        return CheckpointFolder(self.run.checkpoints, self.engine.config.train.keep_checkpoints)
+
+
+def _check_equal(world: World, state: dict[str, Tensor]) -> None:
+    digests = {digest for [digest] in gather_integers(world, [combine_digests(tensor_digests(state))])}
+    if len(digests) > 1:
+        raise RunFailed(
+            "a copied state differs from the one that was sent",
+            why="a machine's memory or network card changes bits, since the connection itself is checked",
+            fix="find out which machine it is: shoal verify RUN; then test its memory",
+        )
+
+
+def _first_line(error: Exception) -> str:
+    text = error.seen if isinstance(error, ShoalError) else str(error)
+    return text.strip().split("\n")[0] or type(error).__name__

@@ -1,0 +1,208 @@
+"""Starts a training in its first world, or again from a checkpoint; describes rank and machine for the `start` event.
+
+Also pins a rank to cores of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import platform
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import psutil
+import torch
+
+import shoal
+from shoal.config.schema import EngineConfig
+from shoal.cost.batch_plan import BatchPlan, plan_global_batch, redivide_batch, weights_of
+from shoal.engine.auto_sync import SyncChooser
+from shoal.engine.checkpoint import CheckpointFolder, Progress
+from shoal.engine.engine import Engine, StopRequest, describe_exchanges, no_exchanges
+from shoal.engine.recorder import Recorder
+from shoal.engine.resume import NewestCheckpoint, resume_training
+from shoal.engine.state_transfer import fill_ledger_gaps
+from shoal.engine.training_state import TrainingState, digest_tensors
+from shoal.host.facts import boot_id, cores_for_rank, cpu_name, physical_cores, usable_cores
+from shoal.run_folder import RunFolder
+from shoal.sync.fence import Fence, OpenFence
+from shoal.sync.replicas import broadcast_tensors, gather_integers, have_equal_digests
+from shoal.sync.step_stats import StepTimer, WholeStepTimer
+from shoal.sync.world import World
+
+
+def make_engine(
+    config: EngineConfig,
+    state: TrainingState,
+    world: World,
+    recorder: Recorder,
+    stop: StopRequest,
+    fence: Fence | None = None,
+) -> Engine:
+    """Make everything that needs no other rank: all but the exchanges."""
+    config = config.model_copy(update={"sync": config.sync.first_settings})
+    engine = Engine(
+        config=config,
+        world=world,
+        state=state,
+        exchanges=no_exchanges(state.model, world),
+        plan=BatchPlan(1, (1,) * world.size),
+        timer=_make_timer(config, world),
+        recorder=recorder,
+        stop=stop,
+        progress=Progress(step=0, cursor=0),
+        fence=fence or OpenFence(),
+    )
+    # All of this lives as long as the process. Frozen, it is not scanned again: a collection of the later objects
+    # takes milliseconds instead of a fifth of a second.
+    gc.collect()
+    gc.freeze()
+    return engine
+
+
+@dataclass(frozen=True)
+class ResumeContext:
+    """What is known when a world returns to a checkpoint."""
+
+    launched: int  # Ranks at launch.
+    newest: NewestCheckpoint  # This machine's newest checkpoint, which takes long to check.
+
+
+def start_training(
+    engine: Engine, chooser: SyncChooser, run: RunFolder, resume: bool, recovery: ResumeContext | None = None
+) -> None:
+    """Make all ranks equal, divide the batch, connect the exchanges and load a checkpoint if asked to.
+
+    Called in the first world of a launch, or with `recovery` in a world that returns to a checkpoint. After a recovery
+    there may be fewer or more ranks than at launch: the global batch stays that of the launch.
+    """
+    config, world = engine.config, engine.world
+    launched = world.size if recovery is None else recovery.launched
+    plan = launch_plan = plan_global_batch(config, launched)
+    if recovery is not None and world.ids != tuple(range(launched)):
+        shares = weights_of(config.run, world.ids)
+        plan = redivide_batch(launch_plan.global_batch, launch_plan.micro_batch, shares, engine.has_fixed_shapes)
+    _make_equal(engine)
+    engine.set_plan(plan, launch_plan.micro_batch)
+    engine.set_launched_ranks(launched)
+    engine.connect()
+    engine.between_steps = chooser.after_step
+    if resume:
+        chooser.recall(run)
+        checkpoints = CheckpointFolder(run.checkpoints, config.train.keep_checkpoints)
+        newest = recovery.newest if recovery is not None else None
+        resume_training(engine, checkpoints, chooser.resume_at, config.run.lineage, newest)
+        fill_ledger_gaps(engine, run.commits)
+    engine.restore_periodic(engine.progress.step)
+
+
+def announce(engine: Engine, run: RunFolder, **fields: object) -> None:
+    """Record the start of this rank: process, settings, and more fields of the program that drives it."""
+    digest = hashlib.sha256(run.config.read_bytes()).hexdigest()
+    engine.recorder.event("start", **describe_start(engine), **fields, config_sha256=digest)
+
+
+def describe_start(engine: Engine) -> dict[str, object]:
+    """Return the fields of the `start` event about the training itself."""
+    return {
+        "params": sum(parameter.numel() for parameter in engine.model.parameters()),
+        **describe_exchanges(engine),
+        "global_batch": engine.plan.global_batch,
+        "micro_batch": engine.plan.micro_batch,
+        "share": engine.plan.micro_batches[engine.world.rank],
+        "seed": engine.config.train.seed,
+        "steps": engine.config.train.steps,
+        "resumed_from": engine.progress.step,
+    }
+
+
+def _make_equal(engine: Engine) -> None:
+    """Copy rank 0's weights if they differ: the same seed gives the same weights, except on another kind of CPU."""
+    weights = engine.state.weights()
+    if not have_equal_digests(engine.world, digest_tensors(weights)):
+        broadcast_tensors(engine.world, 0, weights.values())
+    torch.manual_seed(engine.config.train.seed + engine.world.rank)
+
+
+def _make_timer(config: EngineConfig, world: World) -> StepTimer:
+    synchronize: Callable[[], None] | None = torch.cuda.synchronize if world.device.type == "cuda" else None
+    return (WholeStepTimer if config.sync.measure == "off" else StepTimer)(synchronize)
+
+
+def pin(world: World, setting: str) -> tuple[int, ...] | None:
+    """Pin the calling thread, and those it will start, to cores apart from the other ranks of this machine.
+
+    Return the cores, or None if nothing was pinned. gloo's threads exist by now and stay free: they run on any idle
+    core. Emulated nodes share the cores of one machine, so ranks of the same machine count, not of the same node.
+    """
+    if setting == "off" or world.device.type != "cpu":
+        return None
+    machines = _machine_ids(world)
+    neighbours = [rank for rank, machine in enumerate(machines) if machine == machines[world.rank]]
+    cores = cores_for_rank(usable_cores(), neighbours.index(world.rank), len(neighbours), torch.get_num_threads())
+    if cores is None or (setting == "auto" and len(neighbours) == 1):
+        return None
+    return pin_to(cores, setting)
+
+
+def pin_to(cores: tuple[int, ...] | None, setting: str) -> tuple[int, ...] | None:
+    """Pin to these cores if that is configured and allowed; return them, or None."""
+    if cores is None or setting == "off":
+        return None
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError:
+        # A container may forbid it.
+        return None
+    return cores
+
+
+def _machine_ids(world: World) -> list[int]:
+    """Return a number for every rank's machine, equal for ranks on the same machine."""
+    name = boot_id() or socket.gethostname()
+    own_id = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+    return [machine_id for [machine_id] in gather_integers(world, [own_id])]
+
+
+def describe_hardware() -> dict[str, Any]:
+    return {
+        "cpu": cpu_name(),
+        "cores": physical_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "arch": platform.machine(),
+        "os": f"{platform.system()} {platform.release()}",
+        "boot_id": boot_id(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "shoal": shoal.__version__,
+        "numpy": numpy.__version__,
+    }
+
+
+def describe_process(world: World) -> dict[str, Any]:
+    return {
+        "world_size": world.size,
+        "node": world.node,
+        "local_rank": world.local_rank,
+        "generation": str(world.generation),
+        "lineage": str(world.lineage.name),
+        "pid": os.getpid(),
+        "device": str(world.device),
+        "backend": world.backend,
+        "threads": torch.get_num_threads(),
+        "interface": world.interface,
+        "link_mbps": world.link_mbps,
+        "versions": describe_versions(),
+        "hardware": describe_hardware(),
+    }

@@ -1,0 +1,39 @@
+"""The text of a progress line, for shoal's commands and for a session that prints its own progress."""
+
+from __future__ import annotations
+
+from shoal.events import Event
+from shoal.units import TOKENS, format_duration, format_loss, format_share, format_speed, unit_of
+
+
+class StepLine:
+    """The text of a progress line. Rates are smoothed so that they can be read."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._step_s: float | None = None
+        self._share: float | None = None
+
+    def update(self, event: Event) -> str:
+        step_s = float(event["step_s"])
+        self._step_s = _smooth(self._step_s, step_s)
+        left = self.steps - int(event["step"])
+        text = f"loss {format_loss(event['loss'])}  {self._speed(event)}{self._waiting(event, step_s)}"
+        return f"{text}{format_duration(left * self._step_s)} left" if left > 0 else text.rstrip()
+
+    def _speed(self, event: Event) -> str:
+        unit = unit_of(event)
+        amount = event.get("tokens" if unit is TOKENS else "samples")
+        return f"{format_speed(amount / self._step_s, unit)}  " if amount is not None and self._step_s else ""
+
+    def _waiting(self, event: Event, step_s: float) -> str:
+        """Return the share of a step spent waiting for gradients or slower ranks; empty with `sync.measure=off`."""
+        if "exposed_s" not in event or step_s <= 0:
+            return ""
+        waiting_s = float(event["exposed_s"] or 0.0) + float(event.get("wait_s") or 0.0)
+        self._share = _smooth(self._share, waiting_s / step_s)
+        return f"waiting {format_share(self._share, 1)}  "
+
+
+def _smooth(before: float | None, value: float) -> float:
+    return value if before is None else 0.9 * before + 0.1 * value

@@ -1,0 +1,78 @@
+"""Judge a script that `shoal run --measure` recorded: its replicas, its exchanges, its slowest rank.
+
+Equal parameters at the end do not prove that the ranks trained together: two independent trainings with one seed and
+the same data end equal too. So the number of all-reduces counts as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+import numpy as np
+
+from shoal.events import Event
+from shoal.tools.report.membership import Logs, logs_of_last_launch
+from shoal.units import format_ms, rank_list
+
+# A rank is slow when its part of a step takes so many times as long as the median of the others, and the difference is
+# such a part of a step. A session judges by the same limits while it runs (`engine/stragglers.py`).
+_SLOW_RATIO = 1.5
+_MIN_WAIT_PART = 0.1
+_MIN_STEPS = 12
+
+
+def is_measured(logs: Logs) -> bool:
+    """Return whether these are the events of a script that uses no session."""
+    return any(log.start.get("measured") for log in logs.values())
+
+
+def exchange_findings(logs: Logs) -> Iterator[tuple[str, bool]]:
+    """Yield what is wrong with the exchanges of the ranks, or unknown; with whether it is wrong."""
+    logs = logs_of_last_launch(logs)
+    ends = {rank: log.end for rank, log in logs.items() if log.end}
+    if any(end.get("is_sharded") for end in ends.values()):
+        yield "each rank holds a shard of the parameters (FSDP), so there are no replicas to compare", False
+    if len(logs) < 2 or not ends:
+        return
+    counts = {rank: end.get("exchanges") for rank, end in ends.items()}
+    if all(count is None for count in counts.values()):
+        yield (
+            "the script does not use DistributedDataParallel: its exchanges are not counted, and equal parameters "
+            "alone do not prove that the ranks trained together",
+            False,
+        )
+    elif alone := [rank for rank, count in counts.items() if not count]:
+        yield f"{rank_list(alone)} took part in no all-reduce of DDP, and so trained alone", True
+    elif len(set(counts.values())) > 1:
+        by_rank = ", ".join(f"rank {rank} in {count}" for rank, count in sorted(counts.items()))
+        yield f"the ranks took part in different numbers of all-reduces: {by_rank}", True
+
+
+def find_stragglers(logs: Logs) -> Iterator[Event]:
+    """Yield a warning about the rank that the others wait for, by the median of its own part of a step."""
+    parts_s, steps_s = {}, []
+    for rank, log in logs.items():
+        measured = log.measured()
+        own_s = log.column("ready_s")[measured]
+        own_s = own_s[np.isfinite(own_s)]
+        if log.start.get("measured") and len(own_s) >= _MIN_STEPS:
+            parts_s[rank] = float(np.median(own_s))
+            steps_s.append(float(np.median(log.column("step_s")[measured])))
+    if len(parts_s) < 2:
+        return
+    slowest = max(parts_s, key=lambda rank: parts_s[rank])
+    others_s = median(seconds for rank, seconds in parts_s.items() if rank != slowest)
+    slow_s = parts_s[slowest]
+    if slow_s < _SLOW_RATIO * others_s or slow_s - others_s < _MIN_WAIT_PART * median(steps_s):
+        return
+    node = logs[slowest].start.get("node")
+    yield {
+        "event": "warning",
+        "rank": slowest,
+        "time": None,
+        "seen": f"all ranks wait for rank {slowest} on {node}: it takes {slow_s / max(1e-6, others_s):.1f} times as "
+        f"long as the others for its part of a step ({format_ms(slow_s)}, and not {format_ms(others_s)})",
+        "why": "a step ends when the slowest rank has done its part",
+        "fix": "see which programs compute there: top; give that rank less to do, or leave its machine out",
+    }

@@ -1,0 +1,209 @@
+"""shoal's own GPT, trained by the engine as any user's model is: model, text, schedule, evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from shoal.config.schema import Config, TrainConfig
+from shoal.cost.batch_plan import learning_rate
+from shoal.cost.model_size import parameter_count
+from shoal.data.prepare import read_data_facts
+from shoal.data.tokenizer import load_tokenizer
+from shoal.data.tokens import Rows, Tokens, TokenWindows, open_tokens, validation_batches, window_count
+from shoal.engine.batches import micro_batch_indices
+from shoal.engine.recorder import last_event
+from shoal.engine.sampling import Shard
+from shoal.engine.session import Session
+from shoal.model.gpt import GPT
+from shoal.run_folder import RunFolder
+from shoal.sync.step_stats import max_over_world
+from shoal.train.autotune import ComputeChoice, apply, choose, has_compiler, work_left
+
+
+def train_gpt(session: Session, config: Config, run: RunFolder, resume: bool) -> bool:
+    """Train to the end, or until a rank wants to stop; return True if the end was reached."""
+    for _ in gpt_steps(session, config, run, resume):
+        pass
+    return session.is_finished
+
+
+def gpt_steps(session: Session, config: Config, run: RunFolder, resume: bool) -> Iterator[int]:
+    """Train; yield the number of each step after it was tried."""
+    torch.manual_seed(config.train.seed)
+    model = GPT(config.model).to(session.device)
+    optimizer = make_optimizer(model, config.train)
+    compute = Compute(model)
+    text = TextSource(TokenWindows(open_tokens(Path(read_data_facts(run).train)).tokens, config.model.seq_len))
+    validation = open_tokens(Path(read_data_facts(run).val)).tokens
+    seq_len, train = config.model.seq_len, config.train
+
+    def reset() -> None:
+        """Put the weights of step 0 back: the same seed gives the same ones."""
+        torch.manual_seed(train.seed)
+        with torch.no_grad():
+            for parameter, initial in zip(model.parameters(), GPT(config.model).parameters(), strict=True):
+                parameter.copy_(initial)
+        optimizer.state.clear()
+
+    def choose_compute() -> None:
+        """Compile the model and choose its precision: as when the run began, or by a trial without a trace."""
+        engine = session.engine
+        if resume and compute.is_chosen:
+            lacks_compiler = compute.choice.compiled and not has_compiler()
+            if not max_over_world(engine.world, [float(lacks_compiler)])[0]:
+                compute.set(ComputeChoice(compute.choice.compiled, compute.choice.precision, "as when the run began"))
+                engine.has_fixed_shapes = compute.choice.compiled
+                return
+        steps = max(0, train.steps - session.step)
+        work = work_left(config.model, engine.plan.micro_batch, max(engine.plan.micro_batches), steps)
+        compute.set(choose(model, config, engine.plan.micro_batch, work, engine.world))
+        engine.has_fixed_shapes = compute.choice.compiled
+
+    def warm_up() -> None:
+        """Compile the model of a restarted rank before it joins: all others would wait seconds in its first step."""
+        start = last_event(run.events(session.engine.world.id), "start")
+        if start.get("compiled"):
+            compute.set(ComputeChoice(True, start["precision"], "as before"))
+            tokens = torch.zeros((start["micro_batch"], seq_len), dtype=torch.int64, device=session.device)
+            model(tokens, tokens).backward()
+            optimizer.zero_grad(set_to_none=True)
+
+    def describe() -> dict[str, object]:
+        return {
+            "params_expected": parameter_count(config.model),
+            "tokens_per_step": session.global_batch * seq_len,
+            "lr": peak_rate(train, session.global_batch),
+            "compiled": compute.choice.compiled,
+            "precision": compute.choice.precision,
+            "compute_why": compute.choice.why,
+        }
+
+    @session.every(train.eval_every)
+    def evaluate_model() -> None:
+        engine, began = session.engine, time.perf_counter()
+        loss = evaluate(model, validation, config, engine.plan.micro_batch, session)
+        common_step = engine.outer.common_step(session.step)
+        older = {} if common_step == session.step else {"common_step": common_step}
+        eval_s = round(time.perf_counter() - began, 6)
+        engine.recorder.event("eval", step=session.step, val_loss=loss, eval_s=eval_s, **older)
+
+    session.attach(model, optimizer, compute, reset=reset)
+    session.on_start, session.before_joining, session.describe = choose_compute, warm_up, describe
+    has_recorded_shard = False
+    for step in session:
+        if not has_recorded_shard:
+            # After the `start` event, which begins a launch for all readers.
+            describe_shard(session, text, run, config)
+            has_recorded_shard = True
+        with step:
+            lr = learning_rate(step.number, peak_rate(train, session.global_batch), train)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            for inputs, targets in step.batches(text):
+                # The model sums over tokens, and the session divides by the number of samples.
+                step.backward(model(inputs, targets) / seq_len)
+            step.update(clip=train.clip, lr=lr, tokens=session.global_batch * seq_len)
+        yield step.number
+
+
+def make_optimizer(model: GPT, train: TrainConfig) -> AdamW:
+    # Fused: one pass over all moments. Measured five times faster than the plain loop on CPU for 124M parameters.
+    groups = model.decay_groups(train.weight_decay)
+    return AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
+
+
+def peak_rate(train: TrainConfig, global_batch: int) -> float:
+    """Scale the learning rate linearly from the batch it was tuned for."""
+    return train.lr * global_batch / train.base_batch
+
+
+class Compute:
+    """How the model computes, as a part of the training's state: ranks that join must round as the others do."""
+
+    def __init__(self, model: GPT) -> None:
+        self._model = model
+        self.choice = ComputeChoice()
+        self.is_chosen = False
+
+    def set(self, choice: ComputeChoice) -> None:
+        self.choice, self.is_chosen = choice, True
+        apply(choice, self._model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self.choice) | {"is_chosen": self.is_chosen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        values = dict(state_dict)
+        is_chosen, choice = values.pop("is_chosen"), ComputeChoice(**{**values, "why": "as the others do"})
+        if is_chosen and (choice.compiled, choice.precision) != (self.choice.compiled, self.choice.precision):
+            self.set(choice)
+        self.is_chosen = is_chosen
+
+
+class TextSource:
+    """The windows of a text as inputs and targets: the same tokens shifted by one."""
+
+    def __init__(self, windows: TokenWindows) -> None:
+        self.windows = windows
+        self.count: int | None = len(windows)
+
+    def fetch(self, shard: Shard, cursor: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for indices in micro_batch_indices(shard, cursor):
+            yield split_inputs_targets(self.windows.rows(indices))
+
+    def fingerprint(self) -> int:
+        """Return 0: agents compare the digests of the texts before the ranks start."""
+        return 0
+
+    def close(self) -> None: ...
+
+
+def split_inputs_targets(rows: Rows) -> tuple[Tensor, Tensor]:
+    block = torch.from_numpy(rows)
+    return block[:, :-1], block[:, 1:]
+
+
+@torch.no_grad()
+def evaluate(model: GPT, tokens: Tokens, config: Config, micro_batch: int, session: Session) -> float:
+    """Return the mean loss per token over the first `eval_sequences` windows, the same on every rank."""
+    seq_len = config.model.seq_len
+    sequences = min(config.train.eval_sequences, window_count(len(tokens), seq_len))
+    loss_sum, count = 0.0, 0
+    model.eval()
+    # Compiled blocks would be compiled again: without gradients, without dropout, with a shorter last batch.
+    with model.run_eagerly():
+        for rows in validation_batches(tokens, seq_len, sequences, micro_batch, session.rank, session.world_size):
+            inputs, targets = (part.to(session.device) for part in split_inputs_targets(rows))
+            loss_sum += model(inputs, targets).item()
+            count += targets.numel()
+    model.train()
+    total_loss, total_count = session.sum(loss_sum, float(count))
+    return total_loss / total_count
+
+
+def describe_shard(session: Session, text: TextSource, run: RunFolder, config: Config) -> None:
+    """Record this rank's part of the data; the sizes of all ranks add up to the total."""
+    shard = session.shard(text)
+    words = load_tokenizer(run.tokenizer).decode(text.windows.text_at(int(shard.indices(0)[0])).tolist())
+    # A sample seldom begins at the start of a sentence: show the first one that follows a line end.
+    first = words.partition("\n")[2].partition("\n")[0] or words.partition("\n")[0]
+    session.engine.recorder.event(
+        "shard",
+        size=shard.size,
+        total=shard.count,
+        first=first,
+        sharding=config.data.sharding,
+        seed=config.train.seed + session.rank,
+    )
+    with contextlib.suppress(OSError):
+        # A full disk must not end a training because its log cannot grow.
+        print(f"rank {session.rank} of {session.world_size}: {shard.size} of {shard.count} samples, first: {first}")

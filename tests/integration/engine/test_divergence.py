@@ -1,0 +1,185 @@
+"""A bit flip in one rank's memory is detected, reported and healed in a real training with real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.engine.divergence import find_difference
+from shoal.engine.engine import Engine
+from shoal.engine.saving import replica_state
+from shoal.errors import RunFailed
+from shoal.run_folder import RunFolder
+from shoal.sync.replicas import combine_digests, tensor_digests
+from shoal.sync.world import World
+from shoal.tools.report.commit_log import check_ledger
+from tests.support.programs import read_jsonl
+from tests.support.ranks import run_ranks
+from tests.support.trainings import GptTraining, make_run
+
+ROWS = st.integers(2, 5).flatmap(
+    lambda tensors: st.lists(st.lists(st.integers(0, 1), min_size=tensors, max_size=tensors), min_size=2, max_size=6)
+)
+WEIGHT, MOMENT = "model.blocks.0.feedforward.0.weight", "optimizer.state.blocks.0.feedforward.0.weight.exp_avg"
+
+
+@dataclass(frozen=True)
+class Flip:
+    """Flip one bit of one tensor on one rank right after a step, only the first time the step is done."""
+
+    rank: int
+    step: int
+    tensor: str
+    bit: int = 5
+
+
+def train(world: World, run: Path, flips: Sequence[Flip]) -> tuple[int, str | None]:
+    """Run a whole training; return the digest of this rank's final state and the error that ended it."""
+    training = GptTraining(world, run)
+    pending = [flip for flip in flips if flip.rank == world.rank]
+
+    def flip_between_steps(engine: Engine) -> None:
+        """Flip before anything else that happens after a step."""
+        choose = engine.between_steps
+
+        def between_steps() -> None:
+            choose()
+            while pending and pending[0].step == engine.progress.step:
+                change(engine, pending.pop(0))
+
+        if engine.progress.step == 0:
+            engine.between_steps = between_steps
+
+    try:
+        training.train(flip_between_steps)
+    except RunFailed as error:
+        return 0, str(error)
+    return combine_digests(tensor_digests(replica_state(training.engine))), None
+
+
+def change(engine: Engine, flip: Flip) -> None:
+    with engine.outer.common():
+        tensor: Tensor = replica_state(engine)[flip.tensor]
+        tensor.view(-1).view(torch.int32)[3] ^= 1 << flip.bit
+
+
+def run_with(
+    folder: Path, ranks: int, flips: Sequence[Flip], *sets: str
+) -> tuple[RunFolder, list[tuple[int, str | None]]]:
+    common = ("train.steps=30", "train.global_batch=6", "train.eval_every=100", "train.compile=off", "train.pin=off")
+    run = make_run(folder, ranks, *common, *sets)
+    return run, run_ranks(train, ranks, folder, run.path, flips)
+
+
+def events(run: RunFolder, name: str, rank: int = 0) -> list[dict[str, Any]]:
+    return [event for event in read_jsonl(run.events(rank)) if event["event"] == name]
+
+
+def all_equal(ended: Sequence[tuple[int, str | None]]) -> bool:
+    return [error for _, error in ended] == [None] * len(ended) and len({digest for digest, _ in ended}) == 1
+
+
+@pytest.mark.parametrize("tensor", [WEIGHT, MOMENT])
+def test_with_three_ranks_the_odd_one_is_reported_and_healed(tensor: str, tmp_path: Path) -> None:
+    run, ended = run_with(tmp_path, 3, [Flip(1, 10, tensor)], "members.digest_every=10", "train.checkpoint_every=100")
+    for rank in range(3):
+        [event] = events(run, "divergence", rank)
+        assert (event["step"], event["ranks"], event["healed_from"], event["back_to"]) == (10, [1], 0, None)
+        assert event["tensor"] == tensor
+    assert all_equal(ended)
+    [warning] = [warning for rank in range(3) for warning in events(run, "warning", rank)]
+    assert warning["seen"] == (
+        f"after step 10 rank 1 has another {tensor} than the others: its whole state was copied from rank 0"
+    )
+    assert "memtester" in warning["fix"]
+
+
+@pytest.mark.long
+def test_a_flip_is_detected_at_the_next_comparison(tmp_path: Path) -> None:
+    """Flip two steps after a comparison on rank 0, and right before one on rank 2."""
+    flips = [Flip(0, 12, WEIGHT, bit=20), Flip(2, 29, MOMENT)]
+    run, ended = run_with(tmp_path, 3, flips, "members.digest_every=10", "train.checkpoint_every=1000")
+    detections = [(event["step"], event["ranks"], event["healed_from"]) for event in events(run, "divergence")]
+    assert detections == [(20, [0], 1), (30, [2], 0)]
+    assert all_equal(ended)
+
+
+@pytest.mark.long
+def test_two_ranks_return_to_the_last_agreed_checkpoint(tmp_path: Path) -> None:
+    run, ended = run_with(
+        tmp_path, 2, [Flip(1, 13, WEIGHT)], "members.digest_every=10", "train.checkpoint_every=8", "train.steps=24"
+    )
+    for rank in range(2):
+        [event] = events(run, "divergence", rank)
+        assert (event["step"], event["ranks"], event["healed_from"], event["back_to"]) == (16, [0, 1], None, 8)
+        steps = [event["step"] for event in events(run, "step", rank)]
+        assert steps == [*range(1, 17), *range(9, 25)]
+    ledger = check_ledger(read_jsonl(run.commits))
+    assert (ledger.ok, ledger.steps, ledger.redone) == (True, 24, 8)
+    [warning] = events(run, "warning")
+    assert "all went back to step 8, the last they had agreed on" in warning["seen"]
+    undisturbed, expected = run_with(
+        tmp_path / "undisturbed", 2, [], "train.checkpoint_every=8", "train.steps=24", "members.digest_every=10"
+    )
+    assert not events(undisturbed, "divergence")
+    assert all_equal(ended)
+    assert ended == expected, "the flipped bit is in the final state"
+
+
+def test_two_ranks_return_to_a_checkpoint_at_the_last_step_too(tmp_path: Path) -> None:
+    """Step 24 is the last; only the final checkpoint is due there."""
+    run, ended = run_with(tmp_path, 2, [Flip(0, 23, MOMENT)], "train.checkpoint_every=10", "train.steps=24")
+    [event] = events(run, "divergence")
+    assert (event["step"], event["back_to"]) == (24, 20)
+    assert all_equal(ended)
+    assert [event["status"] for event in events(run, "end")] == ["finished"]
+
+
+def test_two_ranks_without_a_checkpoint_fail_with_an_error(tmp_path: Path) -> None:
+    run, ended = run_with(tmp_path, 2, [Flip(1, 5, WEIGHT)], "members.digest_every=10", "train.checkpoint_every=20")
+    assert [error for _, error in ended] == [f"after step 10 ranks 0 and 1 have another {WEIGHT} than each other"] * 2
+    assert not list(run.checkpoints.iterdir())
+
+
+@given(rows=ROWS.filter(lambda rows: any(row != rows[0] for row in rows)))
+def test_only_a_strict_majority_is_a_source(rows: list[list[int]]) -> None:
+    names = [f"tensor {index}" for index in range(len(rows[0]))]
+    difference = find_difference(names, rows)
+    if difference.source is None:
+        assert max(rows.count(row) for row in rows) * 2 <= len(rows)
+        assert difference.odd == tuple(range(len(rows)))
+    else:
+        assert rows.count(rows[difference.source]) * 2 > len(rows)
+        assert difference.odd == tuple(rank for rank, row in enumerate(rows) if row != rows[difference.source])
+        assert difference.source == rows.index(rows[difference.source])
+    index = names.index(difference.tensor)
+    assert len({row[index] for row in rows}) == 2
+    assert all(len({row[earlier] for row in rows}) == 1 for earlier in range(index))
+
+
+# In every outer mode the common parameters stay unchanged for some steps while replicas differ as intended.
+OUTER: dict[str, tuple[str, ...]] = {
+    "local": ("sync.mode=local", "sync.every=4"),
+    "diloco": ("sync.mode=diloco", "sync.every=10"),
+    "streaming": ("sync.mode=streaming", "sync.every=8", "sync.fragments=2", "sync.overlap=3"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", OUTER)
+def test_common_parameters_of_outer_modes_are_compared_and_healed(mode: str, tmp_path: Path) -> None:
+    """The flip is detected at the next outer step; streaming replicas are compared continuously."""
+    sets = (*OUTER[mode], "members.digest_every=10", "train.checkpoint_every=100")
+    run, ended = run_with(tmp_path, 3, [Flip(2, 9, WEIGHT, bit=12)], *sets)
+    [event] = events(run, "divergence")
+    assert (event["ranks"], event["tensor"], event["healed_from"]) == ([2], WEIGHT, 0)
+    assert event["step"] == {"local": 12, "diloco": 10, "streaming": 10}[mode]
+    assert all_equal(ended)

@@ -1,0 +1,249 @@
+"""Detection of stragglers and slow links from given step figures and from the kernel's connection counters."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import socket
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from shoal.config.schema import RunConfig
+from shoal.cost.batch_plan import rank_weights
+from shoal.engine.stragglers import Stragglers
+from shoal.sync.step_stats import HostStats, KernelCounters, RankStats
+
+NAMES = ("rank 0 on attic", "rank 1 on cellar", "rank 2 on den")
+# The ring of an all-reduce: every rank sends to the next.
+RING = ((1, 2), (2, 3), (3, 1))
+PIECE = b"x" * 20_000
+
+
+def make_stats(own_ms: Sequence[float], starved: Sequence[float] = (), mbps: Sequence[float] = ()) -> list[RankStats]:
+    starved, mbps = starved or [0.0] * len(own_ms), mbps or [900.0] * len(own_ms)
+    return [
+        RankStats(ms / 1e3, HostStats(lack, source, 1e6 * rate, target, 1e6 * rate))
+        for ms, lack, rate, (source, target) in zip(own_ms, starved, mbps, RING, strict=False)
+    ]
+
+
+EVEN = make_stats([10, 11, 10])
+
+
+def watch(
+    *phases: tuple[list[RankStats], int], exposed: Sequence[float] = (), work: Sequence[int] = ()
+) -> list[tuple[int, str]]:
+    """Observe every phase for its number of steps; return the warnings with their step within the phase."""
+    stragglers = Stragglers()
+    stragglers.reset(NAMES[: len(phases[0][0])])
+    warnings: list[tuple[int, str]] = []
+    for number, (figures, steps) in enumerate(phases):
+        for step in range(1, steps + 1):
+            exposed_s = exposed[number] / 1e3 if exposed else 0.001
+            step_s = max(stats.ready_s for stats in figures) + exposed_s + 0.001
+            warnings += [
+                (step, slow.seen) for slow in stragglers.observe(figures, work or [1] * len(figures), step_s, exposed_s)
+            ]
+    return warnings
+
+
+def test_equal_ranks_give_no_warning() -> None:
+    assert watch((EVEN, 200)) == []
+
+
+def test_a_starved_rank_is_named_within_twenty_steps() -> None:
+    [(steps, text)] = watch((EVEN, 60), (make_stats([10, 30, 10], starved=[0.1, 0.8, 0.1]), 60))
+    assert steps <= 20
+    assert text == (
+        "all ranks wait for rank 1 on cellar: it takes 3.0 times as long as the others for its part of a step "
+        "(30 ms, and not 10); for 80% of the time it waits for a processor, because of other programs or a limit"
+    )
+
+
+def test_a_slow_rank_with_enough_processor_time_has_a_slower_processor() -> None:
+    [(_, text)] = watch((make_stats([10, 10, 20], starved=[0.3, 0.3, 0.35]), 60))
+    assert "rank 2 on den" in text
+    assert "its processor is slower" in text
+
+
+def test_single_long_steps_give_no_warning() -> None:
+    pause = make_stats([10, 2000, 10])
+    assert watch((EVEN, 40), (pause, 1), (EVEN, 40), (pause, 1), (EVEN, 40)) == []
+
+
+def test_warm_up_steps_give_no_warning() -> None:
+    assert watch((make_stats([10, 500, 10]), 16), (EVEN, 60)) == []
+
+
+def test_waiting_that_costs_no_time_gives_no_warning() -> None:
+    assert watch((make_stats([1.0, 1.8, 1.0]), 60), exposed=[50]) == []
+
+
+def test_a_slow_network_is_named_by_the_node_its_slow_links_share() -> None:
+    slow = make_stats([10, 10, 10], mbps=[9.5, 9.4, 800])
+    [(steps, text)] = watch((EVEN, 60), (slow, 60), exposed=[1, 40])
+    assert steps <= 20
+    assert text == (
+        "all ranks wait for the network of cellar: it carries 9.4 Mbit/s, and the best link here 900; exchanging "
+        "takes 78% of a step"
+    )
+
+
+def test_with_two_nodes_the_link_between_them_is_named() -> None:
+    after = [RankStats(0.01, HostStats(0, source, 9e6, target, 9e6)) for source, target in ((1, 2), (2, 1))]
+    before = make_stats([10, 10])
+    [(_, text)] = watch((before, 60), (after, 60), exposed=[1, 40])
+    assert "the link between attic and cellar" in text
+
+
+def test_a_network_that_is_equally_slow_for_all_gives_no_warning() -> None:
+    assert watch((make_stats([10, 10, 10], mbps=[90, 91, 92]), 60), exposed=[40]) == []
+
+
+@pytest.mark.parametrize(("starved", "mbps", "is_named"), [(0.0, 150, True), (0.3, 70, False), (0.3, 9, True)])
+def test_with_starved_ranks_a_link_must_be_far_slower(starved: float, mbps: float, is_named: bool) -> None:
+    slow = make_stats([10, 10, 10], starved=[starved] * 3, mbps=[mbps, mbps, 800])
+    assert bool(watch((EVEN, 60), (slow, 60), exposed=[1, 40])) == is_named
+
+
+def test_a_slow_link_hidden_by_computation_gives_no_warning() -> None:
+    assert watch((EVEN, 60), (make_stats([10, 10, 10], mbps=[9, 9, 900]), 60), exposed=[1, 1]) == []
+
+
+def test_lost_packets_are_reported() -> None:
+    lossy = [
+        RankStats(0.01, HostStats(address=source, lossy_peer=target, resent=share))
+        for (source, target), share in zip(RING, (0.011, 0.009, 0.0), strict=True)
+    ]
+    [(_, text)] = watch((EVEN, 60), (lossy, 60))
+    assert text == "packets are lost by the network of cellar: 1.1% of what is sent is sent again"
+
+
+def test_a_warning_is_repeated_only_after_a_recovery() -> None:
+    slow = make_stats([10, 30, 10])
+    assert len(watch((slow, 400))) == 1
+    assert len(watch((slow, 60), (EVEN, 60), (slow, 60))) == 1
+    assert len(watch((slow, 60), (EVEN, 160), (slow, 60))) == 2
+
+
+def test_an_intermittently_slow_rank_is_reported_once() -> None:
+    draw = random.Random(1)
+    phases = [(make_stats([10, 15 * draw.uniform(0.9, 1.1), 10]), 4) for _ in range(600)]
+    assert len(watch(*phases)) == 1
+
+
+def test_a_rank_with_more_micro_batches_has_no_slow_processor() -> None:
+    [(_, text)] = watch((make_stats([20, 10]), 60), work=[2, 1])
+    assert text.endswith("; it has 2 of 3 micro-batches")
+    [(_, text)] = watch((make_stats([20, 10]), 60), work=[1, 1])
+    assert "its processor is slower" in text
+
+
+def advice(own_ms: Sequence[float], work: Sequence[int], ids: Sequence[int] = (), weights: Sequence[float] = ()) -> str:
+    stragglers = Stragglers()
+    stragglers.reset([f"rank {number}" for number in ids or range(len(own_ms))], ids, weights)
+    [slow] = [slow for _ in range(60) for slow in stragglers.observe(make_stats(own_ms), work, 0.03, 0.0)]
+    return slow.fix
+
+
+def test_a_slow_rank_is_advised_less_work_than_it_has() -> None:
+    assert advice([10, 10, 15], [1, 1, 1]).endswith(" --set run.weights=1/1/0.67")
+    assert advice([10, 10, 15], [2, 2, 1], weights=[1, 1, 0.5]).endswith(" --set run.weights=1/1/0.33")
+    # In the unit of the given weights.
+    assert advice([10, 10, 15], [2, 2, 1], weights=[20, 20, 10]).endswith(" --set run.weights=20/20/6.7")
+    assert advice([10, 10, 40], [4, 2, 2], weights=[2, 1, 1]).endswith(" --set run.weights=2/1/0.25")
+
+
+def test_the_advised_weights_cover_all_ranks_of_the_launch() -> None:
+    """Rank 1 has left: the positions of the other ranks differ from their numbers."""
+    fix = advice([10, 10, 30], [2, 1, 1], ids=[0, 2, 3], weights=[2, 3, 1, 1])
+    assert fix.endswith(" --set run.weights=2/3/1/0.33")
+    config = RunConfig(weights=fix.rpartition("=")[2])
+    assert rank_weights(config, 4) == (2, 3, 1, 0.33)
+
+
+def test_a_rank_that_joined_later_is_given_no_weight() -> None:
+    fix = advice([10, 30], [1, 1], ids=[0, 64], weights=[1, 1])
+    assert "run.weights=" not in fix
+    assert "joined after the start" in fix
+
+
+def test_a_weight_below_one_micro_batch_is_not_raised() -> None:
+    fix = advice([10, 10, 15], [2, 2, 1], weights=[1, 1, 0.1])
+    assert "run.weights" not in fix
+    assert "1 of 5 micro-batches" in fix
+
+
+@pytest.mark.parametrize("onset", range(0, 40, 3))
+def test_the_reported_cause_is_right_for_any_onset(onset: int) -> None:
+    """The kernel's counters are read every five steps: their values may be older than the slowdown."""
+    stragglers = Stragglers()
+    stragglers.reset(NAMES)
+    starved, reported_at = 0.0, None
+    for step in range(200):
+        is_slow = step >= 60 + onset
+        if step % 5 == 0:
+            starved = 0.7 if step >= 65 + onset else 0.7 * max(0, step - 60 - onset) / 5
+        figures = make_stats([10, 30 if is_slow else 10, 10], starved=[0.05, starved, 0.05])
+        for slow in stragglers.observe(figures, [1, 1, 1], 0.03, 0.001):
+            assert "waits for a processor" in slow.seen
+            reported_at = step - 60 - onset
+    assert reported_at is not None
+    assert reported_at <= 20
+
+
+def test_a_new_world_does_not_repeat_the_warning() -> None:
+    stragglers, slow = Stragglers(), make_stats([10, 30, 10])
+    for expected in (1, 0):
+        stragglers.reset(NAMES)
+        assert sum(len(stragglers.observe(slow, [1, 1, 1], 0.03, 0.0)) for _ in range(60)) == expected
+
+
+def test_ranks_without_nodes_are_named_by_rank() -> None:
+    stragglers = Stragglers()
+    stragglers.reset(("rank 0", "rank 1"))
+    [slow] = [slow for _ in range(60) for slow in stragglers.observe(make_stats([10, 30]), [1, 1], 0.03, 0.0)]
+    assert slow.seen.startswith("all ranks wait for rank 1: it takes")
+
+
+def test_the_kernel_counters_give_the_rate_of_a_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        kernel = KernelCounters()
+        with socket.create_connection(server.getsockname(), source_address=("127.0.0.2", 0)) as client:
+            accepted, _ = server.accept()
+            with accepted:
+                # In pieces that fit the receive buffer: waiting for the reader is not the link's fault.
+                for _ in range(100):
+                    client.sendall(PIECE)
+                    accepted.recv(len(PIECE), socket.MSG_WAITALL)
+                vitals = kernel.look()
+    assert vitals.address in [int.from_bytes(socket.inet_aton(f"127.0.0.{end}")) for end in (1, 2)]
+    assert vitals.best_bps > 10e6
+    assert (vitals.slow_bps, vitals.resent) == (0.0, 0.0)
+
+
+def spin(core: int, seconds: float, answer: multiprocessing.Queue[float] | None) -> None:
+    os.sched_setaffinity(0, {core})
+    kernel, until = KernelCounters(), time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+    if answer is not None:
+        answer.put(kernel.look().starved)
+
+
+@pytest.mark.parametrize(("rivals", "least"), [(1, 0.3), (3, 0.6)])
+def test_a_shared_processor_is_detected(rivals: int, least: float) -> None:
+    core = min(os.sched_getaffinity(0))
+    context = multiprocessing.get_context("fork")
+    answer: multiprocessing.Queue[float] = context.Queue()
+    others = [context.Process(target=spin, args=(core, 1.5, None)) for _ in range(rivals)]
+    measured = context.Process(target=spin, args=(core, 1.0, answer))
+    for process in (*others, measured):
+        process.start()
+    starved = answer.get(timeout=30)
+    for process in (*others, measured):
+        process.join()
+    assert least < starved <= 1.0
