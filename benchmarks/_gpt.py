@@ -17,7 +17,7 @@ from shoal.engine.session import Session
 from shoal.engine.session_start import SessionStart
 from shoal.run_folder import RunFolder
 from shoal.sync.world import World
-from shoal.train.gpt_training import TextSource, gpt_steps
+from shoal.train.gpt_training import TextSource, gpt_steps, split_inputs_targets
 
 # Nothing but steps: a training that never ends, evaluates, saves, compares or pins.
 STEPS_ONLY = (
@@ -47,5 +47,5 @@ class PlainBatches:
         self._cursor = 0
 
     def next_step(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from self._text.fetch(self._shard, self._cursor)
+        yield from map(split_inputs_targets, self._text.fetch(self._shard, self._cursor))
         self._cursor += self._shard.plan.global_batch

@@ -142,7 +142,10 @@ def train(
     compile_: Annotated[
         str | None, typer.Option("--compile", help="torch.compile: on, off, or auto (if a trial shows a gain).")
     ] = None,
-    precision: Annotated[str | None, typer.Option(help="Precision of matrix products: fp32, bf16 or auto.")] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(help="Precision of matrix products: fp32, bf16 or auto; by default bf16 on a GPU that has it."),
+    ] = None,
     pin: Annotated[str | None, typer.Option(help="Pin each rank to its own cores: auto, on or off.")] = None,
     clean: Annotated[bool, typer.Option("--clean", help="End processes left over from earlier runs.")] = False,
     detach: Annotated[

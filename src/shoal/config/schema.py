@@ -111,8 +111,9 @@ class TrainConfig(LoopConfig):
     # `auto` compiles the model's blocks where a trial on this machine shows that the run gains more than compiling
     # takes; without a C++ compiler it is `off`.
     compile: Literal["auto", "on", "off"] = "auto"
-    # Of matrix products: `bf16` is faster on processors that have it and rounds to 8 bits; `auto` lets a trial choose.
-    precision: Literal["fp32", "bf16", "auto"] = "fp32"
+    # Of matrix products: `bf16` is faster where the device has it and rounds to 8 bits; `auto` lets a trial choose.
+    # Unset: bf16 on a GPU that has it, fp32 elsewhere. On a GPU fp32 products are rounded to TF32.
+    precision: Literal["fp32", "bf16", "auto"] | None = None
 
 
 class SyncConfig(Section):
@@ -256,6 +257,9 @@ class RunConfig(Section):
     # `1/1/0.5` gives a slow machine a smaller share of every batch, one number per rank; unset, all are equal. A hosts
     # file sets it from the `weight` of its machines.
     weights: Annotated[str, Field(pattern=r"^\d+(\.\d+)?(/\d+(\.\d+)?)*$")] | None = None
+    # `cuda/cpu/cpu` gives each rank a device of its own; unset, all have `train.device`. Ranks without a GPU and ranks
+    # with one train together; give them `weights` too.
+    devices: Annotated[str, Field(pattern=r"^(auto|cpu|cuda)(/(auto|cpu|cuda))*$")] | None = None
     # Which lineage a resumed run continues, where its machines have two.
     lineage: Annotated[str, Field(pattern=r"^(\d+-\d+)?$")] = ""
 
@@ -288,6 +292,11 @@ class EngineConfig(Section):
     sync: SyncConfig = SyncConfig()
     run: RunConfig = RunConfig()
     members: MembersConfig = MembersConfig()
+
+    def device_of(self, rank: int) -> str:
+        """Return what is configured for this rank: `auto`, `cpu` or `cuda`."""
+        devices = self.run.devices.split("/") if self.run.devices else []
+        return devices[rank] if rank < len(devices) else self.train.device
 
 
 class Config(EngineConfig):

@@ -162,7 +162,7 @@ def _resources(world: World) -> list[int]:
 
 def _wires(world: World, inside: str) -> Sequence[str]:
     """Return the formats to choose from: fp32 alone through shared memory, and some formats on CPUs only."""
-    return allowed_wires(inside != "gloo" and world.local_size == world.size, world.device.type == "cpu")
+    return allowed_wires(inside != "gloo" and world.local_size == world.size, world.gpu_group is None)
 
 
 def _describe(engine: Engine, decision: SyncDecision, measured: FirstSteps, requested: SyncConfig) -> dict[str, object]:

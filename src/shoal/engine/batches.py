@@ -10,7 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ class Source(Protocol):
     """A dataset as the engine sees it."""
 
     count: int | None  # Samples of an epoch; None for a stream.
+    # Reading draws no random numbers and moves no state, so a batch may be read before its step begins.
+    is_pure: bool
 
     def fetch(self, shard: Shard, cursor: int) -> Iterator[Any]:
         """Yield this rank's micro-batches of the global batch that begins at `cursor`."""
@@ -87,6 +89,7 @@ class TensorSource:
 
     tensors: tuple[Tensor, ...]
     is_single: bool = False
+    is_pure: bool = True
 
     def __post_init__(self) -> None:
         lengths = {len(tensor) for tensor in self.tensors}
@@ -115,6 +118,8 @@ class TensorSource:
 
 class MapSource:
     """A dataset with a length and items; with a `DataLoader` its collate function, workers and pinned memory."""
+
+    is_pure = False
 
     def __init__(
         self,
@@ -157,6 +162,7 @@ class StreamSource:
     """
 
     count: int | None = None
+    is_pure = False
 
     def __init__(self, stream: Iterable[Any], collate: Callable[[list[Any]], Any] | None = None) -> None:
         self._stream = stream
@@ -264,10 +270,34 @@ def read_items(dataset: Any, indices: Indices) -> list[Any]:
     return [dataset[int(index)] for index in indices]
 
 
+class BatchAhead(NamedTuple):
+    """The first micro-batch of the next step, read while the GPU computed this one."""
+
+    source: Source
+    shard: Shard
+    cursor: int
+    batch: Any
+    rest: Iterator[Any]
+
+    def serves(self, source: Source, shard: Shard, cursor: int) -> bool:
+        return self.source is source and (self.shard, self.cursor) == (shard, cursor)
+
+
+def read_ahead(source: Source, shard: Shard, cursor: int, device: torch.device) -> BatchAhead | None:
+    """Read the first micro-batch at `cursor`, if the device computes meanwhile and nothing depends on the moment."""
+    if device.type != "cuda" or not source.is_pure:
+        return None
+    items = source.fetch(shard, cursor)
+    return BatchAhead(source, shard, cursor, move(next(items), device), items)
+
+
 def move(batch: Any, device: torch.device) -> Any:
     """Return the batch with all its tensors on the device."""
     match batch:
         case Tensor():
+            if device.type == "cuda" and batch.device.type == "cpu" and not batch.is_pinned():
+                # From other memory the copy would not start before the GPU has done all that is queued.
+                batch = batch.pin_memory()
             return batch.to(device, non_blocking=True)
         case Mapping():
             return {key: move(value, device) for key, value in batch.items()}

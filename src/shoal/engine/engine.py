@@ -40,6 +40,7 @@ from shoal.sync.gradients import (
     NoExchange,
     check_gradients,
     clip_gradients,
+    gradient_norm,
     make_gradient_sync,
 )
 from shoal.sync.outer import EveryStep, NonFiniteExchange, OuterSync, make_outer_sync
@@ -96,7 +97,7 @@ class StepWork:
     """What this rank has done of a step so far."""
 
     micro_batches: int = 0
-    loss_sum: Tensor | float = 0.0
+    loss_sum: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     terms: int = 0  # Terms of the loss: samples, or what the program counts instead, such as tokens.
 
 
@@ -175,7 +176,8 @@ class Engine:
         with self.timer.phase("backward"):
             scaled = loss * self.sync.loss_scale(self._expected_terms())
             self.sync.backward(scaled if self._scaler is None else self._scaler.scale(scaled), is_last)
-            work.loss_sum = work.loss_sum + loss.detach().double()
+            # A new tensor, on the device of the loss.
+            work.loss_sum = loss.detach().double() + work.loss_sum
 
     def update(
         self,
@@ -198,8 +200,9 @@ class Engine:
             comm = self.sync.finish()
         # The exchange of this step has succeeded: every rank had applied the step before it.
         self._commit()
-        mean_loss, part_of_loss = self._finish_totals()
-        result = self._clip(step, mean_loss, clip)
+        total_terms = self._finish_totals()
+        result = self._clip(step, clip)
+        part_of_loss = self._part_of_loss(result.loss, total_terms)
         gathered = part_of_loss if result.is_finite or self._scaler is not None else math.nan
         self.step_gather.begin(gathered, comm, self.stop.wanted, self.fence.stop_after_step)
         self._apply(result, after)
@@ -210,7 +213,7 @@ class Engine:
         self._split_comm_time("optimizer", outer_times, outer_times.wait_s or 0.0)
         self.timer.add("wait", self.step_gather.late_s)
         wants_stop = self._settle(stats)
-        self._record(step, (comm, outer_times), own_loss=mean_loss, grad_norm=result.norm, **make_fields())
+        self._record(step, (comm, outer_times), own_loss=result.loss, grad_norm=result.norm, **make_fields())
         self._warn_of_stragglers(stats)
         return wants_stop
 
@@ -264,7 +267,7 @@ class Engine:
         return weights
 
     def zero_grad(self) -> None:
-        for parameter in self.model.parameters():
+        for parameter in self.state.all_parameters:
             parameter.grad = None
 
     def settle(self) -> bool:
@@ -391,22 +394,25 @@ class Engine:
         [(quotient, rest)] = per_sample
         return 0 if rest else quotient
 
-    def _finish_totals(self) -> tuple[float, float]:
-        """Wait for the sums; return this rank's mean loss, and its part of the world's.
+    def _finish_totals(self) -> int:
+        """Wait for the sums; return the terms of all ranks' losses.
 
-        Where the number of terms varies, the gradients were divided by the number of samples: correct that.
+        Where their number varies, the gradients were divided by the number of samples: correct that.
         """
-        work, loss_sum = self._work, float(self._work.loss_sum)
         total = self.exchanges.totals.finish()
-        mean_loss = loss_sum / max(1, work.terms)
-        if self._terms_per_sample:
-            return mean_loss, mean_loss * self.weight
-        is_own = self.outer.replicas_differ
-        divided_by, terms = (self.plan.share(self.world.rank), work.terms) if is_own else (self.global_batch, total)
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(divided_by / max(1, terms))
-        return mean_loss, mean_loss * self.weight if is_own else loss_sum / max(1, total)
+        if not self._terms_per_sample:
+            is_own = self.outer.replicas_differ
+            divided_by = self.plan.share(self.world.rank) if is_own else self.global_batch
+            for parameter in self.state.all_parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(divided_by / max(1, self._work.terms if is_own else total))
+        return total
+
+    def _part_of_loss(self, mean_loss: float, total_terms: int) -> float:
+        """Return this rank's part of the world's mean loss."""
+        if self._terms_per_sample or self.outer.replicas_differ:
+            return mean_loss * self.weight
+        return mean_loss * max(1, self._work.terms) / max(1, total_terms)
 
     def _commit(self) -> None:
         """Commit the steps that every rank has done.
@@ -421,14 +427,18 @@ class Engine:
             through = min(through, self.recorder.newest_pending // every * every)
         self.recorder.commit(through)
 
-    def _clip(self, step: int, mean_loss: float, clip: float | None) -> StepResult:
+    def _clip(self, step: int, clip: float | None) -> StepResult:
+        """Clip the gradients; return the step's loss and norm, for which a GPU is waited for once."""
         with self.timer.phase("optimizer"):
             if self._scaler is not None:
                 for optimizer in self.state.optimizers:
                     self._scaler.unscale_(optimizer)
-            norm = clip_gradients(self.model.parameters(), math.inf if clip is None else clip)
+            norm = gradient_norm(self.state.all_parameters)
+            loss_sum, norm_value = torch.stack((self._work.loss_sum, norm.double())).tolist()
+            clip_gradients(self.state.all_parameters, norm_value, math.inf if clip is None else clip)
         first = self.progress.cursor + self.plan.offset(self.world.rank)
-        return StepResult(step, mean_loss, norm, (first, first + self.plan.share(self.world.rank)))
+        own_samples = (first, first + self.plan.share(self.world.rank))
+        return StepResult(step, loss_sum / max(1, self._work.terms), norm_value, own_samples)
 
     def _apply(self, result: StepResult, after: Callable[[], object] | None) -> None:
         """Apply the step, unless its result is not finite.
@@ -507,7 +517,7 @@ class Engine:
 
     def _refuse_step(self) -> None:
         """Raise the error that names the culprits; all ranks get here in the same step and can still exchange."""
-        error = explain_refusal(self.world, self._nonfinite, self.model.parameters(), self.lower_rate_advice)
+        error = explain_refusal(self.world, self._nonfinite, self.state.all_parameters, self.lower_rate_advice)
         if error is not None:
             raise error
 

@@ -73,7 +73,7 @@ def _open_folder(
 
     `held` gets the folder's lock.
     """
-    device = choose_device(config.train.device, placement)
+    device = choose_device(config.device_of(placement.rank), placement)
     world = join_world(placement, device, None, config.sync.join_timeout_s, config.sync.timeout_s)
     document: dict[str, Any] = {}
     if world.is_main:

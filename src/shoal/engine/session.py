@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -38,7 +39,7 @@ from shoal.control.membership.types import Ballot
 from shoal.control.rank_messages import MEMBERSHIP_FD, EnterGeneration
 from shoal.cost.batch_plan import world_batch
 from shoal.engine.auto_sync import SyncChooser
-from shoal.engine.batches import Source, move, open_source
+from shoal.engine.batches import BatchAhead, Source, move, open_source, read_ahead
 from shoal.engine.engine import Engine
 from shoal.engine.environment import open_session
 from shoal.engine.loop import Loop, StepOutcome, Task
@@ -56,7 +57,7 @@ from shoal.sync.kv_store_client import AgentStore
 from shoal.sync.membership_client import AgentConnection, MembershipClient
 from shoal.sync.process_groups import drop_groups
 from shoal.sync.replicas import gather_integers
-from shoal.sync.step_stats import sum_over_world
+from shoal.sync.step_stats import Mark, sum_over_world
 from shoal.sync.world import (
     RankIdentity,
     World,
@@ -131,12 +132,13 @@ class Session:
 
     def _begin(self, start: SessionStart) -> None:
         self._start = start
-        self.device = choose_device(start.config.train.device, start.placement)
+        self.device = choose_device(start.config.device_of(start.placement.rank), start.placement)
         self._state: TrainingState | None = None
         self._engine: Engine | None = None
         self._membership: GenerationChanger | None = None
         self._tasks: list[Task] = []
         self._sources: dict[int, tuple[object, Source]] = {}
+        self.batch_ahead: BatchAhead | None = None
         self._checked: dict[int, Ballot] = {}
         # Called on every rank of a launch when the world has formed, before the first step.
         self.on_start: Callable[[], None] = lambda: None
@@ -434,13 +436,14 @@ class Step(AbstractContextManager["Step"]):
         self._engine = session.engine
         self._outcome = outcome
         self._is_open = False
-        self._batch_at = 0.0
+        self._batch_at: Mark = 0.0
+        self._source: Source | None = None
         self.number = self._engine.progress.step + 1
 
     def __enter__(self) -> Step:
         self._is_open = True
         self._engine.begin_step()
-        self._batch_at = self._engine.timer.now()
+        self._batch_at = self._engine.timer.mark()
         return self
 
     def __exit__(
@@ -460,10 +463,16 @@ class Step(AbstractContextManager["Step"]):
     def batches(self, data: Any) -> Iterator[Any]:
         """Yield this rank's micro-batches of the step, on the session's device."""
         self._require_open("batches")
-        engine = self._engine
+        engine, session = self._engine, self._session
         with engine.timer.phase("data"):
-            source = self._session.open_data(data)
-            items = source.fetch(self._session.shard(source), engine.progress.cursor)
+            source = session.open_data(data)
+            shard, cursor = session.shard(source), engine.progress.cursor
+            ahead, session.batch_ahead = session.batch_ahead, None
+            if ahead is not None and ahead.serves(source, shard, cursor):
+                items: Iterator[Any] = chain([ahead.batch], ahead.rest)
+            else:
+                items = source.fetch(shard, cursor)
+        self._source = source
         while True:
             with engine.timer.phase("data"):
                 batch = next(items, _NO_BATCH)
@@ -471,7 +480,7 @@ class Step(AbstractContextManager["Step"]):
                     batch = move(batch, engine.world.device)
             if batch is _NO_BATCH:
                 return
-            self._batch_at = engine.timer.now()
+            self._batch_at = engine.timer.mark()
             yield batch
 
     def backward(self, loss: Tensor, count: int | None = None) -> None:
@@ -489,9 +498,9 @@ class Step(AbstractContextManager["Step"]):
                 fix="pass the sum over the samples of the batch, for example loss_fn(...).sum()",
             )
         engine = self._engine
-        engine.timer.add("forward", engine.timer.now() - self._batch_at)
+        engine.timer.add_since("forward", self._batch_at)
         engine.backward(loss, count)
-        self._batch_at = engine.timer.now()
+        self._batch_at = engine.timer.mark()
 
     def update(self, clip: float | None = None, after: Callable[[], object] | None = None, **fields: float) -> None:
         """Exchange the gradients, clip them to this norm, and let the optimizers take their step.
@@ -503,8 +512,16 @@ class Step(AbstractContextManager["Step"]):
             raise UsageError(
                 f"step {self.number} was updated twice", why="a step has one update", fix="call step.update once"
             )
+        self._read_ahead()
         self._outcome.wants_stop = self._engine.update(clip, after, lambda: fields)
         self._outcome.is_done = True
+
+    def _read_ahead(self) -> None:
+        """Read the next step's first micro-batch while a GPU still computes this one."""
+        session, engine, source = self._session, self._engine, self._source
+        if source is not None and self.number < engine.config.train.steps:
+            cursor = engine.progress.cursor + engine.global_batch
+            session.batch_ahead = read_ahead(source, session.shard(source), cursor, engine.world.device)
 
     def _require_open(self, method: str) -> None:
         if not self._is_open:

@@ -10,7 +10,6 @@ import hashlib
 import os
 import platform
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,8 +129,7 @@ def _make_equal(engine: Engine) -> None:
 
 
 def _make_timer(config: EngineConfig, world: World) -> StepTimer:
-    synchronize: Callable[[], None] | None = torch.cuda.synchronize if world.device.type == "cuda" else None
-    return (WholeStepTimer if config.sync.measure == "off" else StepTimer)(synchronize)
+    return (WholeStepTimer if config.sync.measure == "off" else StepTimer)(world.device)
 
 
 def pin(world: World, setting: str) -> tuple[int, ...] | None:
@@ -199,7 +197,7 @@ def describe_process(world: World) -> dict[str, Any]:
         "lineage": str(world.lineage.name),
         "pid": os.getpid(),
         "device": str(world.device),
-        "backend": world.backend,
+        "backend": "nccl" if world.gpu_group is not None else world.backend,
         "threads": torch.get_num_threads(),
         "interface": world.interface,
         "link_mbps": world.link_mbps,

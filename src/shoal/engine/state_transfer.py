@@ -238,7 +238,7 @@ def broadcast_json(world: World, source: int, document: Any) -> Any:
     """Send a document from one rank to all; return it."""
     payload = json.dumps(document).encode() if world.rank == source else b""
     [size] = broadcast_integers(world, source, [len(payload)])
-    block = torch.zeros(size, dtype=torch.uint8, device=world.device)
+    block = torch.zeros(size, dtype=torch.uint8, device=world.control_device)
     if world.rank == source:
         block.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     await_work(dist.broadcast(block, src=source, group=world.group, async_op=True), world.release)
@@ -249,7 +249,7 @@ def gather_json(world: World, document: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the small documents of all ranks, in order of rank."""
     payload = json.dumps(document).encode()
     longest = max(size for [size] in gather_integers(world, [len(payload)]))
-    block = torch.frombuffer(bytearray(payload.ljust(longest)), dtype=torch.uint8).to(world.device)
+    block = torch.frombuffer(bytearray(payload.ljust(longest)), dtype=torch.uint8).to(world.control_device)
     blocks = [torch.empty_like(block) for _ in range(world.size)]
     await_work(dist.all_gather(blocks, block, group=world.group, async_op=True), world.release)
     return [json.loads(received.cpu().numpy().tobytes()) for received in blocks]

@@ -77,8 +77,9 @@ class StepTotals:
         self._count = count
         if self._world.size == 1:
             return
-        parts = [torch.tensor([count // _BASE, count % _BASE], dtype=torch.float32, device=self._world.device)]
-        parts += [buffer.flatten().float() * self._weight for buffer in self._buffers]
+        device = self._world.control_device
+        parts = [torch.tensor([count // _BASE, count % _BASE], dtype=torch.float32, device=device)]
+        parts += [(buffer.flatten().float() * self._weight).to(device) for buffer in self._buffers]
         self._flat = torch.cat(parts)
         self._work = dist.all_reduce(self._flat, group=self._world.group, async_op=True)
 

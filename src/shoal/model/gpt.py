@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from shoal.config.schema import ModelConfig
 from shoal.cost.model_size import HEAD_CHUNK
-from shoal.model.kernels import attention, gelu
+from shoal.model.kernels import add_norm, attention, gelu, has_triton
 
 # Receives the head's part of the gradient of the tied weight. Backward continues with the returned tensor, if any.
 TakeGradient = Callable[[Tensor], Tensor | None]
@@ -56,8 +56,9 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
-        out: Tensor = x + self.dropout(self.feedforward(self.feedforward_norm(x)))
+        x, normed = add_norm(x, None, self.attention_norm)
+        x, normed = add_norm(x, self.dropout(self.attention(normed)), self.feedforward_norm)
+        out: Tensor = x + self.dropout(self.feedforward(normed))
         return out
 
 
@@ -75,7 +76,8 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
-        # The type in which matrices are multiplied; weights, sums and everything between products stay in fp32.
+        # The type in which matrices are multiplied. Weights and losses stay in fp32, and on a CPU everything between
+        # products too.
         self.matmul_dtype = torch.float32
         # Called as soon as backward has the head's part of the gradient of the tied weight.
         self.take_head: TakeGradient | None = None
@@ -87,12 +89,15 @@ class GPT(nn.Module):
         # tokens to it, instead of a second dense gradient: 154 MB for GPT-2. On a GPU the order of adding is not fixed.
         x = F.embedding(tokens, self.token.weight, sparse=tokens.device.type == "cpu")
         x = self.dropout(x + self.position.weight[: tokens.shape[1]])
+        if x.is_cuda:
+            # The residual stream too: the blocks are bound by memory there.
+            x = x.to(self.matmul_dtype)
         with torch.autocast(x.device.type, self.matmul_dtype, enabled=self.matmul_dtype != torch.float32):
             for block in self.blocks:
                 x = block(x)
-        x = self.norm(x)
+            x = add_norm(x, None, self.norm)[1]
         if targets is None:
-            return F.linear(x, self.token.weight)
+            return F.linear(x.to(self.token.weight.dtype), self.token.weight)
         hidden, flat_targets = x.flatten(0, 1), targets.flatten()
         return head_loss(
             hidden, self.token.weight, flat_targets, matmul_dtype=self.matmul_dtype, take_gradient=self.take_head
@@ -205,8 +210,12 @@ def _forward(
     gradients: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Return the loss; fill the gradients of hidden and weight, where given."""
-    buffer = hidden.new_empty(min(size, len(hidden)), weight.shape[0])
-    loss = hidden.new_zeros(())
+    if hidden.is_cuda and has_triton():
+        from shoal.model import gpu_kernels
+
+        return gpu_kernels.head_forward(hidden, weight, targets, dtype, gradients)
+    buffer = weight.new_empty(min(size, len(hidden)), weight.shape[0])
+    loss = weight.new_zeros(())
     inputs, matrix = hidden.to(dtype), weight.to(dtype)
     for start in range(0, len(hidden), size):
         part, target = inputs[start : start + size], targets[start : start + size]

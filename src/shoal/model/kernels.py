@@ -1,20 +1,24 @@
-"""Attention and GELU for processors on which torch's own are slow: 64-bit ARM without bf16 instructions.
+"""Operations of the GPT for devices on which torch's own are slow; elsewhere torch's are used.
 
-Measured on a Neoverse-N1 (docs/speed.md): oneDNN multiplies by a transposed matrix at two thirds of OpenBLAS's speed,
-the derivative of GELU computes a second tanh that costs three times an exp, and flash attention takes 1.6 times as long
-as plain products. The mathematics is torch's, up to the rounding of fp32. Elsewhere torch's kernels are used.
+On 64-bit ARM without bf16 instructions attention and GELU are ours. Measured on a Neoverse-N1 (docs/speed.md): oneDNN
+multiplies by a transposed matrix at two thirds of OpenBLAS's speed, the derivative of GELU computes a second tanh that
+costs three times an exp, and flash attention takes 1.6 times as long as plain products. On CUDA sums with their norms
+are one kernel (`gpu_kernels`). The mathematics is torch's, up to rounding.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
 import platform
+import shutil
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -29,6 +33,8 @@ _SHORTEST = 128
 # Queries per block. Queries see no later key, so a block skips the keys after it; smaller blocks cost more than they
 # save.
 _QUERIES = 256
+# The widest row that one GPU program normalises in registers.
+_WIDEST_NORM = 8192
 # GELU by tanh is x · sigmoid(x · (A + B·x²)).
 _A = 2 * math.sqrt(2 / math.pi)
 _B = 0.044715 * _A
@@ -48,6 +54,29 @@ def prefer_blas() -> None:
         torch._C._set_mkldnn_enabled(False)
 
 
+@cache
+def has_triton() -> bool:
+    """Return whether Triton kernels can be made here: it compiles a small C program to start each of them."""
+    compilers = (os.environ.get("CC", ""), "gcc", "clang", "cc")
+    return importlib.util.find_spec("triton") is not None and any(map(shutil.which, filter(None, compilers)))
+
+
+def add_norm(x: Tensor, branch: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    """Return `x + branch`, the residual stream, and its LayerNorm."""
+    if _use_gpu_kernels(x) and x.shape[-1] <= _WIDEST_NORM:
+        from shoal.model import gpu_kernels
+
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else norm.weight.dtype
+        return gpu_kernels.add_norm(x, branch, norm, dtype)
+    if branch is not None:
+        x = x + branch
+    return x, norm(x)
+
+
+def _use_gpu_kernels(x: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and x.is_cuda and has_triton()
+
+
 def gelu(x: Tensor) -> Tensor:
     if not _use_own_kernels(x):
         return F.gelu(x, approximate="tanh")
@@ -63,7 +92,8 @@ def attention(qkv: Tensor, heads: int, dropout: float) -> Tensor:
     if _use_own_kernels(qkv) and not dropout and _SHORTEST <= length <= _LONGEST and torch.is_grad_enabled():
         out: Tensor = _Attention.apply(qkv, heads)  # type: ignore[no-untyped-call]
         return out
-    q, k, v = qkv.view(batch, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
+    # Not one view of five dimensions: its gradient costs a copy more on a GPU.
+    q, k, v = (part.view(batch, length, heads, -1).transpose(1, 2) for part in qkv.split(width, dim=2))
     mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
     return mixed.transpose(1, 2).reshape(batch, length, width)
 

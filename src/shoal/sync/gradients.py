@@ -28,13 +28,14 @@ from shoal.config.schema import SyncConfig
 from shoal.cost.buckets import bucket_mb_for, touches_few_rows
 from shoal.errors import UsageError
 from shoal.sync.communication import communication
-from shoal.sync.compression import make_compressor
+from shoal.sync.compression import make_compressor, stage
 from shoal.sync.compression.base import Bucket, Compressor, CompressorState, NoState, State
+from shoal.sync.compression.staging import StagedCompressor
 from shoal.sync.interruptible import GroupInterrupt, await_future, await_work
 from shoal.sync.shared_memory import open_shared_memory
 from shoal.sync.shared_memory.ddp import SharedCompressor, SharedDDP
 from shoal.sync.shared_memory.group import GLOO, InsideChoice
-from shoal.sync.step_stats import CommTimes, covered
+from shoal.sync.step_stats import CommTimes, Mark, covered, mark, to_host_times
 from shoal.sync.world import World, barrier
 
 
@@ -74,7 +75,10 @@ def make_gradient_sync(config: SyncConfig, model: nn.Module, world: World, token
     inside, shared = open_shared_memory(config, model, world, bucket_mb)
     if isinstance(shared, SharedDDP):
         return shared
-    compressor = shared or make_compressor(config.wire, world, dict(model.named_parameters()))
+    if shared is not None:
+        compressor = stage(shared, world)
+    else:
+        compressor = make_compressor(config.wire, world, dict(model.named_parameters()))
     sync: HookedDDP | BarrierSync
     if config.measure == "barrier":
         sync = BarrierSync(model, world, compressor, bucket_mb)
@@ -182,7 +186,7 @@ class HookedDDP(_DDPSync, CompressorState):
     def finish(self) -> CommTimes:
         if not self._hook_state.is_complete:
             raise _unused_parameters(self.module)
-        spans, self._hook_state.spans = self._hook_state.spans, []
+        spans, self._hook_state.spans = to_host_times(self._hook_state.spans), []
         ready_at = spans[-1][0] if spans else time.perf_counter()
         if self._tied is not None:
             self._tied.finish()
@@ -196,7 +200,7 @@ class HookedDDP(_DDPSync, CompressorState):
                 self.module.take_head = None
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.module, [])
         super().close()
-        if isinstance(self._compressor, SharedCompressor):
+        if isinstance(self._compressor, SharedCompressor | StagedCompressor):
             self._compressor.close()
 
 
@@ -204,7 +208,7 @@ class _HookState:
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
         # Begin and end of each bucket of this step.
-        self.spans: list[list[float]] = []
+        self.spans: list[list[Mark]] = []
         self.is_complete = False  # the last bucket of this step was handed over
 
 
@@ -214,11 +218,13 @@ def _hook(state: _HookState, bucket: GradBucket) -> Future[Tensor]:
 
 
 def _timed_hook(state: _HookState, bucket: GradBucket) -> Future[Tensor]:
-    span = [time.perf_counter(), 0.0]
+    device = bucket.buffer().device
+    span = [mark(device), 0.0]
     state.spans.append(span)
 
     def note_end(done: Future[Tensor]) -> Tensor:
-        span[1] = time.perf_counter()
+        # A GPU's callback runs on a stream that waits for the exchange.
+        span[1] = mark(device)
         return done.value()
 
     return _hook(state, bucket).then(note_end)
@@ -286,7 +292,7 @@ class BarrierSync(_SyncDefaults, CompressorState):
         return CommTimes(ready_at, now - ready_at, now - together_at, wait_s=together_at - ready_at)
 
     def close(self) -> None:
-        if isinstance(self._compressor, SharedCompressor):
+        if isinstance(self._compressor, SharedCompressor | StagedCompressor):
             self._compressor.close()
 
     def _buckets(self) -> list[list[Tensor]]:
@@ -339,8 +345,8 @@ class HasTiedHead(Protocol):
 
 
 def is_worth_splitting(weight: Tensor, tokens: int, world: World) -> bool:
-    """Return whether a rank's `tokens` of one micro-batch touch few rows of the weight."""
-    return world.device.type == "cpu" and touches_few_rows(len(weight), tokens, world.size)
+    """Return whether a rank's `tokens` of one micro-batch touch few rows of the weight. All ranks decide alike."""
+    return world.device.type == "cpu" and not world.has_gpus and touches_few_rows(len(weight), tokens, world.size)
 
 
 def split_tied_weight(model: nn.Module, tokens: int | None, world: World, compressor: Compressor) -> "TiedHead | None":
@@ -421,7 +427,9 @@ class TiedHead:
 
 
 def interruptible_group(world: World) -> dist.ProcessGroup:
-    """Return the group for DDP. NCCL needs no wrapper: its collectives do not block the CPU, and end with it."""
+    """Return the group for DDP's own collectives. Those of NCCL do not block the processor, and end with the group."""
+    if world.gpu_group is not None:
+        return world.gpu_group
     if world.release is None or world.backend != "gloo":
         return world.group
     return _InterruptibleGroup(world.group, world.release)
@@ -468,14 +476,16 @@ class _InterruptibleWork(dist.Work):
 _NORM_EPSILON = 1e-6
 
 
-def clip_gradients(parameters: Iterable[Tensor], most: float) -> float:
-    """Clip by the norm of all gradients together and return the norm before; the same bits as `clip_grad_norm_`.
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the norm of all gradients together; on a GPU without waiting for it."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+def clip_gradients(parameters: Iterable[Tensor], norm: float, most: float) -> None:
+    """Clip gradients of this norm to at most `most`, with the same bits as `clip_grad_norm_`.
 
     torch's function multiplies gradients that are small enough by one: 1 GB read and written for GPT-2 124M.
     """
-    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-    total = torch.nn.utils.get_total_norm([p.grad for p in with_gradient if p.grad is not None])
-    norm = float(total)
     if not norm + _NORM_EPSILON < most:
-        torch.nn.utils.clip_grads_with_norm_(with_gradient, most, total)
-    return norm
+        with_gradient = [p for p in parameters if p.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(with_gradient, most, torch.tensor(norm, dtype=torch.float32))

@@ -15,7 +15,7 @@ import struct
 import sys
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ class GroupInterrupt:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pending: set[Future[Any]] = set()
+        self._aborts: list[Callable[[], None]] = []
         self._is_over = False
 
     def begin(self) -> None:
@@ -45,8 +46,16 @@ class GroupInterrupt:
         with self._lock:
             self._is_over = True
             pending, self._pending = self._pending, set()
+            aborts, self._aborts = self._aborts, []
         for future in pending:
             future.set_result(_generation_ended())
+        for abort in aborts:
+            abort()
+
+    def at_end(self, abort: Callable[[], None]) -> None:
+        """Call `abort` when this generation ends: it wakes a rank that waits in another way than by a future."""
+        with self._lock:
+            self._aborts.append(abort)
 
     def check(self) -> None:
         """Raise `GenerationEnded` after the end of the generation."""

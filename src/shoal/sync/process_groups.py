@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -410,9 +411,15 @@ def form_nccl_group(forming: GroupForming, device: torch.device, timeout_s: floa
     return group
 
 
-def form_second_nccl_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(ranks, timedelta(seconds=timeout_s), "nccl")
+def form_second_nccl_group(ranks: list[int], timeout_s: float, device: torch.device | None = None) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(ranks, timedelta(seconds=timeout_s), "nccl", device_id=device)
     return group
+
+
+def abort_nccl_group(group: dist.ProcessGroup) -> None:
+    """End all collectives of a group at once, also those that wait for a peer that is gone. Call it from any thread."""
+    with suppress(RuntimeError, ValueError):
+        distributed_c10d._abort_process_group(group)
 
 
 def form_bare_group(forming: GroupForming) -> Any:

@@ -29,7 +29,9 @@ def init_distributed(backend: str | None = None, device: str = "auto", timeout_s
         )
     device_name = {"gloo": "cpu", "nccl": "cuda"}.get(backend or "", device) if device == "auto" else device
     placement = Placement.from_env(os.environ)
-    return join_world(placement, choose_device(device_name, placement), backend=backend, timeout_s=timeout_s)
+    chosen = choose_device(device_name, placement)
+    name = backend or ("nccl" if chosen.type == "cuda" else "gloo")
+    return join_world(placement, chosen, backend=name, timeout_s=timeout_s)
 
 
 def wrap_for_ddp(model: nn.Module) -> DistributedDataParallel:

@@ -39,7 +39,12 @@ def broadcast_tensors(world: World, source: int, tensors: Iterable[Tensor], keep
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
         else:
             flat = chunk[0].new_empty(sum(tensor.numel() for tensor in chunk))
-        await_work(dist.broadcast(flat, src=source, group=world.group, async_op=True), world.release)
+        # gloo's collectives are the processor's.
+        sent = flat.detach().to(world.control_device)
+        await_work(dist.broadcast(sent, src=source, group=world.group, async_op=True), world.release)
+        if sent is not flat and keep and not is_source:
+            with torch.no_grad():
+                flat.copy_(sent)
         if len(chunk) > 1 and keep and not is_source:
             with torch.no_grad():
                 for tensor, part in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
@@ -61,20 +66,21 @@ def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 def broadcast_integers(world: World, source: int, numbers: list[int]) -> list[int]:
     """Broadcast a few integers from one rank to all."""
-    tensor = torch.tensor(numbers, dtype=torch.int64, device=world.device)
+    tensor = torch.tensor(numbers, dtype=torch.int64, device=world.control_device)
     await_work(dist.broadcast(tensor, src=source, group=world.group, async_op=True), world.release)
     return [int(number) for number in tensor.cpu()]
 
 
 def gather_integers(world: World, numbers: list[int]) -> list[list[int]]:
     """Return a few integers of every rank, on all ranks."""
-    rows = _all_gather(world, torch.tensor(numbers, dtype=torch.int64, device=world.device))
+    rows = _all_gather(world, torch.tensor(numbers, dtype=torch.int64, device=world.control_device))
     return [[int(number) for number in row.cpu()] for row in rows]
 
 
 def have_equal_digests(world: World, digest: str) -> bool:
     """Return whether every rank has the same digest. It sends 32 bytes per rank instead of the state itself."""
-    own = torch.frombuffer(bytearray(hashlib.sha256(digest.encode()).digest()), dtype=torch.uint8).to(world.device)
+    hashed = bytearray(hashlib.sha256(digest.encode()).digest())
+    own = torch.frombuffer(hashed, dtype=torch.uint8).to(world.control_device)
     return all(torch.equal(row, own) for row in _all_gather(world, own))
 
 

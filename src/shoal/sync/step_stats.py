@@ -16,7 +16,7 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import astuple, dataclass
 from itertools import islice
@@ -48,6 +48,44 @@ class CommTimes:
         if self.allreduce_s is None:
             return None
         return max(0.0, self.allreduce_s - (self.tail_s - (self.wait_s or 0.0)))
+
+
+# A moment: of the processor, or of a GPU's queue.
+Mark = float | torch.cuda.Event
+
+
+def mark(device: torch.device | None = None) -> Mark:
+    """Return the time now, or an event that marks the place in the queue of a GPU."""
+    if device is None or device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def is_past(moment: Mark) -> bool:
+    return isinstance(moment, float) or moment.query()
+
+
+def seconds_between(begin: Mark, end: Mark) -> float:
+    """Return the seconds between two moments of one device; 0 for two that cannot be compared."""
+    if isinstance(begin, float) or isinstance(end, float):
+        return end - begin if isinstance(begin, float) and isinstance(end, float) else 0.0
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def to_host_times(spans: list[list[Mark]]) -> list[list[float]]:
+    """Return moments of a GPU's queue by the processor's clock; wait until all of them are past."""
+    events = [moment for span in spans for moment in span if not isinstance(moment, float)]
+    if not events:
+        return [[moment for moment in span if isinstance(moment, float)] for span in spans]
+    for event in events:
+        event.synchronize()
+    last = torch.cuda.Event(enable_timing=True)
+    last.record()
+    last.synchronize()
+    now = time.perf_counter()
+    return [[now - seconds_between(moment, last) for moment in span] for span in spans]
 
 
 def covered(spans: list[list[float]]) -> float:
@@ -144,7 +182,7 @@ class StepGather:
         if self._begun % _HOST_STATS_EVERY == 0:
             self._host_stats = self._kernel.look()
         numbers = [loss_sum, ready_s, stop, stop_after_step, *self._host_stats.numbers()]
-        own = torch.tensor(numbers, dtype=torch.float64, device=self._world.device)
+        own = torch.tensor(numbers, dtype=torch.float64, device=self._world.control_device)
         rows = [torch.zeros_like(own) for _ in range(self._world.size)]
         work = dist.all_gather(rows, own, group=self._world.group, async_op=True)
         assert work is not None  # noqa: S101 - only a rank outside the group gets None
@@ -196,7 +234,7 @@ def max_over_world(world: World, values: list[float]) -> list[float]:
 
 
 def _all_reduce(world: World, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
-    tensor = torch.tensor(values, dtype=torch.float64, device=world.device)
+    tensor = torch.tensor(values, dtype=torch.float64, device=world.control_device)
     await_work(dist.all_reduce(tensor, op=op, group=world.group, async_op=True), world.release)
     return [float(value) for value in tensor.cpu()]
 
@@ -332,26 +370,34 @@ class StepTimer:
             ...
             print(timer.finish())     # {"forward": 0.021, ..., "other": 0.001, "step": 0.034}
 
-    On a GPU pass `synchronize=torch.cuda.synchronize`: kernels run asynchronously, and without it a phase would only
-    show how long it took to queue them.
+    On a GPU, whose work is queued, phases are marked by events: nobody waits for the queue to run empty. The last
+    phase is still running when a step finishes, so its time counts for the next step.
     """
 
-    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        self._synchronize = synchronize
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self._spans: list[tuple[str, Mark, Mark]] = []
         self.seconds: dict[str, float] = {}
         self.began = time.perf_counter()
 
     def start(self) -> None:
         self.seconds = {}
-        self.began = self.now()
+        self.began = time.perf_counter()
 
-    def now(self) -> float:
-        if self._synchronize is not None:
-            self._synchronize()
-        return time.perf_counter()
+    def mark(self) -> Mark:
+        """Return the time, for `add_since`."""
+        return mark(self._device)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return _Phase(self, name)
+
+    def add_since(self, name: str, begin: Mark) -> None:
+        """Add the time since a mark to a phase."""
+        end = self.mark()
+        if isinstance(end, float):
+            self.add(name, seconds_between(begin, end))
+        else:
+            self._spans.append((name, begin, end))
 
     def add(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
@@ -363,7 +409,11 @@ class StepTimer:
 
     def finish(self) -> dict[str, float]:
         """Return the phases, the time that none of them covered as `other`, and the whole as `step`."""
-        step = self.now() - self.began
+        step = time.perf_counter() - self.began
+        running = [span for span in self._spans if not is_past(span[2])]
+        for name, begin, end in self._spans[: len(self._spans) - len(running)]:
+            self.add(name, seconds_between(begin, end))
+        self._spans = running
         return {**self.seconds, "other": step - sum(self.seconds.values()), "step": step}
 
 
@@ -373,11 +423,14 @@ class WholeStepTimer(StepTimer):
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def mark(self) -> Mark:
+        return 0.0
+
     def add(self, name: str, seconds: float) -> None:
         pass
 
     def finish(self) -> dict[str, float]:
-        return {"step": self.now() - self.began}
+        return {"step": time.perf_counter() - self.began}
 
 
 class _Phase(AbstractContextManager[None]):
@@ -386,7 +439,7 @@ class _Phase(AbstractContextManager[None]):
         self._name = name
 
     def __enter__(self) -> None:
-        self._began = self._timer.now()
+        self._began = self._timer.mark()
 
     def __exit__(self, *_: object) -> None:
-        self._timer.add(self._name, self._timer.now() - self._began)
+        self._timer.add_since(self._name, self._began)

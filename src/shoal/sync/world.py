@@ -32,6 +32,7 @@ from shoal.sync.process_groups import (
     GroupForming,
     GroupNotFormed,
     Warn,
+    abort_nccl_group,
     form_main_group,
     form_nccl_group,
     form_second_group,
@@ -83,6 +84,10 @@ class World:
     pair_key: bytes = field(default=b"", repr=False)
     # Receives warnings about groups that are formed later.
     warn: Warn = warn_in_log
+    # The device of every rank, `cpu` or the name of a GPU that no other machine has; empty where it is not known.
+    devices: tuple[str, ...] = ()
+    # NCCL's group for gradients, where every rank has a GPU of its own. Everything else goes through `group`.
+    gpu_group: dist.ProcessGroup | None = None
 
     def __iter__(self) -> Iterator[int]:
         return iter((self.rank, self.size))
@@ -95,6 +100,16 @@ class World:
     def is_node_main(self) -> bool:
         """Whether this rank reads the interface counters of its node: one rank of every node does."""
         return self.local_rank == 0
+
+    @property
+    def control_device(self) -> torch.device:
+        """Where tensors that the ranks exchange beside gradients are: gloo's collectives are the processor's."""
+        return torch.device("cpu") if self.backend == "gloo" else self.device
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether any rank computes on a GPU."""
+        return any(device != "cpu" for device in self.devices)
 
     @property
     def id(self) -> int:
@@ -124,17 +139,18 @@ def _rank_names(ids: Sequence[int], nodes: Sequence[str]) -> tuple[str, ...]:
 
 
 def choose_device(wanted: str, placement: Placement) -> torch.device:
-    """Return a GPU for every local rank, or the CPU for all of them: two ranks on one GPU are slower than one."""
+    """Return this rank's device. `auto` is a GPU for every local rank, or the CPU for all of them: two ranks on one GPU
+    are slower than one. With `cuda` they share it if there are fewer."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cuda" and gpus < placement.local_world_size:
+    if wanted == "cuda" and not gpus:
         raise UsageError(
-            f"{placement.local_world_size} ranks on {placement.node} want a GPU each, but torch sees {gpus}",
-            why="every rank needs a GPU of its own, and torch must be a CUDA build",
-            fix="use fewer ranks there, or --device cpu",
+            f"rank {placement.rank} on {placement.node} is to use a GPU, but torch {torch.__version__} sees none",
+            why="the machine has none that CUDA can use, or this torch is a build without CUDA",
+            fix="look at `nvidia-smi`, or train there with --device cpu",
         )
-    if wanted == "cpu" or gpus < placement.local_world_size:
+    if wanted == "cpu" or not gpus or (wanted == "auto" and gpus < placement.local_world_size):
         return torch.device("cpu")
-    return torch.device("cuda", placement.local_rank)
+    return torch.device("cuda", placement.local_rank % gpus)
 
 
 def choose_interface(placement: Placement) -> str | None:
@@ -149,8 +165,9 @@ def choose_interface(placement: Placement) -> str | None:
     return os.environ.get("GLOO_SOCKET_IFNAME")
 
 
-def backend_for(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
+def device_name(device: torch.device) -> str:
+    """Return `cpu`, or the GPU's own name, which is the same in every process that uses it and nowhere else."""
+    return f"gpu {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else "cpu"
 
 
 # A world with fixed membership, from the environment of a launcher.
@@ -173,12 +190,13 @@ def join_world(
     interface = choose_interface(placement)
     base = _open_store(placement, join_timeout_s)
     store = dist.PrefixStore(f"shoal/{placement.restarts}", base)
-    await_ranks(store, placement.rank, placement.world_size, join_timeout_s)
-    chosen = backend or backend_for(device)
+    devices = await_ranks(store, placement.rank, placement.world_size, join_timeout_s, device_name(device))
+    chosen = backend or "gloo"
     label = f"world {placement.restarts}"
     key = b"" if placement.world_size == 1 else pair_key(base, store, label, placement.rank)
     forming = GroupForming(store, placement.rank, placement.world_size, key, label, _CONNECT_S, warn=warn)
     group = form_group(forming, device, chosen, timeout_s)
+    gpu_group = _form_gpu_group(devices, device, timeout_s, None) if backend is None else None
     return World(
         rank=placement.rank,
         size=placement.world_size,
@@ -195,6 +213,8 @@ def join_world(
         link_mbps=placement.link_mbps or link_mbps(interface),
         pair_key=key,
         warn=warn,
+        devices=devices,
+        gpu_group=gpu_group,
     )
 
 
@@ -225,10 +245,13 @@ def _tcp_store(placement: Placement, timeout_s: float, is_server: bool) -> dist.
     )
 
 
-def await_ranks(store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
-    """Report to the store and wait until all ranks have, so that a missing rank can be named."""
+def await_ranks(store: dist.Store, rank: int, size: int, timeout_s: float, word: str = "here") -> tuple[str, ...]:
+    """Report to the store and wait until all ranks have, so that a missing rank can be named.
+
+    Return the words that the ranks left there.
+    """
     keys = [f"here/{number}" for number in range(size)]
-    store.set(keys[rank], "here")
+    store.set(keys[rank], word)
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except (RuntimeError, dist.DistError) as error:
@@ -243,6 +266,7 @@ def await_ranks(store: dist.Store, rank: int, size: int, timeout_s: float) -> No
             why="those processes were not started, died early, or cannot reach the others",
             fix="look at their logs; raise sync.join_timeout_s only if a machine is merely slow to start",
         ) from error
+    return tuple(store.get(key).decode() for key in keys)
 
 
 def unjoined_world(placement: Placement, device: torch.device) -> World:
@@ -253,7 +277,7 @@ def unjoined_world(placement: Placement, device: torch.device) -> World:
         local_rank=placement.local_rank,
         local_size=placement.local_world_size,
         node=placement.node,
-        backend=backend_for(device),
+        backend="gloo",
         device=device,
         interface=None,
         group=_NO_GROUP,
@@ -274,8 +298,7 @@ def form_world(
     does not come."""
     base = store if enter.size > 1 else dist.HashStore()
     keys = dist.PrefixStore(enter.prefix, base)
-    await_ranks(keys, enter.rank, enter.size, meet_s)
-    backend = backend_for(place.device)
+    devices = await_ranks(keys, enter.rank, enter.size, meet_s, device_name(place.device))
     key = b"" if enter.size == 1 else pair_key(store, keys, enter.prefix, enter.rank)
     forming = GroupForming(
         store=keys,
@@ -289,14 +312,15 @@ def form_world(
         warn=place.warn,
         attempts=_FIRST_ATTEMPTS if enter.first else _LATER_ATTEMPTS,
     )
-    group = form_group(forming, place.device, backend, timeout_s)
+    group = form_group(forming, place.device, "gloo", timeout_s)
+    gpu_group = _form_gpu_group(devices, place.device, timeout_s, place.release)
     return World(
         rank=enter.rank,
         size=enter.size,
         local_rank=enter.local_rank,
         local_size=enter.local_size,
         node=place.node,
-        backend=backend,
+        backend="gloo",
         device=place.device,
         interface=place.interface if enter.size > 1 else None,
         group=group,
@@ -310,6 +334,8 @@ def form_world(
         release=place.release,
         pair_key=key,
         warn=place.warn,
+        devices=devices,
+        gpu_group=gpu_group,
     )
 
 
@@ -324,6 +350,18 @@ def form_group(forming: GroupForming, device: torch.device, backend: str, timeou
     if backend == "gloo":
         return form_main_group(forming, timeout_s)
     return form_nccl_group(forming, device, timeout_s)
+
+
+def _form_gpu_group(
+    devices: Sequence[str], device: torch.device, timeout_s: float, release: GroupInterrupt | None
+) -> dist.ProcessGroup | None:
+    """Form NCCL's group for gradients, where every rank has a GPU of its own. All ranks decide alike."""
+    if len(devices) == 1 or "cpu" in devices or len(set(devices)) < len(devices):
+        return None
+    group = form_second_nccl_group(list(range(len(devices))), timeout_s, device)
+    if release is not None:
+        release.at_end(lambda: abort_nccl_group(group))
+    return group
 
 
 @communication()
@@ -389,8 +427,8 @@ def leave_world(world: World) -> None:
 
 
 def without_group(world: World) -> World:
-    """Return the world without its group. The last holder of a group waits for its threads."""
-    return replace(world, group=_NO_GROUP)
+    """Return the world without its groups. The last holder of a group waits for its threads."""
+    return replace(world, group=_NO_GROUP, gpu_group=None)
 
 
 # The number of this attempt, where torchrun restarts its ranks. Each torchrun agent counts only the failures that it

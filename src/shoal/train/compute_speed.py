@@ -18,7 +18,7 @@ from shoal.host.facts import physical_cores
 from shoal.model.gpt import GPT
 from shoal.model.kernels import prefer_blas
 from shoal.sync.compression.base import from_half, to_half
-from shoal.sync.gradients import clip_gradients
+from shoal.sync.gradients import clip_gradients, gradient_norm
 
 _PHASES = ("forward", "backward", "optimizer")
 _CLIP = 1.0
@@ -62,7 +62,7 @@ class OptimizerTimer:
 
     @torch.no_grad()
     def step(self) -> None:
-        clip_gradients(self.parameters, _CLIP)
+        clip_gradients(self.parameters, float(gradient_norm(self.parameters)), _CLIP)
         torch._fused_adamw_(
             self.parameters,
             [weight.grad for weight in self.parameters if weight.grad is not None],

@@ -18,7 +18,7 @@ from shoal.cost.batch_plan import learning_rate
 from shoal.cost.model_size import parameter_count
 from shoal.data.prepare import read_data_facts
 from shoal.data.tokenizer import load_tokenizer
-from shoal.data.tokens import Rows, Tokens, TokenWindows, open_tokens, validation_batches, window_count
+from shoal.data.tokens import Tokens, TokenWindows, open_tokens, validation_batches, window_count
 from shoal.engine.batches import micro_batch_indices
 from shoal.engine.recorder import last_event
 from shoal.engine.sampling import Shard
@@ -26,7 +26,7 @@ from shoal.engine.session import Session
 from shoal.model.gpt import GPT
 from shoal.run_folder import RunFolder
 from shoal.sync.step_stats import max_over_world
-from shoal.train.autotune import ComputeChoice, apply, choose, has_compiler, work_left
+from shoal.train.autotune import ComputeChoice, apply, choose, has_compiler, precision_on, work_left
 
 
 def train_gpt(session: Session, config: Config, run: RunFolder, resume: bool) -> bool:
@@ -83,7 +83,7 @@ def gpt_steps(session: Session, config: Config, run: RunFolder, resume: bool) ->
             "tokens_per_step": session.global_batch * seq_len,
             "lr": peak_rate(train, session.global_batch),
             "compiled": compute.choice.compiled,
-            "precision": compute.choice.precision,
+            "precision": precision_on(compute.choice, session.device),
             "compute_why": compute.choice.why,
         }
 
@@ -108,7 +108,8 @@ def gpt_steps(session: Session, config: Config, run: RunFolder, resume: bool) ->
             lr = learning_rate(step.number, peak_rate(train, session.global_batch), train)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            for inputs, targets in step.batches(text):
+            for rows in step.batches(text):
+                inputs, targets = split_inputs_targets(rows)
                 # The model sums over tokens, and the session divides by the number of samples.
                 step.backward(model(inputs, targets) / seq_len)
             step.update(clip=train.clip, lr=lr, tokens=session.global_batch * seq_len)
@@ -150,15 +151,17 @@ class Compute:
 
 
 class TextSource:
-    """The windows of a text as inputs and targets: the same tokens shifted by one."""
+    """The windows of a text: rows of `seq_len` inputs and, shifted by one, as many targets."""
+
+    is_pure = True
 
     def __init__(self, windows: TokenWindows) -> None:
         self.windows = windows
         self.count: int | None = len(windows)
 
-    def fetch(self, shard: Shard, cursor: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def fetch(self, shard: Shard, cursor: int) -> Iterator[Tensor]:
         for indices in micro_batch_indices(shard, cursor):
-            yield split_inputs_targets(self.windows.rows(indices))
+            yield torch.from_numpy(self.windows.rows(indices))
 
     def fingerprint(self) -> int:
         """Return 0: agents compare the digests of the texts before the ranks start."""
@@ -167,9 +170,8 @@ class TextSource:
     def close(self) -> None: ...
 
 
-def split_inputs_targets(rows: Rows) -> tuple[Tensor, Tensor]:
-    block = torch.from_numpy(rows)
-    return block[:, :-1], block[:, 1:]
+def split_inputs_targets(rows: Tensor) -> tuple[Tensor, Tensor]:
+    return rows[:, :-1], rows[:, 1:]
 
 
 @torch.no_grad()
@@ -182,7 +184,7 @@ def evaluate(model: GPT, tokens: Tokens, config: Config, micro_batch: int, sessi
     # Compiled blocks would be compiled again: without gradients, without dropout, with a shorter last batch.
     with model.run_eagerly():
         for rows in validation_batches(tokens, seq_len, sequences, micro_batch, session.rank, session.world_size):
-            inputs, targets = (part.to(session.device) for part in split_inputs_targets(rows))
+            inputs, targets = split_inputs_targets(torch.from_numpy(rows).to(session.device))
             loss_sum += model(inputs, targets).item()
             count += targets.numel()
     model.train()

@@ -123,7 +123,7 @@ def _run(options: argparse.Namespace, placement: Placement, stop: StopRequest) -
             if placement.rank == 0:
                 # Before the rendezvous: the other ranks wait for this one at the store, where timeouts are long.
                 _prepare_run(options, config, placement, held)
-            device = choose_device(config.train.device, placement)
+            device = choose_device(config.device_of(placement.rank), placement)
             world = join_world(placement, device, None, config.sync.join_timeout_s, config.sync.timeout_s)
         run = RunFolder.open(options.folder or options.out)
         if world is not None and placement.restarts:

@@ -47,7 +47,7 @@ from shoal.sync.process_groups import drop_groups
 from shoal.sync.replicas import combine_digests, tensor_digests
 from shoal.sync.world import RankIdentity, World, unjoined_world
 from shoal.tools.report.commit_log import check_ledger
-from shoal.train.gpt_training import TextSource, make_optimizer
+from shoal.train.gpt_training import TextSource, make_optimizer, split_inputs_targets
 from tests.support.programs import TINY, read_jsonl
 from tests.support.ranks import run_ranks
 
@@ -179,8 +179,8 @@ class Member:
     def train(self, steps: int) -> None:
         for _ in range(steps):
             with Step(self._session, StepOutcome()) as step:
-                for inputs, targets in step.batches(self._text):
-                    step.backward(self.model(inputs, targets))
+                for rows in step.batches(self._text):
+                    step.backward(self.model(*split_inputs_targets(rows)))
                 step.update(clip=1.0)
 
     def snapshot(self) -> dict[str, Any]:

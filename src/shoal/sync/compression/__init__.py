@@ -7,16 +7,17 @@ the docs page.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
 from shoal.config.sync_choice import WireChoice, parse_wire
-from shoal.errors import UsageError
 from shoal.sync.compression.base import TORCH_FP16_IS_SLOW, Compressor, Fp16, Fp32, InterruptibleCompressor
 from shoal.sync.compression.codecs import NativeBf16, NativeInt8, bf16_codec, int8_codec
 from shoal.sync.compression.native import load_kernels
 from shoal.sync.compression.powersgd import PowerSGD
 from shoal.sync.compression.reduce_scatter import ReduceScatter
+from shoal.sync.compression.staging import StagedCompressor
 from shoal.sync.world import World
 
 Parameters = Mapping[str, Tensor]
@@ -33,17 +34,18 @@ _FACTORIES: dict[str, Callable[[World, Parameters, WireChoice], Compressor]] = {
 def make_compressor(text: str, world: World, parameters: Parameters) -> Compressor:
     """Return the compressor of a wire format. `parameters`, named as in the model, are those of all later buckets."""
     choice = parse_wire(text)
-    if world.device.type != "cpu" and choice.format.is_cpu_only:
-        raise UsageError(
-            f"sync.wire={text} works on the CPU only, and this rank computes on {world.device}",
-            why="its exchange is made of gloo's collectives",
-            fix="use --wire fp16, or --device cpu",
-        )
+    if world.gpu_group is not None and not choice.format.is_cpu_only:
+        # A guarded future does not know a GPU's streams. When the generation ends, NCCL's group is aborted.
+        return _FACTORIES[choice.name](replace(world, group=world.gpu_group), parameters, choice)
     compressor = _FACTORIES[choice.name](world, parameters, choice)
-    if world.release is None or world.backend != "gloo":
-        # A guarded future does not know a GPU's streams: waiting for it would not wait for them.
-        return compressor
-    return InterruptibleCompressor(compressor, world.release)
+    if world.release is not None:
+        compressor = InterruptibleCompressor(compressor, world.release)
+    return stage(compressor, world)
+
+
+def stage(compressor: Compressor, world: World) -> Compressor:
+    """Return the compressor for this rank's gradients: those of a GPU go through the processor's memory."""
+    return StagedCompressor(compressor, world.device) if world.device.type == "cuda" else compressor
 
 
 def kernel_or_plain(text: str) -> str:

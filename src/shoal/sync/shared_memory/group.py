@@ -19,7 +19,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NoReturn, Protocol
 
@@ -56,12 +56,12 @@ def preferred_way(config: SyncConfig, world: World, model: nn.Module) -> InsideC
     """Return what to try, before the hosts are examined. The same on every rank."""
     if config.inside == "gloo" or world.size == 1:
         return GLOO
-    if world.backend != "gloo" or world.device.type != "cpu":
-        return _fall_back(config, f"the ranks compute on {world.device.type} and exchange by {world.backend}")
+    if world.gpu_group is not None:
+        return _fall_back(config, "the ranks' GPUs exchange by NCCL")
     if sys.platform != "linux":
         return _fall_back(config, "only Linux has memory without a name that processes hand to each other")
     is_mixed = len({parameter.dtype for parameter in model.parameters()}) > 1
-    if config.inside == "copies" or config.measure == "barrier" or is_mixed:
+    if config.inside == "copies" or config.measure == "barrier" or is_mixed or world.has_gpus:
         return InsideChoice("copies")
     return InsideChoice("shared")
 
@@ -116,7 +116,9 @@ def make_inter_host_compressor(
     first_ranks = with_second_group(world, config.timeout_s, group.first_ranks)
     if not group.is_first:
         return None
-    return make_compressor(config.wire, first_ranks, dict(model.named_parameters()))
+    # It gets sums in shared memory, whatever device the ranks compute on.
+    on_processor = replace(first_ranks, device=torch.device("cpu"))
+    return make_compressor(config.wire, on_processor, dict(model.named_parameters()))
 
 
 # Which ranks run on this host.
