@@ -49,7 +49,7 @@ from shoal.engine.session_start import SessionStart
 from shoal.engine.start_training import announce, describe_process, make_engine, pin, pin_to, start_training
 from shoal.engine.training_state import Stateful, TrainingState, check_trainable
 from shoal.errors import PeerLost, RunFailed, ShoalError, UsageError
-from shoal.events import LOG_FIELDS
+from shoal.events import LOG_FIELDS, STEP_FIELDS
 from shoal.host.facts import link_mbps
 from shoal.sync.fence import GenerationEnded, StepBoundary
 from shoal.sync.kv_store_client import AgentStore
@@ -217,13 +217,7 @@ class Session:
 
     def log(self, **values: float) -> None:
         """Record values of this step, for `shoal report`."""
-        for name in LOG_FIELDS & values.keys():
-            raise UsageError(
-                f"session.log cannot record a value named {name}",
-                why="every record has a field of that name already",
-                fix=f"choose another name: session.log(my_{name}=…)",
-            )
-        self.engine.recorder.event("log", step=self.step, **{name: float(value) for name, value in values.items()})
+        self.engine.recorder.event("log", step=self.step, **_checked_values("session.log", values, LOG_FIELDS))
 
     def sum(self, *values: float) -> list[float]:
         """Return the sum of each value over all ranks. All must call it, inside a step or a function of `every`."""
@@ -503,7 +497,8 @@ class Step(AbstractContextManager["Step"]):
             raise UsageError(
                 f"step {self.number} was updated twice", why="a step has one update", fix="call step.update once"
             )
-        self._outcome.wants_stop = self._engine.update(clip, after, lambda: fields)
+        values = _checked_values("step.update", fields, STEP_FIELDS)
+        self._outcome.wants_stop = self._engine.update(clip, after, lambda: values)
         self._outcome.is_done = True
 
     def _require_open(self, method: str) -> None:
@@ -527,6 +522,27 @@ def _keep_initial(state: TrainingState) -> Callable[[], None]:
         state.load_optimizer_state(optimizer)
 
     return reset
+
+
+def _checked_values(method: str, values: Mapping[str, Any], taken: frozenset[str]) -> dict[str, float]:
+    """Return the values that a program records as numbers; refuse names that a record has already."""
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        if name in taken:
+            raise UsageError(
+                f"{method} cannot record a value named {name}",
+                why="every record has a field of that name already",
+                fix=f"choose another name: {method}(my_{name}=…)",
+            )
+        try:
+            numbers[name] = value if isinstance(value, int | float) else float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise UsageError(
+                f"{method} cannot record {name}: it is a {type(value).__qualname__} and not a number",
+                why="the values of a step are drawn as curves",
+                fix="record a number: for example tensor.mean().item()",
+            ) from None
+    return numbers
 
 
 def _check_same_data(world: World, source: Source) -> None:
