@@ -482,6 +482,7 @@ AGENT_EVENTS: Schema = {
     "generation": {"members": _is_texts},
     "refused": _ERROR,
     "joined-group": {"met": _is_ranks, "missing": _is_ranks, "after_s": _is_finite},
+    "script-store-used": {},
     "script-store-keys": {"keys": _or_none(_is_int)},
     "state-lost": _ERROR,
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from shoal.cluster.node import LOOPBACK, Node, Rendezvous
 from shoal.config.schema import RunConfig
 from shoal.control.orders import GoOrder, MembershipOrder, RosterEntry, StartProcess
-from shoal.control.rank_env import SAFE_PATH, Placement
+from shoal.control.rank_env import MEASURE, SAFE_PATH, Placement
 from shoal.errors import ConfigError
 
 # The next step asks again for the memory that a step freed. Where torch brings mimalloc, as its ARM wheels do, that
@@ -16,8 +16,6 @@ from shoal.errors import ConfigError
 KEEP_MEMORY = {"MIMALLOC_PURGE_DELAY": "-1"}
 
 TRAINING = "shoal.train.worker"
-# Runs a user's script and measures it.
-MEASURE = "shoal.engine.measure"
 
 # Where a node has the run folder.
 FolderOf = Callable[[Node], str]

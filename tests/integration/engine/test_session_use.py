@@ -284,7 +284,7 @@ def reserved_name(session: Session) -> None:
         with step:
             for name in ("samples", "loss", "step", "wait_s", "rank"):
                 with pytest.raises(UsageError, match=rf"step\.update cannot record a value named {name}"):
-                    step.update(**{name: 1.0})
+                    step.update(**{name: 1.0})  # type: ignore[arg-type]
             with pytest.raises(UsageError, match="cannot record note: it is a str and not a number"):
                 session.log(note="text")  # type: ignore[arg-type]
             session.log(step=1.0)
