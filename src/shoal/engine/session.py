@@ -261,8 +261,6 @@ class Session:
             fix="call session.stop() instead and let the loop end: it saves a checkpoint to resume from",
         )
         engine.recorder.warn(warning)
-        if self._start.console is None:
-            sys.stderr.write(warning.render().replace("error:", "warning:", 1))
 
     # Entering and leaving the world.
 
