@@ -134,6 +134,7 @@ class Engine:
     times: dict[str, float] = field(default_factory=dict)  # Seconds of the last step by phase.
     # Rates and other objects' states at the last common step, where a lost peer undoes a round; see `copy_schedule`.
     round_start: StateTree | None = None
+    _tasks_done_at_round_start: int = 0  # `periodic_done_step` at that time.
     # Called on every rank after a step that another one follows.
     between_steps: Callable[[], None] = field(default=lambda: None)
     # Where the steps began of which this rank does not know the world's loss yet.
@@ -224,15 +225,20 @@ class Engine:
         return step
 
     def return_to_round_start(self) -> None:
-        """Undo what an unfinished round has changed beside the parameters. The moments stay each rank's own."""
+        """Undo what an unfinished round has changed beside the parameters. The moments stay each rank's own.
+
+        Periodic tasks may change attached objects: those of the common step are done again, if they came after it.
+        """
         self.exchanges.totals.roll_back()
         if self.round_start is not None:
             self.state.load_schedule(self.round_start)
+            self.periodic_done_step = self._tasks_done_at_round_start
 
     def mark_round_start(self, schedule: StateTree | None = None) -> None:
         """Keep the schedule of the common step: that of now, or the one a checkpoint has."""
         if self.outer.commits_by_round:
             self.round_start = schedule or self.state.copy_schedule()
+            self._tasks_done_at_round_start = self.periodic_done_step
 
     def drop_step(self) -> None:
         """Undo what a step that is not finished has changed: gradients and buffers."""
@@ -355,6 +361,7 @@ class Engine:
 
     def restore_periodic(self, done_step: int, tasks_done: dict[str, int] | None = None) -> None:
         self.periodic_done_step, self.tasks_done = done_step, dict(tasks_done or {})
+        self._tasks_done_at_round_start = done_step
 
     def mark_saved(self) -> None:
         """Free the copy of the state before the first step: there is a checkpoint now."""

@@ -283,7 +283,7 @@ class Session:
         process = describe_process(world)
         cpus = pin(world, start.config.train.pin)
         start_training(engine, SyncChooser(engine, start.config.sync), start.run, start.resume)
-        self.on_start()
+        self._call_on_start(engine)
         self._announce(process, cpus)
         return Loop(engine, start.run, None, tuple(self._tasks))
 
@@ -340,11 +340,17 @@ class Session:
         process = describe_process(world)
         cpus = pin(world, engine.config.train.pin)
         start_training(engine, membership.chooser, membership.run, self._start.resume)
-        self.on_start()
+        self._call_on_start(engine)
         membership.member.fence.set_step(engine.outer.common_step(engine.progress.step))
         self._announce(process, cpus)
         membership.record_entry(how="first")
         membership.member.send_formed(enter.generation, 0.0)
+
+    def _call_on_start(self, engine: Engine) -> None:
+        self.on_start()
+        if engine.outer.common_step(engine.progress.step) == engine.progress.step:
+            # What it changed belongs to the first round, and is not undone with it.
+            engine.mark_round_start()
 
     def _join_generation(self, membership: GenerationChanger, enter: EnterGeneration) -> None:
         """Join a generation that trains already, on the cores of this rank's last start: its neighbours keep theirs."""
