@@ -29,13 +29,11 @@ from shoal.config.schema import Config, ModelConfig, TrainConfig
 from shoal.cost.model_size import flops_per_token
 from shoal.cost.select_sync import LEAST_GAIN
 from shoal.data.prepare import cache_root
-from shoal.engine.recorder import last_event
 from shoal.errors import ShoalError
 from shoal.host.facts import cpu_name
 from shoal.model.gpt import GPT, Block
 from shoal.model.kernels import prefer_blas
-from shoal.run_folder import RunFolder, write_atomically
-from shoal.sync.replicas import broadcast_integers
+from shoal.run_folder import write_atomically
 from shoal.sync.step_stats import max_over_world
 from shoal.sync.world import World, barrier
 from shoal.train.compute_speed import matmul_gflops
@@ -217,21 +215,6 @@ def choose(model: GPT, config: Config, micro_batch: int, work: RemainingWork, wo
     """Choose by the settings if they leave nothing open, otherwise by a trial. All ranks must call it."""
     choice = settled(config.train, world.device.type == "cpu", work)
     return choice or _Trial(model, config, micro_batch, work, world).run()
-
-
-def earlier_choice(run: RunFolder, world: World) -> ComputeChoice | None:
-    """Return the run's first choice, from rank 0's events; None if it is unknown or not possible any more.
-
-    Another choice would round differently, and a resumed run would not be the same to the bit.
-    """
-    start = last_event(run.events(0), "start") if world.is_main else {}
-    precision = start.get("precision")
-    numbers: list[int] = [precision is not None, bool(start.get("compiled")), precision == "bf16"]
-    is_known, compiled, bf16 = broadcast_integers(world, 0, numbers)
-    lacks_compiler = max_over_world(world, [float(bool(compiled) and not has_compiler())])[0]
-    if not is_known or lacks_compiler:
-        return None
-    return ComputeChoice(bool(compiled), "bf16" if bf16 else "fp32", "as when the run began")
 
 
 def apply(choice: ComputeChoice, model: GPT) -> None:

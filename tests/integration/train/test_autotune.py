@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from shoal.config.schema import Config, ModelConfig, TrainConfig
 from shoal.model.gpt import GPT
-from shoal.run_folder import RunFolder
 from shoal.sync.world import World
 from shoal.train import autotune
 from shoal.train.autotune import (
@@ -30,7 +29,6 @@ from shoal.train.autotune import (
     work_left,
 )
 from tests.support.ranks import run_ranks
-from tests.support.run_samples import start
 
 AUTO = TrainConfig(compile="auto", precision="auto")
 LONG = RemainingWork(blocks=100_000, flops=1e18)
@@ -249,31 +247,6 @@ def test_without_a_compiler_every_rank_stays_eager(tmp_path: Path) -> None:
     [(compiled, why)] = run_ranks(without_compiler, 1, tmp_path, str(tmp_path / "cache"))
     assert not compiled
     assert "there is no g++" in why
-
-
-def resume_from(world: World, folder: str, has_compiler: bool) -> ComputeChoice | None:
-    autotune.has_compiler = lambda: has_compiler
-    return autotune.earlier_choice(RunFolder(Path(folder)), world)
-
-
-@pytest.mark.parametrize(
-    ("lines", "has_compiler", "choice"),
-    [
-        ([{"compiled": True, "precision": "bf16"}], True, (True, "bf16")),
-        ([{"compiled": True, "precision": "fp32"}, {"compiled": False, "precision": "fp32"}], True, (False, "fp32")),
-        ([{"compiled": True, "precision": "fp32"}], False, None),
-        ([{}], True, None),
-        ([], True, None),
-    ],
-)
-def test_a_resumed_run_keeps_its_compute_choice(
-    lines: list[dict[str, Any]], has_compiler: bool, choice: tuple[bool, str] | None, tmp_path: Path
-) -> None:
-    events = RunFolder(tmp_path / "run").events(0)
-    events.parent.mkdir(parents=True)
-    events.write_text("".join(json.dumps(start(0) | line) + "\n" for line in lines) + "{torn")
-    choices = run_ranks(resume_from, 2, tmp_path, str(tmp_path / "run"), has_compiler)
-    assert [result and (result.compiled, result.precision) for result in choices] == [choice] * 2
 
 
 def train_compiled(world: World) -> tuple[list[float], list[float], float, float, int]:
