@@ -212,7 +212,7 @@ class Agent:
         for member, message in self._early_messages:
             membership.received(member, message)
         self._early_messages.clear()
-        self._spawn(watch_for_sleep(membership.suspend, membership.wake))
+        await self._open_elastic(membership)
 
     def _on_script_rank(self, rank: LocalRank, message: ToAgent) -> None:
         """Handle a message of a script's rank: only a session sends any."""

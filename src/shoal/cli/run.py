@@ -125,6 +125,12 @@ def run(
             why="a machine that joined by a code takes part in one launch only",
             fix="leave --restarts out, or name the machines in a hosts file",
         )
+    if argv[0] == "-m" and isinstance(parse_on(on), JoinSpec):
+        raise UsageError(
+            f"-m {argv[1]} does not go with --on {on}",
+            why="the owner of a machine that joins names the script there, and both are compared",
+            fix="start a script file instead",
+        )
     clear_leftovers(clean)
     out = out or default_out(name)
     session = session_settings(flags, set_ or [], on)

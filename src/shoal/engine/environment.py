@@ -39,6 +39,7 @@ from shoal.sync.world import World, choose_device, join_world
 
 def open_session(given: Mapping[str, Any], out: Path | None) -> SessionStart:
     """Read the launcher's decisions; `given` are the settings of the script, section by section."""
+    _print_errors_plainly()
     use_private_caches()
     placement = Placement.from_env(os.environ)
     if SESSION_FD in os.environ:
@@ -49,7 +50,6 @@ def open_session(given: Mapping[str, Any], out: Path | None) -> SessionStart:
     config = validate_session(merge([given, {"run": actual}, json.loads(os.environ.get(SETTINGS, "{}"))]))
     stop = StopRequest()
     _catch_stop_signals(stop)
-    _print_errors_plainly()
     held, console = ExitStack(), None
     if is_launched:
         run, world, resume = RunFolder(Path(os.environ[RUN_MARK])), None, RESUME in os.environ
