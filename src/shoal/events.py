@@ -423,6 +423,13 @@ _ANNOUNCEMENT = {"text": _is_text, "generation": _or_none(_is_text)}
 
 # Fields of a `log` event that are not values of the user's program.
 LOG_FIELDS = frozenset(("event", "rank", "time", "step"))
+# The phases of a step, which add up to it, in the order of reports.
+PHASES = ("data", "forward", "backward", "exposed", "wait", "optimizer", "other")
+# The gradient exchange: its duration, and the part of it hidden behind backward. Both overlap with the phases.
+EXCHANGE_TIMES = ("allreduce_s", "hidden_s")
+STEP_TIMES = ("step_s", *(f"{phase}_s" for phase in PHASES), *EXCHANGE_TIMES)
+# Fields of a `step` event that shoal writes itself.
+STEP_FIELDS = LOG_FIELDS.union(("loss", "own_loss", "samples", "grad_norm", "wire_bytes"), STEP_TIMES)
 
 RANK_EVENTS: Schema = {
     # The GPT counts tokens; a user's training, samples only. Runs of older versions have no `samples`. The loss of a
@@ -475,6 +482,7 @@ AGENT_EVENTS: Schema = {
     "generation": {"members": _is_texts},
     "refused": _ERROR,
     "joined-group": {"met": _is_ranks, "missing": _is_ranks, "after_s": _is_finite},
+    "script-store-used": {},
     "script-store-keys": {"keys": _or_none(_is_int)},
     "state-lost": _ERROR,
 }

@@ -91,6 +91,7 @@ class RunFolder:
     data = _File("data.json")  # where this node keeps the encoded text, and the text's digest
     report = _File("report.html")
     job = _File("job.json")  # the supervisor's job; see `runs.supervisor.RunJob`
+    script = _File("script.json")  # what a machine that joins a script needs; see `runs.supervisor.SharedScript`
     # The supervisor's events: the only file that shows whether the last launch has ended, and how.
     supervisor = _File("supervisor.jsonl")
     chaos = _File("chaos.jsonl")  # faults that were injected on purpose

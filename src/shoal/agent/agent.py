@@ -47,7 +47,7 @@ from shoal.control.orders import (
     to_line,
 )
 from shoal.control.processes import MESSENGER, SUPERVISOR, find_processes, remove_own_marks, restore_signals
-from shoal.control.rank_env import torch_caches
+from shoal.control.rank_env import MEASURE, torch_caches
 from shoal.control.rank_messages import RankReady, ToAgent
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
@@ -212,7 +212,7 @@ class Agent:
         for member, message in self._early_messages:
             membership.received(member, message)
         self._early_messages.clear()
-        self._spawn(watch_for_sleep(membership.suspend, membership.wake))
+        await self._open_elastic(membership)
 
     def _on_script_rank(self, rank: LocalRank, message: ToAgent) -> None:
         """Handle a message of a script's rank: only a session sends any."""
@@ -258,9 +258,16 @@ class Agent:
                 self._environment.start(start, has_own_folder)
         self._unjoined = UnjoinedRanks(
             go.starts,
-            lambda met, missing, after_s: self._write("joined-group", met=met, missing=missing, after_s=after_s),
+            self._report_joined,
+            lambda: self._write("script-store-used"),
         )
         self._write("started", processes=self._ranks.alive())
+
+    def _report_joined(self, met: list[int], missing: list[int], after_s: float) -> None:
+        # A session writes its configuration when it is made; its ranks meet when the loop begins, through the agents.
+        is_measured = any(MEASURE in start.argv for start in (self._go.starts if self._go else ()))
+        if met or is_measured or not self._run.config.is_file():
+            self._write("joined-group", met=met, missing=missing, after_s=after_s)
 
     # The main loop.
 

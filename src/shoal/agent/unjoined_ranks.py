@@ -43,7 +43,8 @@ def no_rank_joined(alone: list[int], address: str, port: int, after_s: float) ->
     return RunFailed(
         f"{rank_names(alone)} {have} not met the others at {address}:{port} in {after_s:.0f} s",
         why="a script that makes no process group trains once on every rank; one that meets elsewhere is fine",
-        fix="call torch.distributed.init_process_group(), or tell Lightning its strategy, devices and num_nodes",
+        fix="call torch.distributed.init_process_group(), use shoal.Session, or tell Lightning its strategy, devices "
+        "and num_nodes",
     )
 
 
@@ -98,10 +99,18 @@ class JoinWatch:
 class UnjoinedRanks:
     """Reports once, a minute after the start, which of a node's script ranks have joined a group and which have not."""
 
-    def __init__(self, starts: Iterable[StartProcess], report: Callable[[list[int], list[int], float], None]) -> None:
+    def __init__(
+        self,
+        starts: Iterable[StartProcess],
+        report: Callable[[list[int], list[int], float], None],
+        note_first: Callable[[], None],
+    ) -> None:
+        """`note_first` is called when the first of these ranks is seen at the store."""
         script_ranks = [start for start in starts if start.is_script_rank]
         self._ranks = {start.name: start.ranks[0] for start in script_ranks}
         self._report = report
+        self._note_first = note_first
+        self._has_noted_first = False
         self._watch: JoinWatch | None = None
         self._looked_s = 0.0
         if script_ranks and (world_size := int(script_ranks[0].env["WORLD_SIZE"])) > 1:
@@ -114,6 +123,9 @@ class UnjoinedRanks:
             return
         self._looked_s = elapsed_s
         self._watch.look({self._ranks[name]: pid for name, pid in pids.items() if name in self._ranks})
+        if any(self._watch.met.values()) and not self._has_noted_first:
+            self._has_noted_first = True
+            self._note_first()
         if elapsed_s > UNJOINED_AFTER_S:
             met = sorted(rank for rank, has_joined in self._watch.met.items() if has_joined)
             self._report(met, who_is_alone(self._watch.met, self._world_size), elapsed_s)

@@ -37,7 +37,7 @@ from shoal.cluster.hosts.ssh import on_each, values_or_raise
 from shoal.cluster.join import Invitation, parse_invitation
 from shoal.config.load import (
     build_config,
-    load_config,
+    load_settings,
     refuse_duplicate_settings,
     refuse_without_effect,
     typed_settings,
@@ -167,6 +167,10 @@ def join(
     node: Annotated[
         str | None, typer.Option(help="With a run folder that has several nodes: the node to restart.")
     ] = None,
+    script: Annotated[
+        Path | None,
+        typer.Option(help="To join the run of a script: this machine's copy of it. Its arguments follow after --."),
+    ] = None,
 ) -> None:
     """Join a run that another machine hosts. Type `shoal host` there, and here the command that it prints.
 
@@ -175,7 +179,7 @@ def join(
 
     A machine whose agent was killed rejoins its run, if that continues elsewhere, with: shoal join RUN-FOLDER.
     """
-    code = " ".join(context.args) if context.args else None
+    code = " ".join(context.args) if context.args and script is None else None
     if Path(invitation).is_dir():
         if code is not None or code_file is not None:
             raise UsageError(f"{invitation} is a run folder: rejoining a run needs no code")
@@ -193,10 +197,11 @@ def join(
             why="it selects the node that rejoins; a machine that joins gets a new name",
             fix=f"leave it out: shoal join {invitation}",
         )
+    words = [] if script is None else [str(script), *context.args]
     invited = _with_code(parse_invitation(invitation), code, code_file)
     show = LocalRankDisplay()
     try:
-        joined = take_part(invited, out or default_out("joined"), print_note, show)
+        joined = take_part(invited, out or default_out("joined"), print_note, show, words)
     finally:
         show.close()
     sys.stdout.write(
@@ -319,7 +324,7 @@ class LocalRankDisplay:
         if self._tail is None and (files := run.event_files()):
             rank, path = next(iter(files.items()))
             self._tail = EventTail(path)
-            self._display = make_display(load_config(run.config), rank=rank)
+            self._display = make_display(load_settings(run.config), rank=rank)
         if self._tail is not None and self._display is not None:
             self._display(self._tail.poll())
 

@@ -12,7 +12,8 @@ import typer
 
 from shoal import __version__
 from shoal.cli.main import load_verb
-from shoal.cli.output import LineDisplay, make_console, print_detached, print_json, print_run
+from shoal.cli.output import print_json
+from shoal.cli.runs import print_script_end, resume_session, watch_script
 from shoal.cli.train import DEFAULT_PRESET, clear_leftovers
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.target import JoinSpec, parse_on
@@ -37,9 +38,8 @@ from shoal.launch.emit import (
 )
 from shoal.launch.launcher import GRACE_S
 from shoal.run_folder import RunFolder
-from shoal.runs.start import default_out, resume_script, start_script
+from shoal.runs.start import default_out, start_script
 from shoal.runs.supervisor import RunJob
-from shoal.tools.report.manifest import read_manifest
 
 app = typer.Typer(add_completion=False)
 
@@ -99,7 +99,6 @@ def run(
     Modules are imported from the script's folder first; with -m from the current folder, unless others can write to it.
     """
     flags: Overrides = {"train": {"steps": steps}, "sync": {"mode": sync, "wire": wire, "accumulate": accumulate}}
-    display = LineDisplay(make_console(soft_wrap=True))
     if resume is not None:
         if script:
             raise UsageError(
@@ -108,9 +107,7 @@ def run(
                 fix=f"shoal run --resume {resume}",
             )
         clear_leftovers(clean)
-        folder = resume_script(resume, session_settings(flags, set_ or [], None), detach, display)
-        if detach:
-            print_detached(folder, json=False)
+        resume_session(resume, session_settings(flags, set_ or [], None), detach)
         return
     if not script:
         raise UsageError("no script to run", fix="write for example: shoal run --on local:2 train.py --epochs 3")
@@ -128,6 +125,12 @@ def run(
             why="a machine that joined by a code takes part in one launch only",
             fix="leave --restarts out, or name the machines in a hosts file",
         )
+    if argv[0] == "-m" and isinstance(parse_on(on), JoinSpec):
+        raise UsageError(
+            f"-m {argv[1]} does not go with --on {on}",
+            why="the owner of a machine that joins names the script there, and both are compared",
+            fix="start a script file instead",
+        )
     clear_leftovers(clean)
     out = out or default_out(name)
     session = session_settings(flags, set_ or [], on)
@@ -142,12 +145,9 @@ def run(
         measure=measure,
         restarts=restarts,
     )
-    folder = start_script(job, out, detach, display)
-    if detach:
-        print_detached(folder, json=False)
-    elif (manifest := read_manifest(folder)) is not None:
-        # The script trained with shoal.Session. Its stdout is its own.
-        print_run(folder, manifest, stderr=True)
+    # A script that is only measured shows its own progress.
+    display, watch = watch_script(with_progress=not detach and not measure)
+    print_script_end(start_script(job, out, detach, display, watch), detach)
 
 
 def session_settings(flags: Overrides, sets: list[str], on: str | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from shoal.cli.output import (
     command,
     is_given,
     make_console,
+    print_detached,
     print_json,
     print_note,
     print_run,
@@ -29,6 +30,7 @@ from shoal.cli.output import (
 from shoal.cli.progress import make_display, make_plain_display
 from shoal.cluster.hosts.spec import HostsSpec, read_hosts
 from shoal.config.load import load_settings
+from shoal.config.presets import Overrides
 from shoal.control.processes import find_processes
 from shoal.errors import ShoalError, UsageError
 from shoal.events import Event
@@ -50,7 +52,8 @@ from shoal.runs.manage import (
     stop_on,
 )
 from shoal.runs.manage import stop_run as stop_run
-from shoal.runs.start import TrainDisplay, require_manifest
+from shoal.runs.start import TrainDisplay, WatchScript, require_manifest, resume_script
+from shoal.tools.report.manifest import read_manifest
 from shoal.units import format_duration
 
 app = typer.Typer(add_completion=False)
@@ -171,14 +174,16 @@ def logs(
 class RunEventPrinter:
     """Print on stderr what happens to a run: the supervisor's notes and, for a training, its ranks' events."""
 
-    def __init__(self, run: RunFolder, lines: LineDisplay, with_progress: bool) -> None:
+    def __init__(self, run: RunFolder, lines: LineDisplay, with_progress: bool, is_new: bool = False) -> None:
+        """With `is_new` the run is about to be launched, and its folder may have settings of an earlier launch."""
         self._keeping = SupervisorLog.from_now(run)
         self._news = RunEvents(run)
         self._lines = lines
         self._run = run
         self._with_progress = with_progress
         self._display: TrainDisplay | None = None
-        self._open_display()
+        if not is_new:
+            self._open_display()
 
     def _open_display(self) -> None:
         """Show progress as soon as the run is a training: a script becomes one when it makes its `shoal.Session`."""
@@ -189,17 +194,16 @@ class RunEventPrinter:
 
     def show(self, notes: list[Event] | None = None) -> None:
         """Print these notes of the supervisor, or those since the last call, and the ranks' events since then."""
-        self._open_display()
-        progress = self._display
         if notes is None:
             notes = self._keeping.poll()
-        if progress is None:
+        events = [event for event in self._news.poll() if event["event"] != "shard"]
+        if events:
+            self._open_display()
+        if (progress := self._display) is None:
             for note in notes:
                 self._lines.note(note["text"])
-            return
-        events = [*notes, *(event for event in self._news.poll() if event["event"] != "shard")]
-        if events:
-            self._lines.beside(lambda: progress(events))
+        elif notes or events:
+            self._lines.beside(lambda: progress([*notes, *events]))
 
     def show_end(self) -> None:
         """Print how the run ended, if it ended while we followed."""
@@ -207,6 +211,26 @@ class RunEventPrinter:
         if self._keeping.ended is not None:
             failed = self._keeping.ended["code"]
             print_note(f"the run has ended: {self._keeping.ended.get('seen')}" if failed else "the run has ended well")
+
+
+def watch_script(with_progress: bool) -> tuple[LineDisplay, WatchScript]:
+    """Return what shows the lines of a script that is about to be launched, and what shows its session beside them."""
+    display = LineDisplay(make_console(soft_wrap=True))
+    return display, lambda run: RunEventPrinter(run, display, with_progress, is_new=True).show
+
+
+def resume_session(path: Path, changes: Overrides, detach: bool, json: bool = False) -> None:
+    """Continue the session of a script's run from its newest checkpoint."""
+    display, watch = watch_script(with_progress=not detach)
+    print_script_end(resume_script(path, dict(changes), detach, display, watch), detach, json)
+
+
+def print_script_end(run: RunFolder, detach: bool, json: bool = False) -> None:
+    if detach:
+        print_detached(run, json)
+    elif (manifest := read_manifest(run)) is not None:
+        # The script trained with shoal.Session. Its stdout is its own.
+        print_run(run, manifest, stderr=True)
 
 
 @app.command()

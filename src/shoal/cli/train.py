@@ -13,7 +13,6 @@ from rich.markup import escape
 
 from shoal.cli.bench import scaling_config, scaling_document
 from shoal.cli.output import (
-    LineDisplay,
     advising_flags,
     command,
     flag_of,
@@ -28,6 +27,7 @@ from shoal.cli.output import (
     stdout_console,
 )
 from shoal.cli.progress import make_display
+from shoal.cli.runs import resume_session
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.node import Rendezvous
 from shoal.cluster.target import parse_on
@@ -51,7 +51,6 @@ from shoal.runs.start import (
     default_out,
     is_script_run,
     refuse_confirm,
-    resume_script,
     resume_training,
     start_training,
 )
@@ -179,9 +178,7 @@ def train(
         changes = resume_changes(given)
         clear_leftovers(clean)
         if is_script_run(resume):
-            script_run = resume_script(resume, changes, detach, LineDisplay(make_console(soft_wrap=True)))
-            if detach:
-                print_detached(script_run, json)
+            resume_session(resume, changes, detach, json)
             return
         run, manifest = resume_training(resume, make_display, changes, detach, lineage or "", confirm)
     else:

@@ -13,6 +13,7 @@ import ipaddress
 import json
 import re
 import secrets
+import shlex
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
@@ -36,6 +37,7 @@ from shoal.control.channel import Channel, Message, seal
 from shoal.control.connection_guard import accept_connection, make_connection_guard
 from shoal.control.handshake import Hello, find_mismatch, make_hello
 from shoal.control.orders import GoOrder, MeetOrder
+from shoal.control.rank_env import RESUME
 from shoal.errors import ControlError, ShoalError, UsageError, from_dict
 from shoal.host.facts import interface_addresses, interface_for, physical_cores, source_address
 
@@ -201,12 +203,14 @@ class JoinedLink:
         other agents."""
         order = json.loads(line)
         if meet := order.get(MeetOrder.__name__):
-            fields = {name: meet[name] for name in ("node", "member", "launch", "launched_at")}
+            fields = {name: meet[name] for name in ("node", "member", "launch", "launched_at", "config", "data")}
             self._post({"type": "meet", **fields, "sealed": seal(meet["token"], self.code)})
         elif go := order.get(GoOrder.__name__):
-            resume = any("--resume" in start["argv"] for start in go["starts"])
-            fields = {name: go[name] for name in ("roster", "members")}
-            self._post({"type": "roster", "resume": resume, **fields})
+            starts = go["starts"]
+            resume = any("--resume" in start["argv"] or RESUME in start["env"] for start in starts)
+            ports = [int(start["env"].get("MASTER_PORT", 0)) for start in starts]
+            fields = {name: go[name] for name in ("roster", "members", "grace_s")}
+            self._post({"type": "roster", "resume": resume, "script_port": max(ports, default=0), **fields})
 
     def _post(self, message: Message) -> None:
         asyncio.run_coroutine_threadsafe(self.channel.send(message), self.loop)
@@ -302,6 +306,7 @@ class JoinServer:
         late: bool = False,
         confirm: Confirm | None = None,
     ) -> None:
+        self._words = run_files.join_words
         self._address = address
         self._port = port
         self._run_files = run_files
@@ -361,7 +366,7 @@ class JoinServer:
         an argument, which other users of the joining machine could read in the list of processes."""
         self._code = make_code()
         invitation = Invitation(self._address, port, self._code)
-        self._note(f"on the machine to join, type: shoal join {invitation.place}")
+        self._note(f"on the machine to join, type: {shlex.join(['shoal', 'join', invitation.place, *self._words])}")
         self._note(f"it asks for this code, which works once: {invitation.shown_code}")
 
     async def _admit(self, channel: Channel, code: str, peer: str, taken: TakenNames) -> JoinedLink:

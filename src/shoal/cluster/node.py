@@ -85,6 +85,7 @@ class RunFiles:
     # Small files of the run folder. A function of where the large files are on that machine: one text names them.
     texts: Callable[[Mapping[str, str]], dict[str, str]] = _no_texts
     keeps_files: bool = True  # keep what the run writes there, as for a training
+    join_words: tuple[str, ...] = ()  # what its owner types behind `shoal join ADDRESS:PORT`
 
 
 def ranks_of(nodes: Sequence[Node], node: Node) -> range:

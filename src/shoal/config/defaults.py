@@ -11,6 +11,11 @@ MAX_NODES = 64
 # How often an agent restarts a rank that was killed.
 RESTARTS = 3
 
+# A rank is slow when its part of a step takes so many times as long as the median of the others', and the difference is
+# such a part of a step.
+SLOW_RATIO = 1.5
+MIN_WAIT_PART = 0.1
+
 # Seconds that a collective of a rank may take, and that ranks may take to form a process group.
 SYNC_TIMEOUT_S = 60.0
 JOIN_TIMEOUT_S = 60.0

@@ -42,6 +42,8 @@ RESUME = "SHOAL_RESUME"
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
 _SCRIPT_STORE = "shoal.sync.script_store"
+# Runs a user's script and measures it.
+MEASURE = "shoal.engine.measure"
 
 # Variables by which a user sets a folder from which torch loads code.
 CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")

@@ -334,7 +334,10 @@ def read_shard(folder: Path, rank: int, mark: int) -> StateTree:
             facts = opened.metadata() or {}
         if facts.get("mark") != str(mark):
             raise CheckpointError(f"{file} belongs to another save of this run")
-        return StateTree(load_file(file), json.loads(facts["values"]))
+        values = json.loads(facts["values"])
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{file} was written by another version of shoal")
+        return StateTree(load_file(file), values)
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename} is missing") from error
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -30,7 +30,7 @@ from shoal.engine.recorder import Recorder
 from shoal.engine.refusal import StepResult, explain_refusal
 from shoal.engine.stragglers import Stragglers
 from shoal.engine.totals import StepTotals
-from shoal.engine.training_state import TrainingState
+from shoal.engine.training_state import StateTree, TrainingState
 from shoal.errors import ShoalError, UsageError
 from shoal.sync.compression import kernel_or_plain
 from shoal.sync.fence import Fence, OpenFence, StepBoundary
@@ -133,6 +133,9 @@ class Engine:
     tasks_done: dict[str, int] = field(default_factory=dict)
     stragglers: Stragglers = field(default_factory=Stragglers)
     times: dict[str, float] = field(default_factory=dict)  # Seconds of the last step by phase.
+    # Rates and other objects' states at the last common step, where a lost peer undoes a round; see `copy_schedule`.
+    round_start: StateTree | None = None
+    _tasks_done_at_round_start: int = 0  # `periodic_done_step` at that time.
     # Called on every rank after a step that another one follows.
     between_steps: Callable[[], None] = field(default=lambda: None)
     # Where the steps began of which this rank does not know the world's loss yet.
@@ -221,8 +224,24 @@ class Engine:
         """After a failed exchange, return to a state that others can continue from; return its step."""
         step = self.outer.roll_back(self.progress.step)
         if step != self.progress.step:
-            self.exchanges.totals.roll_back()
+            self.return_to_round_start()
         return step
+
+    def return_to_round_start(self) -> None:
+        """Undo what an unfinished round has changed beside the parameters. The moments stay each rank's own.
+
+        Periodic tasks may change attached objects: those of the common step are done again, if they came after it.
+        """
+        self.exchanges.totals.roll_back()
+        if self.round_start is not None:
+            self.state.load_schedule(self.round_start)
+            self.periodic_done_step = self._tasks_done_at_round_start
+
+    def mark_round_start(self, schedule: StateTree | None = None) -> None:
+        """Keep the schedule of the common step: that of now, or the one a checkpoint has."""
+        if self.outer.commits_by_round:
+            self.round_start = schedule or self.state.copy_schedule()
+            self._tasks_done_at_round_start = self.periodic_done_step
 
     def drop_step(self) -> None:
         """Undo what a step that is not finished has changed: gradients and buffers."""
@@ -319,6 +338,7 @@ class Engine:
     def connect(self) -> None:
         """Make the exchanges with the ranks of this world."""
         self.exchanges = make_exchanges(self.config, self.state, self.world, self.plan)
+        self.mark_round_start()
 
     def change_sync(self, sync: SyncConfig) -> None:
         """Replace the exchanges between two steps, when all ranks have done the last one and their models are equal."""
@@ -344,6 +364,7 @@ class Engine:
 
     def restore_periodic(self, done_step: int, tasks_done: dict[str, int] | None = None) -> None:
         self.periodic_done_step, self.tasks_done = done_step, dict(tasks_done or {})
+        self._tasks_done_at_round_start = done_step
 
     def mark_saved(self) -> None:
         """Free the copy of the state before the first step: there is a checkpoint now."""
@@ -475,6 +496,8 @@ class Engine:
             except NonFiniteExchange:
                 self._refuse_step()
                 raise
+            if self.outer.common_step(step) == step:
+                self.mark_round_start()
             # Streaming replicas always differ: their buffers are averaged once in a round.
             is_round_end = not self.outer.differs_now or step % self.outer.round_steps == 0
             if self.outer.replicas_differ and is_round_end:

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,6 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
+
+import psutil
 
 from shoal.config.load import merge, to_toml, validate_session
 from shoal.config.schema import EngineConfig
@@ -36,6 +39,7 @@ from shoal.sync.world import World, choose_device, join_world
 
 def open_session(given: Mapping[str, Any], out: Path | None) -> SessionStart:
     """Read the launcher's decisions; `given` are the settings of the script, section by section."""
+    _print_errors_plainly()
     use_private_caches()
     placement = Placement.from_env(os.environ)
     if SESSION_FD in os.environ:
@@ -46,13 +50,12 @@ def open_session(given: Mapping[str, Any], out: Path | None) -> SessionStart:
     config = validate_session(merge([given, {"run": actual}, json.loads(os.environ.get(SETTINGS, "{}"))]))
     stop = StopRequest()
     _catch_stop_signals(stop)
-    _print_errors_plainly()
     held, console = ExitStack(), None
     if is_launched:
         run, world, resume = RunFolder(Path(os.environ[RUN_MARK])), None, RESUME in os.environ
         _write_config(run, config)
     else:
-        run, world, resume = _open_folder(config, placement, out or _default_folder(name), held)
+        run, world, resume = _open_folder(config, placement, choose_folder(name, out, os.environ), held)
         placement = replace(placement, keeps_files=placement.rank == 0)
         if placement.rank == 0:
             console = Console(run, config.train.steps, f'start it again with shoal.Session(..., out="{run.path}")')
@@ -78,7 +81,7 @@ def _open_folder(
     document: dict[str, Any] = {}
     if world.is_main:
         try:
-            has_checkpoint = any((out / "checkpoints").glob("step-*"))
+            has_checkpoint = _has_checkpoint(out)
             run = RunFolder.open(out) if has_checkpoint else RunFolder.create(out, is_training=False)
             held.enter_context(run.held())
             _write_config(run, config)
@@ -96,8 +99,21 @@ def _write_config(run: RunFolder, config: EngineConfig) -> None:
     write_atomically(run.config, to_toml(config))
 
 
-def _default_folder(name: str) -> Path:
-    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+def choose_folder(name: str, out: Path | None, env: Mapping[str, str]) -> Path:
+    """Return the run folder: `out`, or one named after the time at which this program or its torchrun was started.
+
+    When torchrun has started its workers again, that is the folder of the last attempt that has a checkpoint. An
+    attempt that finds none begins a folder of its own: a run never overwrites another one.
+    """
+    attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    began = psutil.Process(os.getppid()).create_time() if "TORCHELASTIC_RUN_ID" in env else time.time()
+    first = out or Path("runs") / f"{name}-{datetime.fromtimestamp(began):%Y%m%d-%H%M%S}"
+    folders = [first, *(first.with_name(f"{first.name}-{number}") for number in range(1, attempt + 1))]
+    return next(filter(_has_checkpoint, reversed(folders)), folders[-1])
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    return any((folder / "checkpoints").glob("step-*"))
 
 
 def _print_errors_plainly() -> None:

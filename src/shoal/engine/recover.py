@@ -315,15 +315,7 @@ class GenerationChanger:
         that persists would keep the ranks busy forever.
         """
         engine = self.engine
-        if self._failed_recoveries >= _MAX_FAILED_RECOVERIES:
-            raise RunFailed(
-                f"the run went back to a checkpoint {self._failed_recoveries} times, and a machine was lost each time "
-                "before the first step",
-                why="machines fail again and again, or a disk is too slow to read a checkpoint in time",
-                fix=f"look at the logs of the ranks (shoal report {self.run.path}), "
-                f"then: shoal train --resume {self.run.path}",
-            )
-        self._failed_recoveries += 1
+        self._count_recovery()
         self.member.fence.mark_overwritten()
         self.has_state = False
         # Ranks without files wait while the others read theirs.
@@ -339,19 +331,8 @@ class GenerationChanger:
                 why="the checkpoints are on a machine that is gone, or their files were removed or damaged",
                 fix=f"bring that machine or the files back, then: shoal train --resume {self.run.path}",
             )
-        engine.set_history(())
-        engine.enter_world(world, 0, 0, launched)
-        # Records of lost steps must not be committed again.
-        engine.recorder.forget_committed()
-        if not world.keeps_files:
-            # All of them are before the checkpoint: it is saved after the ledger.
-            engine.recorder.drop_unwritten()
-        engine.recorder.enter_world(world, [])
-        self.chooser.reset()
-        engine.set_sync(self.chooser.initial_sync)
+        self._forget_lost_steps(world, launched)
         engine.has_fixed_shapes = bool(has_fixed_shapes)
-        if engine.reset is not None:
-            engine.reset()
         start_training(engine, self.chooser, self.run, bool(has_checkpoint), ResumeContext(launched, newest))
         with engine.outer.common():
             _check_equal(world, replica_state(engine))
@@ -362,18 +343,49 @@ class GenerationChanger:
         self._is_ledger_behind = own_last < lost_step
         self._sync_ledgers(world)
         engine.recorder.enter_world(world, [])
-        redone = max(0, lost_step - step)
-        engine.recorder.event("recovery", step=step, lost_step=lost_step, redone=redone)
-        if world.is_main:
-            where = f"the checkpoint of step {step}" if step else "the first step, since there was no checkpoint yet"
-            warning = RunFailed(
-                f"every rank that had the training's state was lost: the run goes on from {where}, "
-                f"and {redone} steps are done again",
-                why="ranks were lost within moments of each other, before one of the others had the state",
-                fix="nothing to do; to lose fewer steps next time, save more often: --set train.checkpoint_every=…",
-            )
-            engine.recorder.warn(warning, step=step)
+        self._report_recovery(world, step, lost_step)
         self._failed_recoveries = 0
+
+    def _count_recovery(self) -> None:
+        if self._failed_recoveries >= _MAX_FAILED_RECOVERIES:
+            raise RunFailed(
+                f"the run went back to a checkpoint {self._failed_recoveries} times, and a machine was lost each time "
+                "before the first step",
+                why="machines fail again and again, or a disk is too slow to read a checkpoint in time",
+                fix=f"look at the logs of the ranks (shoal report {self.run.path}), "
+                f"then: shoal train --resume {self.run.path}",
+            )
+        self._failed_recoveries += 1
+
+    def _forget_lost_steps(self, world: World, launched: int) -> None:
+        """Enter the world at step 0 with the initial state and settings, before a checkpoint is loaded over them."""
+        engine = self.engine
+        engine.set_history(())
+        engine.enter_world(world, 0, 0, launched)
+        # Records of lost steps must not be committed again.
+        engine.recorder.forget_committed()
+        if not world.keeps_files:
+            # All of them are before the checkpoint: it is saved after the ledger.
+            engine.recorder.drop_unwritten()
+        engine.recorder.enter_world(world, [])
+        self.chooser.reset()
+        engine.set_sync(self.chooser.initial_sync)
+        if engine.reset is not None:
+            engine.reset()
+
+    def _report_recovery(self, world: World, step: int, lost_step: int) -> None:
+        redone = max(0, lost_step - step)
+        self.engine.recorder.event("recovery", step=step, lost_step=lost_step, redone=redone)
+        if not world.is_main:
+            return
+        where = f"the checkpoint of step {step}" if step else "the first step, since there was no checkpoint yet"
+        warning = RunFailed(
+            f"every rank that had the training's state was lost: the run goes on from {where}, "
+            f"and {redone} steps are done again",
+            why="ranks were lost within moments of each other, before one of the others had the state",
+            fix="nothing to do; to lose fewer steps next time, save more often: --set train.checkpoint_every=…",
+        )
+        self.engine.recorder.warn(warning, step=step)
 
     def _checkpoints(self) -> CheckpointFolder:
         return CheckpointFolder(self.run.checkpoints, self.engine.config.train.keep_checkpoints)

@@ -22,7 +22,7 @@ from shoal.engine.checkpoint import (
 )
 from shoal.engine.engine import Engine, exchange_timeout_s
 from shoal.engine.recorder import Recorder
-from shoal.engine.saving import WRITE_TIMEOUT_S, Saver, load_own_state, optimizer_of_shard
+from shoal.engine.saving import WRITE_TIMEOUT_S, Saver, load_own_state, optimizer_of_shard, schedule_of_shard
 from shoal.engine.state_transfer import broadcast_json, broadcast_state, gather_json
 from shoal.engine.training_state import StateTree, fill
 from shoal.errors import CheckpointError
@@ -162,6 +162,7 @@ def resume_training(
             fix="restore the run folder's events, or name the mode in its config.toml: shoal train --help",
         )
     _load_common(engine, source, checkpoint, info)
+    engine.mark_round_start()
     if info.shards is None:
         engine.move_to(step, cursor)
         return
@@ -252,9 +253,11 @@ def _fall_back(
     world = engine.world
     engine.move_to(shards.step, shards.cursor)
     if not info.has_moments and holders:
-        is_source = world.rank == holders[0] and own is not None
-        tree = broadcast_state(world, holders[0], optimizer_of_shard(own) if own is not None and is_source else None)
-        engine.state.load_optimizer_state(tree)
+        sent = own if world.rank == holders[0] else None
+        engine.state.load_optimizer_state(broadcast_state(world, holders[0], sent and optimizer_of_shard(sent)))
+        if shards.step < info.step:
+            engine.state.load_schedule(broadcast_state(world, holders[0], sent and schedule_of_shard(sent)))
+        engine.mark_round_start()
     elif not info.has_moments:
         engine.state.reset_optimizers()
     if problem is None and not world.is_main:

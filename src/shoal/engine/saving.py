@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
@@ -23,7 +24,7 @@ WRITE_TIMEOUT_S = 600.0
 _MARK_BITS = 62
 _RETRY_S = 0.2
 # Prefixes of names in a shard.
-_SYNC, _WIRE, _OPTIMIZER = "sync.", "wire.", "inner."
+_SYNC, _WIRE, _OPTIMIZER, _SCHEDULE = "sync.", "wire.", "inner.", "round_start."
 
 
 def _common_state(engine: Engine, shards: RankShards | None) -> Checkpoint:
@@ -39,13 +40,16 @@ def _own_state(engine: Engine) -> StateTree:
     """Return this rank's shard: what differs between replicas. Without tensors if nothing does."""
     own = {_SYNC + name: tensor for name, tensor in engine.sync.state().items()}
     own |= {_WIRE + name: tensor for name, tensor in engine.outer.own_state().items()}
-    values = None
+    values: dict[str, Any] = {}
     if engine.outer.replicas_differ:
         optimizer = engine.state.optimizer_state()
         own |= {_OPTIMIZER + name: tensor for name, tensor in optimizer.tensors.items()}
-        values = optimizer.values
+        values[_OPTIMIZER] = optimizer.values
     if engine.outer.differs_now:
         own |= engine.state.weights()
+        if engine.round_start is not None:
+            own |= {_SCHEDULE + name: tensor for name, tensor in engine.round_start.tensors.items()}
+            values[_SCHEDULE] = engine.round_start.values
     return StateTree(own, values)
 
 
@@ -53,14 +57,22 @@ def load_own_state(engine: Engine, own: StateTree) -> None:
     """Load a shard over the common state, which has been loaded already."""
     engine.sync.load_state(_select(own.tensors, _SYNC))
     engine.outer.load_own_state(_select(own.tensors, _WIRE))
-    if engine.outer.replicas_differ:
+    if _OPTIMIZER in own.values:
         engine.state.load_optimizer_state(optimizer_of_shard(own))
+        engine.mark_round_start(schedule_of_shard(own))
     if any(name.startswith("model.") for name in own.tensors):
         engine.state.load_weights(own.tensors)
 
 
 def optimizer_of_shard(own: StateTree) -> StateTree:
-    return StateTree(_select(own.tensors, _OPTIMIZER), own.values)
+    return StateTree(_select(own.tensors, _OPTIMIZER), own.values[_OPTIMIZER])
+
+
+def schedule_of_shard(own: StateTree) -> StateTree | None:
+    """Return the schedule at the start of the round in which a shard was saved."""
+    if _SCHEDULE not in own.values:
+        return None
+    return StateTree(_select(own.tensors, _SCHEDULE), own.values[_SCHEDULE])
 
 
 def replica_state(engine: Engine) -> dict[str, Tensor]:

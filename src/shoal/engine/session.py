@@ -50,7 +50,7 @@ from shoal.engine.session_start import SessionStart
 from shoal.engine.start_training import announce, describe_process, make_engine, pin, pin_to, start_training
 from shoal.engine.training_state import Stateful, TrainingState, check_trainable
 from shoal.errors import PeerLost, RunFailed, ShoalError, UsageError
-from shoal.events import LOG_FIELDS
+from shoal.events import LOG_FIELDS, STEP_FIELDS
 from shoal.host.facts import link_mbps
 from shoal.sync.fence import GenerationEnded, StepBoundary
 from shoal.sync.kv_store_client import AgentStore
@@ -219,13 +219,7 @@ class Session:
 
     def log(self, **values: float) -> None:
         """Record values of this step, for `shoal report`."""
-        for name in LOG_FIELDS & values.keys():
-            raise UsageError(
-                f"session.log cannot record a value named {name}",
-                why="every record has a field of that name already",
-                fix=f"choose another name: session.log(my_{name}=…)",
-            )
-        self.engine.recorder.event("log", step=self.step, **{name: float(value) for name, value in values.items()})
+        self.engine.recorder.event("log", step=self.step, **_checked_values("session.log", values, LOG_FIELDS))
 
     def sum(self, *values: float) -> list[float]:
         """Return the sum of each value over all ranks. All must call it, inside a step or a function of `every`."""
@@ -269,8 +263,6 @@ class Session:
             fix="call session.stop() instead and let the loop end: it saves a checkpoint to resume from",
         )
         engine.recorder.warn(warning)
-        if self._start.console is None:
-            sys.stderr.write(warning.render().replace("error:", "warning:", 1))
 
     # Entering and leaving the world.
 
@@ -293,7 +285,7 @@ class Session:
         process = describe_process(world)
         cpus = pin(world, start.config.train.pin)
         start_training(engine, SyncChooser(engine, start.config.sync), start.run, start.resume)
-        self.on_start()
+        self._call_on_start(engine)
         self._announce(process, cpus)
         return Loop(engine, start.run, None, tuple(self._tasks))
 
@@ -350,11 +342,17 @@ class Session:
         process = describe_process(world)
         cpus = pin(world, engine.config.train.pin)
         start_training(engine, membership.chooser, membership.run, self._start.resume)
-        self.on_start()
+        self._call_on_start(engine)
         membership.member.fence.set_step(engine.outer.common_step(engine.progress.step))
         self._announce(process, cpus)
         membership.record_entry(how="first")
         membership.member.send_formed(enter.generation, 0.0)
+
+    def _call_on_start(self, engine: Engine) -> None:
+        self.on_start()
+        if engine.outer.common_step(engine.progress.step) == engine.progress.step:
+            # What it changed belongs to the first round, and is not undone with it.
+            engine.mark_round_start()
 
     def _join_generation(self, membership: GenerationChanger, enter: EnterGeneration) -> None:
         """Join a generation that trains already, on the cores of this rank's last start: its neighbours keep theirs."""
@@ -512,8 +510,9 @@ class Step(AbstractContextManager["Step"]):
             raise UsageError(
                 f"step {self.number} was updated twice", why="a step has one update", fix="call step.update once"
             )
+        values = _checked_values("step.update", fields, STEP_FIELDS)
         self._read_ahead()
-        self._outcome.wants_stop = self._engine.update(clip, after, lambda: fields)
+        self._outcome.wants_stop = self._engine.update(clip, after, lambda: values)
         self._outcome.is_done = True
 
     def _read_ahead(self) -> None:
@@ -544,6 +543,27 @@ def _keep_initial(state: TrainingState) -> Callable[[], None]:
         state.load_optimizer_state(optimizer)
 
     return reset
+
+
+def _checked_values(method: str, values: Mapping[str, Any], taken: frozenset[str]) -> dict[str, float]:
+    """Return the values that a program records as numbers; refuse names that a record has already."""
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        if name in taken:
+            raise UsageError(
+                f"{method} cannot record a value named {name}",
+                why="every record has a field of that name already",
+                fix=f"choose another name: {method}(my_{name}=…)",
+            )
+        try:
+            numbers[name] = value if isinstance(value, int | float) else float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise UsageError(
+                f"{method} cannot record {name}: it is a {type(value).__qualname__} and not a number",
+                why="the values of a step are drawn as curves",
+                fix="record a number: for example tensor.mean().item()",
+            ) from None
+    return numbers
 
 
 def _check_same_data(world: World, source: Source) -> None:

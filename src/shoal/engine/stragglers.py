@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from shoal.config.defaults import MIN_WAIT_PART, SLOW_RATIO
 from shoal.errors import ShoalError
 from shoal.sync.step_stats import RankStats
 from shoal.units import format_percent
@@ -24,9 +25,6 @@ _WARM_UP_STEPS = 16
 # After so many steps without it a straggler counts as gone, and is reported again when it returns.
 _FORGET_AFTER_STEPS = 100
 
-# A rank is slow when it takes so many times as long as the median of the others, and the wait is such a part of a step.
-_SLOW_RATIO = 1.5
-_MIN_WAIT_PART = 0.1
 # A rank is starved when it waits for a processor for such a part of the time, and so many times as long as the others.
 _STARVED_PART = 0.2
 _STARVED_RATIO = 1.5
@@ -114,7 +112,7 @@ class Stragglers:
         own_s = [median(step.ranks[rank].ready_s for step in self._steps) for rank in range(len(ranks))]
         slowest = max(range(len(ranks)), key=lambda rank: own_s[rank])
         others_s = median(_without(own_s, slowest))
-        if _is_slow(own_s, slowest) and own_s[slowest] - others_s >= _MIN_WAIT_PART * step_s:
+        if _is_slow(own_s, slowest) and own_s[slowest] - others_s >= MIN_WAIT_PART * step_s:
             yield self._names[slowest], self._slow_rank(ranks, work, own_s, slowest)
         yield from self._slow_link(ranks, step_s)
         yield from self._lossy_link(ranks)
@@ -225,7 +223,7 @@ def _mbps(bps: float) -> str:
 
 
 def _is_slow(seconds: Sequence[float], rank: int) -> bool:
-    return seconds[rank] >= _SLOW_RATIO * median(_without(seconds, rank))
+    return seconds[rank] >= SLOW_RATIO * median(_without(seconds, rank))
 
 
 def _without(values: Sequence[float], index: int) -> list[float]:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -195,6 +195,26 @@ class TrainingState:
             values.append(tree.values)
         return StateTree(tensors, values)
 
+    def copy_schedule(self) -> StateTree:
+        """Return a copy of the optimizers' options, such as the rate, and of the states of the other objects."""
+        options = [_options_of(optimizer) for optimizer in self.optimizers]
+        tree = flatten("schedule", [options, [other.state_dict() for other in self.others]])
+        return replace(tree, tensors=_copies(tree.tensors))
+
+    def load_schedule(self, schedule: StateTree) -> None:
+        # An object may keep the tensors that it loads and change them: it gets copies.
+        options, states = unflatten(schedule.values, _copies(schedule.tensors))
+        for other, state in zip(self.others, states, strict=True):
+            other.load_state_dict(state)
+        for optimizer, groups in zip(self.optimizers, options, strict=True):
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                for name, value in values.items():
+                    if isinstance(group.get(name), Tensor) and isinstance(value, Tensor):
+                        # A compiled step has captured the tensor of a rate.
+                        group[name].copy_(value)
+                    else:
+                        group[name] = value
+
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         fill(self.weights(), tensors)
 
@@ -300,6 +320,14 @@ def check_trainable(state: TrainingState) -> None:
             why="get_extra_state() may return any object, and nothing is pickled here",
             fix="keep that state in buffers, or attach an object with state_dict() for it",
         )
+
+
+def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _signature(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

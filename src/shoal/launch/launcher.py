@@ -140,6 +140,7 @@ class Launch:
     _rendezvous: Rendezvous | None = None
     _first_end_at: float | None = None
     _noted_running: bool = False
+    _noted_open_store: bool = False
     _announced: set[str] = field(default_factory=set)
     # Nodes whose journals have lines that cannot be used.
     _noted_journals: set[str] = field(default_factory=set)
@@ -207,11 +208,6 @@ class Launch:
         nodes = [agent.node for agent in self.agents]
         rendezvous = Rendezvous(nodes[0].address, ready[0]["script_port"] or ready[0]["port"])
         self._rendezvous = rendezvous
-        if ready[0]["script_port"] and len(nodes) > 1:
-            self._note(
-                f"the script's store is torch's own and asks for no token: any program that reaches "
-                f"{rendezvous.address} port {rendezvous.port} can write into it. Use a network you trust."
-            )
         self.commands = plan(nodes, rendezvous)
         # A script's run becomes elastic when its ranks begin a session.
         self.is_elastic = members is not None and self.grace_s is None
@@ -355,8 +351,12 @@ class Launch:
             case "joined-group":
                 self._joined[node] = event
                 self._note_unjoined()
+            case "script-store-used":
+                self._note_open_store()
             case "script-store-keys":
                 self.store_keys = event["keys"]
+                if self.store_keys:
+                    self._note_open_store()
             case "state-lost":
                 self.state_lost = from_dict(event)
             case "refused" if agent.restarted_pid is not None:
@@ -388,9 +388,22 @@ class Launch:
             self.noted_unjoined = True
             self._note(f"{warning.seen}: {warning.why} ({warning.fix})")
 
+    def _note_open_store(self) -> None:
+        """Note, once, that the ranks of a script meet in a store without a token. Those of a session do not."""
+        if self._rendezvous is None or len(self.agents) == 1 or self._noted_open_store:
+            return
+        self._noted_open_store = True
+        self._note(
+            f"the script's store is torch's own and asks for no token: any program that reaches "
+            f"{self._rendezvous.address} port {self._rendezvous.port} can write into it. Use a network you trust."
+        )
+
     def _note_still_running(self) -> None:
-        """Name the ranks of a script that still run long after others have ended well."""
-        if self.grace_s is None or self.interrupts or self._noted_running or not self.ends:
+        """Name the ranks of a script that still run long after others have ended well.
+
+        The ranks of a session have passed its last barrier by then: none of them waits.
+        """
+        if self.grace_s is None or self.is_elastic or self.interrupts or self._noted_running or not self.ends:
             return
         ended = [rank for end in self.ends for rank in end.ranks]
         running = [rank for command in self.commands for rank in command.ranks if rank not in ended]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from shoal.cluster.node import LOOPBACK, Node, Rendezvous
 from shoal.config.schema import RunConfig
 from shoal.control.orders import GoOrder, MembershipOrder, RosterEntry, StartProcess
-from shoal.control.rank_env import SAFE_PATH, Placement
+from shoal.control.rank_env import MEASURE, SAFE_PATH, Placement
 from shoal.errors import ConfigError
 
 # The next step asks again for the memory that a step freed. Where torch brings mimalloc, as its ARM wheels do, that
@@ -16,8 +16,6 @@ from shoal.errors import ConfigError
 KEEP_MEMORY = {"MIMALLOC_PURGE_DELAY": "-1"}
 
 TRAINING = "shoal.train.worker"
-# Runs a user's script and measures it.
-MEASURE = "shoal.engine.measure"
 
 # Where a node has the run folder.
 FolderOf = Callable[[Node], str]
@@ -113,32 +111,68 @@ def plan_script(
     The ranks meet at torch's own store, which the agent of the first node serves at the rendezvous address only. Rank 0
     itself would serve it on every address of its machine.
     """
+    variables = {
+        "GROUP_WORLD_SIZE": str(len(nodes)),
+        # Lightning takes it as the sign of a launcher such as torchrun. Without it, it believes its own arguments
+        # and waits for ranks that are never started, or inside a Slurm job takes its rank from there.
+        "TORCHELASTIC_RUN_ID": f"shoal-{rendezvous.port}",
+        **attempt.variables(),
+        **(session_env or {}),
+    }
+    measuring = ("-P", "-m", MEASURE) if measure else ()
     commands = []
     for node, place in _placements(nodes, rendezvous):
-        settings = script_settings(run, node, user_env or {})
-        env = {
-            **_common_env(run, node),
-            **{name: setting.chosen for name, setting in settings.items()},
-            **replace(place, store_is_served=True).to_env(),
-            # torchrun's variables that shoal's own ranks do not read. There is one role, which has every rank.
-            "ROLE_NAME": "default",
-            "ROLE_RANK": str(place.rank),
-            "ROLE_WORLD_SIZE": str(place.world_size),
-            "GROUP_WORLD_SIZE": str(len(nodes)),
-            # Lightning takes it as the sign of a launcher such as torchrun. Without it, it believes its own arguments
-            # and waits for ranks that are never started, or inside a Slurm job takes its rank from there.
-            "TORCHELASTIC_RUN_ID": f"shoal-{rendezvous.port}",
-            **attempt.variables(),
-            **(session_env or {}),
-        }
-        if node.cpu_only:
-            # Without it Accelerate joins the group on such a machine, and then trains alone on every rank (seen).
-            env["ACCELERATE_USE_CPU"] = "true"
         first = node.project.moved(words[0]) if node.project and not words[0].startswith("-") else words[0]
-        measuring = ("-P", "-m", MEASURE) if measure else ()
         argv = (python or node.python, *measuring, first, *words[1:])
-        commands.append(RankCommand(f"rank-{place.rank}", node, (place.rank,), argv, env))
+        commands.append(_script_rank(run, node, place, argv, user_env or {}, variables))
     return commands
+
+
+def plan_script_guest(
+    run: RunConfig,
+    words: Sequence[str],
+    node: Node,
+    first: int,
+    rendezvous: Rendezvous,
+    user_env: Mapping[str, str],
+    session_env: Mapping[str, str],
+) -> list[RankCommand]:
+    """Plan the ranks of a node that joins the session of a running script, numbered from `first`; see `plan_guest`."""
+    return [
+        _script_rank(
+            run,
+            node,
+            _placement(first + slot, first + node.slots, slot, 0, node, rendezvous),
+            (node.python, *words),
+            user_env,
+            {"GROUP_WORLD_SIZE": "1", **Attempt().variables(), **session_env},
+        )
+        for slot in range(node.slots)
+    ]
+
+
+def _script_rank(
+    run: RunConfig,
+    node: Node,
+    place: Placement,
+    argv: tuple[str, ...],
+    user_env: Mapping[str, str],
+    variables: Mapping[str, str],
+) -> RankCommand:
+    env = {
+        **_common_env(run, node),
+        **{name: setting.chosen for name, setting in script_settings(run, node, user_env).items()},
+        **replace(place, store_is_served=True).to_env(),
+        # torchrun's variables that shoal's own ranks do not read. There is one role, which has every rank.
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(place.rank),
+        "ROLE_WORLD_SIZE": str(place.world_size),
+        **variables,
+    }
+    if node.cpu_only:
+        # Without it Accelerate joins the group on such a machine, and then trains alone on every rank (seen).
+        env["ACCELERATE_USE_CPU"] = "true"
+    return RankCommand(f"rank-{place.rank}", node, (place.rank,), argv, env)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from typing import Any
 from shoal.agent.agent import read_orders
 from shoal.agent.invite_server import ID, WHO, InviteReply, ask_agent
 from shoal.cluster.join import Confirm, JoinedLink, JoinServer
-from shoal.config.load import load_config
+from shoal.config.load import load_settings
+from shoal.config.schema import Config
 from shoal.control.channel import seal
 from shoal.control.orders import GoOrder, MeetOrder
 from shoal.control.processes import AGENT, find_processes
@@ -26,7 +27,7 @@ from shoal.events import EventTail
 from shoal.host.facts import can_listen
 from shoal.run_folder import RunFolder
 from shoal.runs.confirm import ask_at_terminal, require_terminal
-from shoal.runs.supervisor import training_files
+from shoal.runs.supervisor import script_files, training_files
 
 Note = Callable[[str], None]
 # The new node has to import torch first; afterwards the others let it in at the end of a step.
@@ -59,7 +60,7 @@ def invite(path: Path, address: str | None, port: int, note: Note, confirm: bool
         require_terminal()
     inviter = _find_inviter(RunFolder.open(path))
     if inviter.ask(WHO).full:
-        most = load_config(inviter.run.config).members.max_nodes
+        most = load_settings(inviter.run.config).members.max_nodes
         note(f"members.max_nodes is {most}, and so many take part: a new machine waits until one leaves")
     return asyncio.run(
         _invite(inviter, address or inviter.meet.address, port, note, ask_at_terminal if confirm else None)
@@ -76,7 +77,13 @@ def _find_inviter(run: RunFolder) -> Inviter:
             fix=f"go on with the run: shoal train --resume {shlex.quote(str(run.path))}; or type this on a machine "
             "that takes part",
         )
-    config = load_config(run.config)
+    if not run.config.is_file():
+        raise UsageError(
+            f"the script of {run.path} has not made a shoal.Session",
+            why="machines can join a session; the ranks of any other script are fixed when it starts",
+            fix="if it makes one later, try again then",
+        )
+    config = load_settings(run.config)
     if config.members.on_loss == "end" or config.run.launcher != "shoal":
         raise UsageError(
             f"{run.path} takes no machine in while it trains",
@@ -96,13 +103,15 @@ def _find_inviter(run: RunFolder) -> Inviter:
         raise UsageError(
             f"{run.path} can be reached from this machine only",
             why=f"it was launched with --on {on}, so its agent listens at {address}",
-            fix="a run that others can reach is started with: shoal host, or shoal train --on hosts.toml",
+            fix="a run that others can reach is started with: shoal host, shoal run --on join:2, or --on hosts.toml",
         )
     return local[0]
 
 
 async def _invite(inviter: Inviter, address: str, port: int, note: Note, confirm: Confirm | None) -> str:
-    server = JoinServer(address, port, training_files(inviter.run), note, late=True, confirm=confirm)
+    run = inviter.run
+    files = training_files(run) if isinstance(load_settings(run.config), Config) else script_files(run)
+    server = JoinServer(address, port, files, note, late=True, confirm=confirm)
     guest = await server.receive_one(lambda: {place.node for place in inviter.ask(WHO).places.values()}, lambda: None)
     try:
         note(f"{guest} has joined; the others let it in at the end of a step")
@@ -128,9 +137,10 @@ def _make_orders(guest: JoinedLink, inviter: Inviter, reply: InviteReply) -> tup
     roster = [asdict(reply.places.get(member, go.roster[member])) for member in first_members]
     guests = {str(member): asdict(place) for member, place in reply.places.items() if member not in first_members}
     members = asdict(go.members) if go.members is not None else None
+    script_port = max((int(start.env.get("MASTER_PORT", 0)) for start in go.starts), default=0)
     return (
         {"type": "meet", "member": reply.member, "sealed": seal(meet.token, guest.code), **same},
-        {"type": "roster", "roster": roster, "guests": guests, "members": members},
+        {"type": "roster", "roster": roster, "guests": guests, "members": members, "script_port": script_port},
     )
 
 

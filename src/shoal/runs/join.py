@@ -21,7 +21,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, BinaryIO, TypeVar
@@ -33,8 +33,9 @@ from shoal.cluster.agent_link import PIECE_BYTES, PipeLink, agent_command
 from shoal.cluster.hosts.messenger import FileSender, send_while
 from shoal.cluster.join import Invitation, safe_name
 from shoal.cluster.node import Node, Rendezvous
-from shoal.config.load import load_config, to_toml
+from shoal.config.load import load_config, to_toml, validate_session
 from shoal.config.presets import PRESETS
+from shoal.config.schema import RunConfig
 from shoal.control.channel import Channel, Message, dial, unseal
 from shoal.control.handshake import make_hello
 from shoal.control.orders import (
@@ -67,9 +68,11 @@ from shoal.errors import (
 )
 from shoal.events import Event, EventTail, read_events
 from shoal.host.facts import interface_for, physical_cores, source_address
-from shoal.launch.launcher import read_log_tail
-from shoal.launch.plan import make_go_order, plan_guest, plan_ranks
+from shoal.launch.launcher import SessionSettings, read_log_tail
+from shoal.launch.plan import make_go_order, plan_guest, plan_ranks, plan_script, plan_script_guest
 from shoal.run_folder import RunFolder, check_rank, write_atomically
+from shoal.runs.supervisor import SharedScript, digest_script, read_shared_script
+from shoal.terminal import printable
 from shoal.units import format_si
 
 _POLL_S = 0.1
@@ -111,13 +114,14 @@ class _Welcome(_Message):
     @field_validator("files")
     @classmethod
     def _check_pair(cls, files: dict[str, int]) -> dict[str, int]:
-        if len(files) != 2 or len({_digest_in(name) for name in files}) != 1:
+        # The run of a script has none.
+        if files and (len(files) != 2 or len({_digest_in(name) for name in files}) != 1):
             raise ValueError("a text has two files, DIGEST-train and DIGEST-val")
         return files
 
     @property
     def digest(self) -> str:
-        return _digest_in(next(iter(self.files)))
+        return _digest_in(next(iter(self.files), ""))
 
 
 def _digest_in(name: str) -> str:
@@ -133,9 +137,9 @@ class _Place(_Message):
     launched_at: Annotated[float, Field(ge=0, lt=1e12)]
 
 
-class _LatePlace(_Place):
+class _PlaceWithDigests(_Place):
     config: Digest
-    data: Digest
+    data: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]  # empty for a script
 
 
 class _FilePiece(_Message):
@@ -152,24 +156,29 @@ class JoinedRun:
     config: str  # the digest of the configuration
     data: str  # the digest of the text
     late: bool  # the run trains already
+    words: tuple[str, ...] = ()  # of a script: Python's arguments here
+    settings: str = ""  # of a script: those of the host's command line for its sessions
 
 
-def join(invitation: Invitation, out: Path, note: Note, watch: Watch) -> JoinedRun:
-    """Take part in a run to its end. Raise what went wrong here; `note` gets sentences, `watch` shows the run."""
+def join(invitation: Invitation, out: Path, note: Note, watch: Watch, script: Sequence[str] = ()) -> JoinedRun:
+    """Take part in a run to its end. Raise what went wrong here; `note` gets sentences, `watch` shows the run.
+
+    `script` is this machine's copy of the program of the run, and its arguments.
+    """
     try:
-        return asyncio.run(_join(invitation, out, note, watch))
+        return asyncio.run(_join(invitation, out, note, watch, script))
     except asyncio.CancelledError:
         raise Interrupted("shoal join was ended by a signal before the run began here") from None
 
 
-async def _join(invitation: Invitation, out: Path, note: Note, watch: Watch) -> JoinedRun:
+async def _join(invitation: Invitation, out: Path, note: Note, watch: Watch, script: Sequence[str]) -> JoinedRun:
     # Until the agent has started, a signal ends this command, and half-fetched files are removed.
     task = asyncio.current_task()
     for signum in (signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(signum, lambda: task.cancel() if task else None)
     channel = await _connect(invitation)
     try:
-        joined = await _introduce(channel, invitation, out)
+        joined = await _introduce(channel, invitation, out, script)
         next_step = (
             "the others let it in at the end of a step" if joined.late else "the run begins when all have joined"
         )
@@ -198,7 +207,7 @@ async def _connect(invitation: Invitation) -> Channel:
         ) from None
 
 
-async def _introduce(channel: Channel, invitation: Invitation, out: Path) -> JoinedRun:
+async def _introduce(channel: Channel, invitation: Invitation, out: Path, script: Sequence[str] = ()) -> JoinedRun:
     address = source_address(invitation.address)
     name = safe_name(socket.gethostname())
     try:
@@ -210,14 +219,22 @@ async def _introduce(channel: Channel, invitation: Invitation, out: Path) -> Joi
     await channel.send({"hello": hello, "name": name, "address": address, "cores": physical_cores(), "user": user})
     welcome = await _receive(channel, "welcome")
     try:
-        return await _prepare(channel, _read(_Welcome, welcome), address, out)
+        return await _prepare(channel, _read(_Welcome, welcome), address, out, script)
     except ShoalError as error:
         await channel.send({"type": "failed", **error.as_dict()})
         raise
 
 
-async def _prepare(channel: Channel, welcome: _Welcome, address: str, out: Path) -> JoinedRun:
+async def _prepare(channel: Channel, welcome: _Welcome, address: str, out: Path, script: Sequence[str]) -> JoinedRun:
     """Fetch the text and make the run folder, which is removed again if the host's files cannot be used."""
+    if (shared := welcome.texts.get(RunFolder(out).script.name)) is not None:
+        return await _prepare_script(channel, welcome, shared, address, out, script)
+    if script:
+        raise UsageError(
+            "the run to join is a training of shoal's GPT, and no script",
+            why="--script names the program of a script's run",
+            fix="leave it out",
+        )
     with _checked():
         tokenizer = parse_tokenizer(welcome.texts[RunFolder(out).tokenizer.name], "the host's tokenizer")
     places = await _fetch(channel, welcome, tokenizer)
@@ -234,6 +251,55 @@ async def _prepare(channel: Channel, welcome: _Welcome, address: str, out: Path)
         raise
     await channel.send({"type": "prepared"})
     return JoinedRun(run, welcome.node, address, config, welcome.digest, welcome.late)
+
+
+async def _prepare_script(
+    channel: Channel, welcome: _Welcome, text: str, address: str, out: Path, script: Sequence[str]
+) -> JoinedRun:
+    """Make the run folder for a script, of which this machine has its own copy."""
+    with _checked():
+        shared = read_shared_script(text)
+        settings = local_settings(shared.settings)
+    words = check_script(shared, script)
+    run = RunFolder.create(out, is_training=False)
+    write_atomically(run.script, text)
+    await channel.send({"type": "prepared"})
+    return JoinedRun(run, welcome.node, address, "", "", welcome.late, words, settings)
+
+
+def check_script(shared: SharedScript, script: Sequence[str]) -> tuple[str, ...]:
+    """Return Python's arguments for this machine's copy of the script; refuse another program."""
+    typed = shlex.join(["shoal", "join", "ADDRESS:PORT", *shared.join_words])
+    if not script:
+        raise UsageError(
+            f"the run to join is that of a script, {printable(shared.name)}",
+            why="a host can make this machine run nothing: its owner names the program",
+            fix=f"copy it and the modules that it imports to this machine, look at them, then: {printable(typed)}",
+        )
+    path = Path(script[0]).resolve()
+    if not path.is_file():
+        raise UsageError(f"there is no script {script[0]}", fix=f"check the path: ls {Path(script[0]).parent}")
+    if digest_script(path) != shared.sha256:
+        raise UsageError(
+            f"{script[0]} is not the script of the run",
+            why="it has another SHA-256 than the host's, and all ranks must run the same program",
+            fix="copy it from the host again, with the modules that it imports",
+        )
+    if tuple(script[1:]) != shared.arguments:
+        raise UsageError(
+            f"the script has other arguments at the host: {printable(shlex.join(shared.arguments)) or 'none'}",
+            why="all ranks must run the same program",
+            fix=f"type: {printable(typed)}",
+        )
+    return (str(path), *script[1:])
+
+
+def local_settings(text: str) -> str:
+    """Return the host's settings for the sessions of its script, without those about its own machine."""
+    settings = json.loads(text)
+    validate_session(settings, source="the host's settings")
+    run = {name: value for name, value in settings.get("run", {}).items() if name not in ("launcher", "threads")}
+    return json.dumps({**settings, "run": {**run, "on": "local:1"}})
 
 
 def _read(kind: type[Model], message: Message) -> Model:
@@ -383,8 +449,8 @@ async def _receive(channel: Channel, kind: str) -> Message:
 
 async def _take_part(channel: Channel, code: str, joined: JoinedRun, note: Note, watch: Watch) -> None:
     meet = await _receive(channel, "meet")
-    if joined.late:
-        joined = _adopt_digests(_read(_LatePlace, meet), joined)
+    if joined.late or joined.words:
+        joined = _adopt_digests(_read(_PlaceWithDigests, meet), joined)
     place = _read(_Place, meet)
     # Everything but its place in the run is this machine's own knowledge.
     order = MeetOrder(
@@ -431,6 +497,13 @@ def _plan(message: Message, order: MeetOrder, joined: JoinedRun) -> GoOrder:
     if roster[order.member].node != joined.node:
         raise ControlError(f"the host's list has another machine at the place of {joined.node}")
     nodes = [Node(member.node, member.address, order.interface, 1, physical_cores()) for member in roster]
+    if joined.words:
+        rendezvous = _read_script_store(message, roster)
+        variables = SessionSettings(joined.settings, message["resume"] is True).variables()
+        commands = plan_script(
+            RunConfig(on="local:1"), joined.words, nodes, rendezvous, user_env=os.environ, session_env=variables
+        )
+        return replace(make_go_order(roster, commands, joined.node, members), grace_s=message["grace_s"])
     config = load_config(joined.run.config)
     rendezvous = Rendezvous(roster[0].address, roster[0].port)
     commands = plan_ranks(config.run, lambda node: str(joined.run.path), nodes, rendezvous, message["resume"] is True)
@@ -444,7 +517,14 @@ def _read_roster(message: Message) -> tuple[list[RosterEntry], MembershipOrder |
     return roster, read_membership(message["members"])
 
 
-def _adopt_digests(place: _LatePlace, joined: JoinedRun) -> JoinedRun:
+def _read_script_store(message: Message, roster: Sequence[RosterEntry]) -> Rendezvous:
+    port = message["script_port"]
+    if type(port) is not int or not 0 < port < 1 << 16:
+        raise ControlError(f"the host names {port!r:.40} as the port of the script's store")
+    return Rendezvous(roster[0].address, port)
+
+
+def _adopt_digests(place: _PlaceWithDigests, joined: JoinedRun) -> JoinedRun:
     """Take over the run's configuration digest: an inviter that joined itself has a configuration of another place."""
     if place.data != joined.data:
         raise ControlError(
@@ -463,7 +543,12 @@ def _plan_late(message: Message, order: MeetOrder, joined: JoinedRun) -> GoOrder
         raise ControlError(f"the host gave {joined.node} the place of another machine")
     here = Node(joined.node, joined.address, order.interface, 1, physical_cores())
     first = check_rank(RankNumbering(order.member, roster).number(order.member, 0))
-    commands = plan_guest(load_config(joined.run.config).run, str(joined.run.path), here, first)
+    if joined.words:
+        rendezvous, variables = _read_script_store(message, roster), SessionSettings(joined.settings).variables()
+        run = RunConfig(on="local:1")
+        commands = plan_script_guest(run, joined.words, here, first, rendezvous, os.environ, variables)
+    else:
+        commands = plan_guest(load_config(joined.run.config).run, str(joined.run.path), here, first)
     return replace(make_go_order(roster, commands, joined.node, members), guests=guests)
 
 

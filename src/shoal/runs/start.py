@@ -298,7 +298,13 @@ def is_script_run(path: Path) -> bool:
         return False
 
 
-def resume_script(path: Path, session: dict[str, Any], detach: bool, display: ScriptDisplay) -> RunFolder:
+# Given the folder of a script's run before it starts, returns what shows the supervisor's notes and the ranks' events.
+WatchScript = Callable[[RunFolder], Callable[[list[Event]], object]]
+
+
+def resume_script(
+    path: Path, session: dict[str, Any], detach: bool, display: ScriptDisplay, watch: WatchScript
+) -> RunFolder:
     """Run the script of an earlier run again in its folder: its session continues from the newest checkpoint.
 
     `session` has the settings that change, section by section.
@@ -319,10 +325,10 @@ def resume_script(path: Path, session: dict[str, Any], detach: bool, display: Sc
             fix="start it anew: shoal run …",
         )
     changed = merge([json.loads(job.session), session])
-    return start_script(replace(job, resume=True, session=json.dumps(changed)), path, detach, display)
+    return start_script(replace(job, resume=True, session=json.dumps(changed)), path, detach, display, watch)
 
 
-def start_script(job: RunJob, out: Path, detach: bool, display: ScriptDisplay) -> RunFolder:
+def start_script(job: RunJob, out: Path, detach: bool, display: ScriptDisplay, watch: WatchScript) -> RunFolder:
     """Run a user's script to its end, or until it is detached. The raised error has the script's own exit code."""
     python, about_python = choose_python(job.python, job.on, os.environ)
     if job.measure and python:
@@ -336,10 +342,10 @@ def start_script(job: RunJob, out: Path, detach: bool, display: ScriptDisplay) -
         display.note(text)
     log = SupervisorLog.from_now(run)
     logs = LogFollower(run, only_new=job.resume, shows_current=display.is_live)
+    show = watch(run)
 
     def look(notes: list[Event]) -> None:
-        for note in notes:
-            display.note(note["text"])
+        show(notes)
         if not detach:
             display.lines(logs.poll(), logs.current())
 

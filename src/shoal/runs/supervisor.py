@@ -8,6 +8,7 @@ ends the run. It opens the cluster, waits for the ranks and writes the manifest.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shlex
@@ -18,12 +19,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from shoal.cluster.cluster import open_cluster
 from shoal.cluster.hosts.copy import project_of
 from shoal.cluster.node import RunFiles
+from shoal.cluster.target import JoinSpec, parse_on
 from shoal.config.load import load_config, to_toml, validate_session
 from shoal.config.schema import RunConfig
 from shoal.control.processes import make_marks, remove_own_marks, restore_signals
@@ -64,6 +67,39 @@ class RunJob:
     measure: bool = False  # record the steps of the script
     restarts: int = 0  # how often the ranks of the script are started again after a failure
     commands: tuple[str, ...] = ()  # the user's command line for each launch of the run, the newest last
+
+
+@dataclass(frozen=True)
+class SharedScript:
+    """The program of a script's run; `script.json` in the run folder.
+
+    A machine that joins is not sent the program, because a host can make it run nothing. Its owner names the same one.
+    """
+
+    name: Annotated[str, Field(min_length=1, max_length=255)]
+    arguments: tuple[str, ...]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    settings: str  # those of the command line for its sessions, as JSON
+
+    @property
+    def join_words(self) -> tuple[str, ...]:
+        """What its owner types behind `shoal join ADDRESS:PORT`."""
+        return ("--script", self.name, *(("--", *self.arguments) if self.arguments else ()))
+
+
+def digest_script(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def read_shared_script(text: str) -> SharedScript:
+    """Raise ValueError for a text that describes no script."""
+    return TypeAdapter(SharedScript).validate_json(text, strict=True)
+
+
+def script_files(run: RunFolder) -> RunFiles:
+    """Return what a machine that joins the run of a script is sent: a description of it, and no program."""
+    text = run.script.read_text(encoding="utf-8")
+    return RunFiles(texts=lambda _: {run.script.name: text}, join_words=read_shared_script(text).join_words)
 
 
 def start_supervisor(run: RunFolder, job: RunJob, lock: int, stdin: int | None = None) -> subprocess.Popen[bytes]:
@@ -149,8 +185,15 @@ def _supervise(run: RunFolder, job: RunJob, log: EventLog) -> None:
         stdin = sys.stdin.fileno() if job.has_stdin and sys.stdin is not None else None
         # What the script may need beside itself: its git project, or its folder; for a module the current folder.
         place = Path.cwd() if job.script[0] == "-m" else Path(job.script[0]).parent
+        files = RunFiles(project=project_of(place) or place)
+        if job.script[0] != "-m":
+            path, *arguments = job.script
+            shared = SharedScript(Path(path).name, tuple(arguments), digest_script(Path(path)), job.session)
+            write_atomically(run.script, json.dumps(asdict(shared)))
+            if isinstance(parse_on(job.on), JoinSpec):
+                files = script_files(run)
         try:
-            with open_cluster(job.on, RunFiles(project=project_of(place) or place), note, stdin=stdin) as cluster:
+            with open_cluster(job.on, files, note, stdin=stdin) as cluster:
                 script = ScriptJob(
                     config=RunConfig(on=job.on, threads=job.threads),
                     argv=python_words(job.script, Path.cwd(), note),

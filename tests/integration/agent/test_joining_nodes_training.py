@@ -20,7 +20,26 @@ from tests.support.labs import running_lab
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command
 from tests.support.runs import wait_until
 
-INVITATION = re.compile(r"shoal join (\S+)\n.*works once: (\S+)")
+INVITATION = re.compile(r"shoal join (\S+)[^\n]*\n.*works once: (\S+)")
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+import torch
+import shoal
+session = shoal.Session(steps=400, global_batch=12, checkpoint_every=50)
+torch.manual_seed(1)
+model = torch.nn.Linear(4, 1)
+session.attach(model, torch.optim.SGD(model.parameters(), lr=float(sys.argv[1])))
+inputs = torch.randn(60, 4)
+for step in session:
+    with step:
+        for x, y in step.batches((inputs, inputs.sum(1, keepdim=True))):
+            step.backward((model(x) - y).square().sum())
+        step.update()
+    # Slowly, until all machines are there.
+    time.sleep(0 if Path(sys.argv[2]).exists() else 0.2)
+"""
 
 
 class Command:
@@ -114,3 +133,37 @@ def test_a_third_node_joins_while_two_train(tmp_path: Path, inviter: str) -> Non
     assert first_verdict["ledger"]["steps"] == third_verdict["ledger"]["steps"] == 200
     for run in (first, third):
         assert json.loads((run / "manifest.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_machines_join_the_session_of_a_script(tmp_path: Path) -> None:
+    """One before it starts, one while it trains: each with its own copy of the script, for no program is sent."""
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "net.py").write_text(SCRIPT)
+    all_there = tmp_path / "all-there"
+    words = ("--script", tmp_path / "there" / "net.py", "--", "0.01", all_there)
+    with running_lab(3) as lab, running_commands(lab, tmp_path, first, second, third) as run_at:
+        script = tmp_path / "here" / "net.py"
+        host = run_at("node1", "run", "--on", "join:2,address=10.77.0.1", "--out", first, script, "0.01", all_there)
+        place, code = host.invitation()
+        assert f"shoal join {place} --script net.py -- 0.01 {all_there}\n" in host.output()
+        other = run_at("node2", "join", place, "--out", second, *words, code=code)
+        wait_until(lambda: steps(first, 0) > 5, 90, why=lambda: host.output() + other.output())
+        invite = run_at("node1", "host", first)
+        place, code = invite.invitation()
+        refused = run_at("node3", "join", place, "--out", third, code=code)
+        assert refused.code() == 2, refused.output()
+        assert "the run to join is that of a script, net.py" in refused.output()
+        guest = run_at("node3", "join", place, "--out", third, *words, code=code)
+        assert invite.code() == 0, invite.output() + guest.output()
+        assert "node3 takes part: node1, node2, node3 train on from step " in invite.output()
+        all_there.touch()
+        assert [command.code() for command in (host, other, guest)] == [0, 0, 0], host.output() + guest.output()
+    (number,) = (int(path.stem.removeprefix("rank-")) for path in (third / "events").iterdir())
+    assert ids(first, 0) == ids(third, number) == [0, 1, number]
+    first_verdict, third_verdict = verify_run(first), verify_run(third)
+    assert set(first_verdict["digests"].values()) == set(third_verdict["digests"].values())
+    assert first_verdict["ledger"]["steps"] == third_verdict["ledger"]["steps"] == 400

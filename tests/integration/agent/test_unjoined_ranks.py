@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from shoal.agent.agent import Agent
 from shoal.agent.unjoined_ranks import JoinWatch, is_at, no_rank_joined, observe, who_is_alone
 from shoal.cluster.agent_link import AgentLink
 from shoal.cluster.cluster import LocalCluster
 from shoal.cluster.node import LOOPBACK, Node, Rendezvous, listen_at, local_node, start_process
 from shoal.config.schema import RunConfig
+from shoal.control.orders import MeetOrder
 from shoal.control.rank_env import script_store_command
 from shoal.events import EventLog, EventTail, read_events
 from shoal.host.proc import TcpSocket, parse_tcp_table
@@ -181,6 +183,30 @@ def test_no_note_is_written_where_all_ranks_joined(tmp_path: Path) -> None:
     for rank in (0, 1):
         watched.write_event(rank, "joined-group", met=[rank], missing=[], after_s=60.2)
     assert watched.notes() == []
+
+
+def test_a_store_without_a_token_is_noted_once_when_a_rank_uses_it(tmp_path: Path) -> None:
+    """The ranks of a session meet through the agents, and leave no key in it."""
+    watched = WatchedLaunch(tmp_path, 2)
+    watched.write_event(0, "script-store-keys", keys=0)
+    assert watched.notes() == []
+    watched.write_event(1, "script-store-used")
+    watched.write_event(0, "script-store-keys", keys=7)
+    (note,) = watched.notes()
+    assert "asks for no token: any program that reaches 10.77.0.1 port 4711 can write into it" in note
+
+
+def test_the_ranks_of_a_session_are_not_expected_at_the_store(tmp_path: Path) -> None:
+    """A session that was made, and whose loop has not begun: it reads its data for minutes, for example."""
+    run = RunFolder.create(tmp_path / "run")
+    meet = MeetOrder(str(run.path), "node1", 0, LOOPBACK, None, "token", "L", 0.0, "config", "data")
+    agent = Agent(meet)
+    agent._report_joined([], [0, 1], 61.0)
+    run.config.write_text("")
+    agent._report_joined([], [0, 1], 61.0)
+    agent._report_joined([0], [1], 61.0)
+    events = [event for event in read_events(run.journal("node1")) if event["event"] == "joined-group"]
+    assert [(event["met"], event["missing"]) for event in events] == [([], [0, 1]), ([0], [1])]
 
 
 def test_a_rank_that_runs_long_after_another_has_ended_is_named(

@@ -231,8 +231,13 @@ class Averages:
             value.copy_(loaded)
 
 
-def train_with_everything(world: World, path: Path, task: Task, resume: bool) -> dict[str, Any]:
-    """Train a model with buffers, dropout, AdamW, a schedule and an object of the user's own."""
+def train_with_everything(
+    world: World, path: Path, task: Task, resume: bool, undo_after: int | None = None
+) -> dict[str, Any]:
+    """Train a model with buffers, dropout, AdamW, a schedule and an object of the user's own.
+
+    With `undo_after` the training ends after that step, and its unfinished round is undone, as for a lost peer.
+    """
     session = make_session(world, path, task, resume)
     norm_and_dropout = (nn.BatchNorm1d(8), nn.Dropout(0.1))
     torch.manual_seed(SEED)
@@ -240,15 +245,34 @@ def train_with_everything(world: World, path: Path, task: Task, resume: bool) ->
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule, averages = StepLR(optimizer, step_size=3, gamma=0.5), Averages(model)
     session.attach(model, optimizer, schedule, averages)
-    data, began = make_data(task), []
+    data, round_start = make_data(task), None
+    states: dict[int, Any] = {}
+
+    def describe() -> tuple[Any, ...]:
+        values = [value.numpy().tobytes() for value in averages.values]
+        return optimizer.param_groups[0]["lr"], schedule.state_dict(), averages.count, values
+
     for step in session:
-        began.append(step.number)
+        states[step.number - 1] = describe()
+        if step.number == SAVED + 1:
+            round_start = session.engine.round_start and session.engine.round_start.digest()
+        if step.number - 1 == undo_after:
+            undone_to = session.engine.roll_back()
+            tasks_done = session.engine.periodic_done_step
+            return {
+                "step": undone_to,
+                "tasks done": tasks_done,
+                "undone": describe(),
+                "expected": states[undone_to],
+            }
         with step:
             for inputs, targets in step.batches(data):
                 step.backward(loss_sum(model, task, inputs, targets)[0])
             step.update(after=averages.add)
     return {
-        "began": began[0],
+        "began": next(iter(states)) + 1,
+        "first": states[next(iter(states))][:3],
+        "round start": round_start,
         "model": {name: tensor.tobytes() for name, tensor in arrays(model).items()},
         "averages": (averages.count, [value.numpy().tobytes() for value in averages.values]),
         "lr": optimizer.param_groups[0]["lr"],
@@ -265,6 +289,24 @@ def test_a_resumed_training_has_the_same_bits(way: str, tmp_path: Path) -> None:
     resumed = run_ranks(train_with_everything, 2, tmp_path, path, task, True)
     assert [rank["began"] for rank in whole + resumed] == [1, 1, SAVED + 1, SAVED + 1]
     for before, after in zip(whole, resumed, strict=True):
-        assert after | {"began": 0} == before | {"began": 0}
+        assert after | {"began": 0, "first": 0} == before | {"began": 0, "first": 0}
     assert whole[0]["model"] == whole[1]["model"]
     assert whole[0]["lr"] == pytest.approx(0.01 * 0.5 ** (2 * SAVED // 3))
+
+
+@pytest.mark.parametrize("mode", ["local", "diloco"])
+def test_an_undone_round_takes_back_rates_and_other_objects(mode: str, tmp_path: Path) -> None:
+    task = Task(steps=2 * SAVED, sync=WAYS[mode])
+    [undone, _] = run_ranks(train_with_everything, 2, tmp_path, make_folder(tmp_path, task), task, False, SAVED)
+    assert (undone["step"], undone["tasks done"]) == (8, 7), "the tasks of step 8 may have changed what is undone"
+    assert undone["undone"] == undone["expected"]
+
+
+def test_a_world_of_another_size_resumes_the_rates_of_the_common_step(tmp_path: Path) -> None:
+    task = Task(steps=2 * SAVED, train={"checkpoint_every": SAVED}, sync=WAYS["diloco"])
+    path = make_folder(tmp_path, task)
+    run_ranks(train_with_everything, 2, tmp_path, path, task, False)
+    shutil.rmtree(path / "checkpoints" / f"step-{2 * SAVED:08d}")
+    [resumed] = run_ranks(train_with_everything, 1, tmp_path, path, task, True)
+    rate, schedule, count = resumed["first"]
+    assert (resumed["began"], count, schedule["last_epoch"], rate) == (9, 8, 8, pytest.approx(0.01 * 0.5**2))

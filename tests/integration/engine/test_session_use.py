@@ -278,6 +278,18 @@ def two_updates(session: Session) -> None:
             step.update()
 
 
+def reserved_name(session: Session) -> None:
+    plain(session)
+    for step in session:
+        with step:
+            for name in ("samples", "loss", "step", "wait_s", "rank"):
+                with pytest.raises(UsageError, match=rf"step\.update cannot record a value named {name}"):
+                    step.update(**{name: 1.0})  # type: ignore[arg-type]
+            with pytest.raises(UsageError, match="cannot record note: it is a str and not a number"):
+                session.log(note="text")  # type: ignore[arg-type]
+            session.log(step=1.0)
+
+
 def mean_of_nothing(session: Session) -> None:
     model = make_model()
     session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -368,6 +380,7 @@ def misuse(world: World, path: Path, program: Callable[[Session], None]) -> tupl
         (after_the_block, 1, "step.backward was called outside of its step"),
         (no_update, 1, "step 1 was not done"),
         (two_updates, 1, "step 1 was updated twice"),
+        (reserved_name, 1, "session.log cannot record a value named step"),
         (mean_of_nothing, 1, "the loss is a tensor of shape"),
         (other_parameters, 1, "4 parameters of an optimizer are not parameters of the model"),
         (forgotten_parameters, 1, "no optimizer updates the parameter 2.weight and 1 others"),

@@ -9,8 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from shoal.engine.environment import choose_folder
 from tests.support.paths import ROOT
-from tests.support.programs import shoal
+from tests.support.programs import read_jsonl, shoal
 
 STEPS = 6
 
@@ -84,6 +87,35 @@ def test_a_script_under_torchrun_is_shown_and_reported(tmp_path: Path) -> None:
     words = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
     done = run_program(tmp_path, *words, "--rdzv-endpoint=localhost:0", small_example(tmp_path))
     check_run(tmp_path, done, ranks=2, launcher="torchrun")
+
+
+@pytest.mark.long
+def test_workers_that_torchrun_starts_again_continue_in_the_same_folder(tmp_path: Path) -> None:
+    script = small_example(tmp_path)
+    dies = 'if session.step == 4 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":\n        os._exit(7)\n'
+    text = script.read_text().replace("for step in session:\n", f"for step in session:\n    {dies}")
+    text = text.replace(f"steps={STEPS}", f"steps={STEPS}, checkpoint_every=2")
+    script.write_text(text.replace("import torch\n", "import os\n\nimport torch\n", 1))
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    done = run_program(tmp_path, *words, script)
+    assert done.returncode == 0, done.stderr
+    [run] = (tmp_path / "runs").iterdir()
+    commits = read_jsonl(run / "commits.jsonl")
+    assert [commit["step"] for commit in commits] == list(range(1, STEPS + 1))
+    starts = [event for event in read_jsonl(run / "events" / "rank-0.jsonl") if event["event"] == "start"]
+    assert [event["resumed_from"] for event in starts] == [0, 4]
+
+
+def test_an_attempt_without_a_checkpoint_begins_a_folder_of_its_own(tmp_path: Path) -> None:
+    def choose(attempt: int, out: Path | None = None) -> Path:
+        return choose_folder("net", out, {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": str(attempt)})
+
+    first = choose(0)
+    assert re.fullmatch(r"runs/net-\d{8}-\d{6}", str(first))
+    assert [choose(1), choose(2)] == [Path(f"{first}-1"), Path(f"{first}-2")]
+    out = tmp_path / "out"
+    (tmp_path / "out-1" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    assert [choose(attempt, out).name for attempt in range(4)] == ["out", "out-1", "out-1", "out-1"]
 
 
 def test_a_value_may_not_have_the_name_of_a_field(tmp_path: Path) -> None:

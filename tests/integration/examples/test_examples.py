@@ -83,6 +83,7 @@ def test_a_session_ends_with_equal_replicas(name: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     done = shoal("run", "--on", "local:2", "--steps", "24", "--out", run, prepare(name, tmp_path), timeout_s=110)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("step 24/24  loss ") == 1, "the session's progress, beside the script's own output"
     assert_verified(run, steps=24)
 
 

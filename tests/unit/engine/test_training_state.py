@@ -193,3 +193,20 @@ def test_a_state_of_another_model_is_refused() -> None:
         state.load_optimizer_state(
             TrainingState(model, [optimizer], [CosineAnnealingLR(optimizer, 3)]).optimizer_state()
         )
+
+
+def test_a_schedule_is_taken_back_more_than_once() -> None:
+    """Also where the rate is a tensor that a compiled step has captured."""
+    model = TiedModel()
+    optimizer = AdamW(model.parameters(), lr=torch.tensor(0.1), capturable=False, foreach=False)
+    schedule = OneCycleLR(optimizer, max_lr=0.5, total_steps=20)
+    state = TrainingState(model, [optimizer], [schedule])
+    rate, kept = optimizer.param_groups[0]["lr"], state.copy_schedule()
+    before = copy.deepcopy([state.copy_schedule().digest(), schedule.state_dict()])
+    for _ in range(2):
+        train(model, optimizer)
+        schedule.step()
+        assert state.copy_schedule().digest() != before[0]
+        state.load_schedule(kept)
+        assert [state.copy_schedule().digest(), schedule.state_dict()] == before
+        assert optimizer.param_groups[0]["lr"] is rate

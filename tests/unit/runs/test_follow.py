@@ -7,10 +7,14 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from shoal.cli.progress import BarDisplay, PlainDisplay
+from shoal.cli.runs import watch_script
+from shoal.config.load import to_toml, validate_session
 from shoal.events import Event
+from shoal.launch.logs import LogLine
 from shoal.run_folder import RunFolder
 from shoal.runs.follow import RunEvents, SupervisorLog
 from shoal.runs.manage import describe, read_opening
@@ -127,3 +131,29 @@ def test_a_training_whose_folder_is_being_removed_is_described(tmp_path: Path) -
     RunFolder(tmp_path).job.write_text(json.dumps(asdict(RunJob())))
     state = describe(tmp_path, [])
     assert (state.what, state.on, state.steps) == ("", "", None)
+
+
+def test_a_launched_script_shows_its_session_beside_its_own_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its warnings, its notes and its steps; the settings that it had in an earlier launch do not count."""
+    run = RunFolder.create(tmp_path / "run", is_training=False)
+    write_settings(run, steps=5)
+    display, watch = watch_script(with_progress=True)
+    show = watch(run)
+    show([note("the ranks are started")])
+    write_settings(run, steps=9)
+    display.lines([LogLine(0.0, 0, "local", "the script's own line")])
+    slow = {"event": "warning", "rank": 0, "time": 2.0, "seen": "rank 1 is slow", "why": "", "fix": "look at it"}
+    run.events(0).parent.mkdir(exist_ok=True)
+    run.events(0).write_text("".join(json.dumps(event) + "\n" for event in (start(0), step(1), slow)))
+    show([])
+    printed = capsys.readouterr()
+    assert "note: the ranks are started" in printed.err
+    assert printed.err.count("step 1/9  loss") == 1
+    assert printed.err.count("warning: rank 1 is slow (look at it)") == 1
+    assert printed.out == "[0] the script's own line\n"
+
+
+def write_settings(run: RunFolder, steps: int) -> None:
+    run.config.write_text(to_toml(validate_session({"train": {"steps": steps, "global_batch": 4}})))

@@ -11,14 +11,11 @@ from statistics import median
 
 import numpy as np
 
+from shoal.config.defaults import MIN_WAIT_PART, SLOW_RATIO
 from shoal.events import Event
 from shoal.tools.report.membership import Logs, logs_of_last_launch
 from shoal.units import format_ms, rank_list
 
-# A rank is slow when its part of a step takes so many times as long as the median of the others, and the difference is
-# such a part of a step. A session judges by the same limits while it runs (`engine/stragglers.py`).
-_SLOW_RATIO = 1.5
-_MIN_WAIT_PART = 0.1
 _MIN_STEPS = 12
 
 
@@ -64,7 +61,7 @@ def find_stragglers(logs: Logs) -> Iterator[Event]:
     slowest = max(parts_s, key=lambda rank: parts_s[rank])
     others_s = median(seconds for rank, seconds in parts_s.items() if rank != slowest)
     slow_s = parts_s[slowest]
-    if slow_s < _SLOW_RATIO * others_s or slow_s - others_s < _MIN_WAIT_PART * median(steps_s):
+    if slow_s < SLOW_RATIO * others_s or slow_s - others_s < MIN_WAIT_PART * median(steps_s):
         return
     node = logs[slowest].start.get("node")
     yield {

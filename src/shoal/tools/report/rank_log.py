@@ -16,21 +16,17 @@ import numpy.typing as npt
 
 from shoal.control.membership.types import NEVER, Ballot
 from shoal.errors import DataError
-from shoal.events import LOG_FIELDS, Event
+from shoal.events import LOG_FIELDS, STEP_TIMES, Event
 
 Floats = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
 
-PHASES = ("data", "forward", "backward", "exposed", "wait", "optimizer", "other")
-# The gradient exchange: its duration, and the part of it hidden behind backward. Both overlap with the phases.
-EXCHANGE_TIMES = ("allreduce_s", "hidden_s")
-TIMES = ("step_s", *(f"{phase}_s" for phase in PHASES), *EXCHANGE_TIMES)
 # Fields of a `start` event that a later `choice` event replaces.
 _SYNC_FIELDS = ("sync", "wire", "grad_bytes", "round_steps", "wire_made_by", "inside", "inside_note")
 # A measured script: from the end of an exchange until this rank's last gradient is ready, and from then to its end.
 _MEASURED = ("ready_s", "tail_s")
 # `entry` is the index in `RankLog.entered` of the step's generation; -1 before any.
-_COLUMNS = (*TIMES, "loss", "tokens", "samples", "lr", "grad_norm", "wire_bytes", "entry", *_MEASURED)
+_COLUMNS = (*STEP_TIMES, "loss", "tokens", "samples", "lr", "grad_norm", "wire_bytes", "entry", *_MEASURED)
 
 # A machine that joined may write anything into its own rank's file.
 MOST_LOGGED = 1000

@@ -13,7 +13,7 @@ import numpy as np
 from shoal.control.membership.types import NEVER, Ballot
 from shoal.cost.network import ring_bytes
 from shoal.errors import PeerLost
-from shoal.events import Event
+from shoal.events import EXCHANGE_TIMES, PHASES, STEP_TIMES, Event
 from shoal.tools.report.measured import find_stragglers
 from shoal.tools.report.membership import (
     FinalLineage,
@@ -26,9 +26,6 @@ from shoal.tools.report.membership import (
     read_history,
 )
 from shoal.tools.report.rank_log import (
-    EXCHANGE_TIMES,
-    PHASES,
-    TIMES,
     Floats,
     RankLog,
     Span,
@@ -199,7 +196,7 @@ def summarize(events: Iterable[Event]) -> RunSummary:
 def timing_rows(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
     """Yield the rows of `timings.jsonl`: one per step and rank, with the times that were recorded."""
     for rank, log in read_rank_logs(events).items():
-        columns = {name: log.column(name) for name in TIMES}
+        columns = {name: log.column(name) for name in STEP_TIMES}
         for position, step in enumerate(log.steps.tolist()):
             times = {name: round(float(values[position]), 6) for name, values in columns.items()}
             yield {"step": step, "rank": rank, **{name: time for name, time in times.items() if np.isfinite(time)}}
@@ -267,13 +264,13 @@ def _pooled_stats(logs: Logs, name: str) -> MeanMedianP95 | None:
 
 
 def _summarize_rank(log: RankLog) -> RankSummary:
-    stats = {name: _stats(_measured(log, name)) for name in TIMES}
+    stats = {name: _stats(_measured(log, name)) for name in STEP_TIMES}
     return RankSummary(
         rank=log.rank,
         start=log.start,
         shard=log.shard,
         steps=log.steps,
-        series={name: log.column(name) for name in TIMES},
+        series={name: log.column(name) for name in STEP_TIMES},
         step_s=stats["step_s"],
         phases={phase: phase_s for phase in PHASES if (phase_s := stats[f"{phase}_s"]) is not None},
         typical=_typical_phases([log], stats["step_s"].median) if stats["step_s"] else {},
