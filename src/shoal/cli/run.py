@@ -12,11 +12,28 @@ import typer
 
 from shoal import __version__
 from shoal.cli.main import load_verb
-from shoal.cli.output import LineDisplay, make_console, print_detached, print_json, print_run
+from shoal.cli.output import (
+    LineDisplay,
+    given_settings,
+    make_console,
+    print_detached,
+    print_json,
+    print_run,
+    refuse_given,
+)
 from shoal.cli.train import DEFAULT_PRESET, clear_leftovers
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.target import JoinSpec, parse_on
-from shoal.config.load import build_config, merge, parse_set, validate, validate_session
+from shoal.config.load import (
+    build_config,
+    merge,
+    parse_set,
+    refuse_duplicate_settings,
+    refuse_without_effect,
+    typed_settings,
+    validate,
+    validate_session,
+)
 from shoal.config.presets import PRESETS, Overrides, did_you_mean
 from shoal.config.schema import Config
 from shoal.config.sync_choice import SYNC_HELP, WIRE_HELP
@@ -44,10 +61,21 @@ from shoal.tools.report.manifest import read_manifest
 app = typer.Typer(add_completion=False)
 
 _LONGEST_GRACE_S = 86400.0
+_SETTINGS_OF_FLAGS = {
+    "on": "run.on",
+    "threads": "run.threads",
+    "steps": "train.steps",
+    "sync": "sync.mode",
+    "wire": "sync.wire",
+    "accumulate": "sync.accumulate",
+}
+# A resumed run has the values of its first start.
+_OF_NEW_RUNS = ("on", "out", "threads", "port", "python", "grace", "measure", "restarts")
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
+    context: typer.Context,
     script: Annotated[
         list[str] | None, typer.Argument(help="A Python script, or -m MODULE, and its own arguments.")
     ] = None,
@@ -99,6 +127,7 @@ def run(
     Modules are imported from the script's folder first; with -m from the current folder, unless others can write to it.
     """
     flags: Overrides = {"train": {"steps": steps}, "sync": {"mode": sync, "wire": wire, "accumulate": accumulate}}
+    refuse_duplicate_settings(given_settings(context, _SETTINGS_OF_FLAGS), set_ or [])
     display = LineDisplay(make_console(soft_wrap=True))
     if resume is not None:
         if script:
@@ -107,10 +136,15 @@ def run(
                 why="the run folder knows its script",
                 fix=f"shoal run --resume {resume}",
             )
+        refuse_given(
+            context,
+            _OF_NEW_RUNS,
+            "with --resume",
+            why="the run goes on in its folder, on its cluster, as it was started",
+            fix=f"leave it out: shoal run --resume {resume}",
+        )
         clear_leftovers(clean)
-        folder = resume_script(resume, session_settings(flags, set_ or [], None), detach, display)
-        if detach:
-            print_detached(folder, json=False)
+        _show_end(resume_script(resume, session_settings(flags, set_ or [], None), detach, display), detach)
         return
     if not script:
         raise UsageError("no script to run", fix="write for example: shoal run --on local:2 train.py --epochs 3")
@@ -128,9 +162,9 @@ def run(
             why="a machine that joined by a code takes part in one launch only",
             fix="leave --restarts out, or name the machines in a hosts file",
         )
+    session = session_settings(flags, set_ or [], on)
     clear_leftovers(clean)
     out = out or default_out(name)
-    session = session_settings(flags, set_ or [], on)
     job = RunJob(
         script=tuple(argv),
         on=on,
@@ -142,7 +176,10 @@ def run(
         measure=measure,
         restarts=restarts,
     )
-    folder = start_script(job, out, detach, display)
+    _show_end(start_script(job, out, detach, display), detach)
+
+
+def _show_end(folder: RunFolder, detach: bool) -> None:
     if detach:
         print_detached(folder, json=False)
     elif (manifest := read_manifest(folder)) is not None:
@@ -158,7 +195,10 @@ def session_settings(flags: Overrides, sets: list[str], on: str | None) -> dict[
         if (chosen := {key: value for key, value in values.items() if value is not None})
     }
     settings = merge([{"run": {"on": on}} if on else {}, given, *map(parse_set, sets)])
-    validate_session(settings)
+    config = validate_session(settings)
+    if "mode" in settings.get("sync", {}):
+        # Otherwise the script may choose the mode, and its session refuses a setting that the mode lacks.
+        refuse_without_effect(config, typed_settings(given, sets))
     return settings
 
 

@@ -31,6 +31,7 @@ from shoal.config.load import (
     load_config,
     load_settings,
     merge,
+    refuse_fixed,
     refuse_without_effect,
     typed_settings,
 )
@@ -154,11 +155,13 @@ def _refuse_script(run: RunFolder) -> None:
         raise UsageError(
             f"{run.path} is the training of a script, {config.run.preset}, and not of shoal's GPT",
             why="shoal train has no model and no data for it",
-            fix=f'start the script again with shoal.Session(..., out="{run.path}")',
+            fix=f"shoal run --resume {shlex.quote(str(run.path))}"
+            if is_script_run(run.path)
+            else f'start the script again with shoal.Session(..., out="{run.path}")',
         )
 
 
-def refuse_finished(run: RunFolder, steps: int) -> int:
+def refuse_finished(run: RunFolder, steps: int, verb: str = "train") -> int:
     """Refuse to resume a run that has already done `steps` steps or more; return how many it has done.
 
     A finished run with missing or damaged files is resumed: it writes them again from a checkpoint.
@@ -171,13 +174,13 @@ def refuse_finished(run: RunFolder, steps: int) -> int:
         raise UsageError(
             f"{run.path} has done {done} steps already, more than {steps}",
             why="a run is resumed from its newest checkpoint, and never goes back",
-            fix=f"ask for more steps: shoal train --resume {folder} --steps {2 * done}",
+            fix=f"ask for more steps: shoal {verb} --resume {folder} --steps {2 * done}",
         )
     if steps == done and members and all(log.ended == "finished" for log in members) and _is_whole(run):
         raise UsageError(
             f"{run.path} is finished: it has done its {done} steps",
             why="there is nothing left to train",
-            fix=f"continue it with more steps: shoal train --resume {folder} --steps {2 * done}; or look at it: shoal "
+            fix=f"continue it with more steps: shoal {verb} --resume {folder} --steps {2 * done}; or look at it: shoal "
             f"report {folder}",
         )
     return done
@@ -318,6 +321,10 @@ def resume_script(path: Path, session: dict[str, Any], detach: bool, display: Sc
             why="the script has no shoal.Session, or ended before its first checkpoint",
             fix="start it anew: shoal run …",
         )
+    refuse_fixed({key: key for key in typed_settings(session, ())}, EngineConfig)
+    config, _ = change_settings(load_settings(run.config), session)
+    refuse_without_effect(config, typed_settings(session, ()))
+    refuse_finished(run, config.train.steps, verb="run")
     changed = merge([json.loads(job.session), session])
     return start_script(replace(job, resume=True, session=json.dumps(changed)), path, detach, display)
 

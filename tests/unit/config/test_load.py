@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cli.train import FLAGS, flags_to_overrides
-from shoal.config.load import build_config, known_keys, load_config, to_toml
+from shoal.config.load import build_config, known_keys, load_config, to_toml, validate_session
 from shoal.config.presets import PRESETS, depth_overrides
 from shoal.config.schema import Config, DataConfig, ModelConfig
 from shoal.config.sync_choice import TRAIN_METHODS, WIRE_FORMATS
@@ -138,6 +138,22 @@ def test_an_unknown_setting_names_the_nearest(typo: str, meant: str) -> None:
 def test_an_unknown_setting_lists_the_settings_of_its_section() -> None:
     assert refusal("sync.xyz=1").fix == f"sync has: {', '.join(type(Config().sync).model_fields)}"
     assert refusal("xyz.abc=1").fix == "sections are: train, sync, run, members, model, data"
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"train": {"lr": 1}}, "it is a setting of shoal's own GPT"),
+        ({"train": {"stpes": 1}}, "did you mean 'train.steps'?"),
+        ({"model": {"layers": 1}}, "a session knows nothing of your model"),
+    ],
+)
+def test_a_session_refuses_settings_that_it_lacks(values: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        validate_session(values)
+    assert refused.value.why.startswith(why)
+    assert "train.lr" not in refused.value.fix
+    assert ", lr" not in refused.value.fix
 
 
 def test_an_unknown_preset_names_the_nearest_and_lists_all() -> None:
