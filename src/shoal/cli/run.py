@@ -156,11 +156,11 @@ def run(
             why="ranks are ended after it, so it must be finite",
             fix=f"write seconds, up to a day: --grace {_LONGEST_GRACE_S:.0f}",
         )
-    if restarts and isinstance(parse_on(on), JoinSpec):
+    if isinstance(parse_on(on), JoinSpec):
         raise UsageError(
-            f"--restarts does not go with --on {on}",
-            why="a machine that joined by a code takes part in one launch only",
-            fix="leave --restarts out, or name the machines in a hosts file",
+            f"shoal run does not go with --on {on}",
+            why="a machine that joined by a code starts no program that another machine names",
+            fix="name the machines in a hosts file: shoal run --on hosts.toml …",
         )
     session = session_settings(flags, set_ or [], on)
     clear_leftovers(clean)

@@ -87,6 +87,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
             "99 ranks cannot share a global batch",
             "--set train.global_batch=99",
         ),
+        (["run", "--on", "join:2", "-m", "x"], "shoal run does not go with --on join:2", "shoal run --on hosts.toml"),
         (["sample", "nowhere"], "nowhere is not a run folder", "ls runs/"),
     ],
 )

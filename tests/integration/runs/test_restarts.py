@@ -90,9 +90,3 @@ def test_a_script_goes_on_without_a_machine_that_was_lost(tmp_path: Path) -> Non
         assert "attempt 1 of 1: rank 1 of 2 begins at" in front.out
         assert "rank 1 has done 6" in front.out
         assert "restart 1 of 1, without node2" in " ".join(front.err.split())
-
-
-def test_machines_that_join_by_a_code_cannot_be_started_again(tmp_path: Path) -> None:
-    done = shoal("run", "--restarts", "1", "--on", "join:2", script(tmp_path, "pass"), cwd=tmp_path)
-    assert done.returncode == 2
-    assert "--restarts does not go with --on join:2" in done.stderr
