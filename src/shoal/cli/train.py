@@ -49,12 +49,12 @@ from shoal.run_folder import RunFolder
 from shoal.runs.manage import end_processes, leftovers, running_runs
 from shoal.runs.start import (
     default_out,
-    is_script_run,
     refuse_confirm,
     resume_script,
     resume_training,
     start_training,
 )
+from shoal.runs.supervisor import is_script
 from shoal.tools.bench.scaling import ScalingResult, measure_scaling
 from shoal.tools.plan.compare import NO_PLAN, store_prediction, store_sync_plan
 from shoal.tools.report.explain_run import prediction_line
@@ -175,7 +175,7 @@ def train(
         refuse_with_resume(given)
         changes = resume_changes(given)
         clear_leftovers(clean)
-        if is_script_run(resume):
+        if is_script(RunFolder(resume.resolve())):
             script_run = resume_script(resume, changes, detach, LineDisplay(make_console(soft_wrap=True)))
             if detach:
                 print_detached(script_run, json)

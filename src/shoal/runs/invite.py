@@ -26,7 +26,7 @@ from shoal.events import EventTail
 from shoal.host.facts import can_listen
 from shoal.run_folder import RunFolder
 from shoal.runs.confirm import ask_at_terminal, require_terminal
-from shoal.runs.supervisor import training_files
+from shoal.runs.supervisor import is_script, training_files
 
 Note = Callable[[str], None]
 # The new node has to import torch first; afterwards the others let it in at the end of a step.
@@ -75,6 +75,12 @@ def _find_inviter(run: RunFolder) -> Inviter:
             why="a new machine is invited by one that takes part in the run",
             fix=f"go on with the run: shoal train --resume {shlex.quote(str(run.path))}; or type this on a machine "
             "that takes part",
+        )
+    if is_script(run):
+        raise UsageError(
+            f"{run.path} takes no machine in while it runs",
+            why="it runs a script, and a machine that joins starts no program that another machine names",
+            fix="name all machines at the start, in a hosts file: shoal run --on hosts.toml …",
         )
     config = load_config(run.config)
     if config.members.on_loss == "end" or config.run.launcher != "shoal":

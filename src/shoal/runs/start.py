@@ -46,7 +46,7 @@ from shoal.launch.logs import LogFollower, LogLine
 from shoal.run_folder import RunFolder
 from shoal.runs.confirm import require_terminal
 from shoal.runs.follow import RunEvents, SupervisorLog, await_running, follow, forwarding_signals
-from shoal.runs.supervisor import RunJob, read_job, start_supervisor
+from shoal.runs.supervisor import RunJob, is_script, read_job, start_supervisor
 from shoal.tools.report.manifest import read_manifest
 from shoal.tools.report.membership import last_members
 from shoal.tools.report.rank_log import RankLog, read_rank_logs
@@ -156,7 +156,7 @@ def _refuse_script(run: RunFolder) -> None:
             f"{run.path} is the training of a script, {config.run.preset}, and not of shoal's GPT",
             why="shoal train has no model and no data for it",
             fix=f"shoal run --resume {shlex.quote(str(run.path))}"
-            if is_script_run(run.path)
+            if is_script(run)
             else f'start the script again with shoal.Session(..., out="{run.path}")',
         )
 
@@ -293,14 +293,6 @@ class ScriptDisplay(Protocol):
     def close(self) -> None: ...
 
 
-def is_script_run(path: Path) -> bool:
-    """Return whether `shoal run` started the run in this folder."""
-    try:
-        return bool(read_job(RunFolder(path.resolve())).script)
-    except DataError:
-        return False
-
-
 def resume_script(path: Path, session: dict[str, Any], detach: bool, display: ScriptDisplay) -> RunFolder:
     """Run the script of an earlier run again in its folder: its session continues from the newest checkpoint.
 
@@ -315,6 +307,9 @@ def resume_script(path: Path, session: dict[str, Any], detach: bool, display: Sc
             why="shoal train started it",
             fix=f"shoal train --resume {shlex.quote(str(path))}",
         )
+    with run.held():
+        # Before the checks below: what they say about an ended run is not true of a running one.
+        pass
     if not any(run.checkpoints.glob("step-*")):
         raise UsageError(
             f"{path} has no checkpoint to continue from",

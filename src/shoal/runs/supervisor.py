@@ -105,6 +105,14 @@ def read_job(run: RunFolder) -> RunJob:
         ) from None
 
 
+def is_script(run: RunFolder) -> bool:
+    """Return whether `shoal run` started a user's script in this folder."""
+    try:
+        return bool(read_job(run).script)
+    except DataError:
+        return False
+
+
 def main(folder: Path) -> int:
     run = RunFolder(folder)
     remove_own_marks()

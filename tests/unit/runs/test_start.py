@@ -10,19 +10,21 @@ from typing import NoReturn
 
 import pytest
 
-from shoal.cli import lab
+from shoal.cli import lab, runs
 from shoal.cli.report import refuse_without_checkpoint
 from shoal.config.load import build_config
 from shoal.config.presets import Overrides
+from shoal.control.processes import AGENT
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.events import Event, EventLog
 from shoal.run_folder import RunFolder
-from shoal.runs import start, supervisor
+from shoal.runs import invite, start, supervisor
+from shoal.runs.manage import StopResult
 from shoal.runs.start import rate_note, refuse_finished, resume_script, resume_training
 from shoal.runs.supervisor import RunJob, find_unused_options
 from shoal.step_line import StepLine
 from tests.support.programs import read_jsonl
-from tests.support.run_samples import all_events, make_run, make_session_run
+from tests.support.run_samples import all_events, make_run, make_session_run, session_events
 
 
 def never(*args: object) -> NoReturn:
@@ -170,6 +172,32 @@ def test_a_resumed_script_changes_only_settings_that_no_finished_step_depends_on
     if isinstance(caught.value, ShoalError):
         assert next_step.format(run=script_run.path) in caught.value.fix
         assert "eval_every" not in caught.value.fix, "a session has no such setting"
+
+
+def test_a_running_script_is_not_called_ended(script_run: RunFolder) -> None:
+    (script_run.checkpoints / "step-00000020").rmdir()
+    with script_run.held(), pytest.raises(UsageError, match="is being trained in right now"):
+        resume_script(script_run.path, {}, False, never)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="has no checkpoint to continue from"):
+        resume_script(script_run.path, {}, False, never)  # type: ignore[arg-type]
+
+
+def test_a_machine_is_not_invited_into_the_run_of_a_script(
+    script_run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = SimpleNamespace(part=AGENT, node="node1")
+    monkeypatch.setattr(invite, "find_processes", lambda path: [agent])
+    with pytest.raises(UsageError, match="takes no machine in") as caught:
+        invite.invite(script_run.path, None, 0, never)
+    assert "starts no program that another machine names" in caught.value.why
+
+
+def test_only_a_session_is_said_to_have_finished_its_step(script_run: RunFolder, tmp_path: Path) -> None:
+    """Under --measure a script without a session has a configuration too."""
+    measured = make_session_run(tmp_path / "measured", [{**session_events(1, 2)[0], "measured": True}])
+    measured.job.write_text(script_run.job.read_text())
+    assert runs._outcome_text(StopResult.STOPPED, script_run) == "finished its step and stopped"
+    assert runs._outcome_text(StopResult.STOPPED, measured) == "stopped when it was asked to"
 
 
 def test_shoal_train_names_the_command_that_resumes_a_script(script_run: RunFolder) -> None:
