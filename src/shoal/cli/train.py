@@ -174,8 +174,17 @@ def train(
     if resume is not None:
         refuse_with_resume(given)
         changes = resume_changes(given)
+        is_of_script = is_script(RunFolder(resume.resolve()))
+        if is_of_script:
+            for name, value in (("--lineage", lineage), ("--confirm", confirm), ("--json", json and not detach)):
+                if value:
+                    raise UsageError(
+                        f"{name} does not go with the run of a script",
+                        why="it is for a training of shoal's own GPT",
+                        fix=f"leave it out: shoal run --resume {shlex.quote(str(resume))}",
+                    )
         clear_leftovers(clean)
-        if is_script(RunFolder(resume.resolve())):
+        if is_of_script:
             script_run = resume_script(resume, changes, detach, LineDisplay(make_console(soft_wrap=True)))
             if detach:
                 print_detached(script_run, json)

@@ -46,6 +46,12 @@ _WHY_FIXED = {
     "run": "the run folder and its checkpoints belong to this cluster and launcher",
 }
 
+# How texts with a pattern are written.
+_FORMS = {
+    "run.weights": "write one number for each rank, with / between them, such as 1/0.5",
+    "run.lineage": "write it as `shoal train --resume` prints it, such as 2-1",
+}
+
 _PROFILE_HEADER = "# What `shoal probe` measured; `shoal plan` reads it. What the figures mean: docs/probe.md\n"
 
 
@@ -138,6 +144,8 @@ def _validate(model: type[AnyConfig], values: Mapping[str, Any], source: str) ->
     if first["type"] == "model_type":
         raise ConfigError(f"{key} in {source} is a section, not a value", fix=f"write [{key}] and its settings below")
     seen, fix = message, "correct one of them"
+    if first["type"] == "string_pattern_mismatch":
+        message = _FORMS.get(key, message)
     if dot:
         seen, fix = f"{key}={first['input']!r}: {_lower_first(message)}", f"correct it, or: --set {key}=…"
     raise ConfigError(seen, why=f"this comes from {source}, or from the preset", fix=fix)

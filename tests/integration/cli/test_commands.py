@@ -281,6 +281,15 @@ def test_resume_takes_no_other_settings(call: Call, tmp_path: Path, words: list[
     assert output.err.startswith(f"error: {named} does not go with --resume\n")
 
 
+@pytest.mark.parametrize("option", ["--lineage 1-0", "--json"])
+def test_the_run_of_a_script_takes_no_option_of_a_training(call: Call, tmp_path: Path, option: str) -> None:
+    (tmp_path / "job.json").write_text('{"script": ["/a/b.py"], "on": "local:2"}')
+    output = call("train", "--resume", tmp_path, *option.split())
+    assert (output.code, output.out) == (2, "")
+    assert output.err.startswith(f"error: {option.split()[0]} does not go with the run of a script\n")
+    assert f"shoal run --resume {tmp_path}" in output.err
+
+
 @pytest.mark.parametrize(
     ("words", "seen", "why"),
     [

@@ -175,6 +175,7 @@ def test_an_unknown_preset_names_the_nearest_and_lists_all() -> None:
         ("model.dropout=1", "model.dropout=1: input should be less than 1"),
         ("data.tokenizer=words", "data.tokenizer='words': input should be 'char', 'byte' or 'bpe'"),
         ("data.val_fraction=0.9", "data.val_fraction=0.9: "),
+        ("run.weights=1,2", "run.weights='1,2': write one number for each rank, with / between them"),
         ("run.on=3", "run.on=3: input should be a valid string"),
     ],
 )
