@@ -374,7 +374,8 @@ def _enter(at: int, part: str, make: bool) -> int:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file so that a reader sees the old or the new text, never half of either, even after a power cut."""
-    write_durably(path, text.encode(), path.with_name(f".{path.name}.{os.getpid()}"), 0o666)
+    # Not the process id: nodes of a lab share a disk, and their processes have ids of their own.
+    write_durably(path, text.encode(), path.with_name(f".{path.name}.{secrets.token_hex(4)}"), 0o666)
 
 
 def write_durably(path: Path, content: bytes, temporary: Path, mode: int) -> None:

@@ -18,7 +18,9 @@ class StepLine:
         step_s = float(event["step_s"])
         self._step_s = _smooth(self._step_s, step_s)
         left = self.steps - int(event["step"])
-        text = f"loss {format_loss(event['loss'])}  {self._speed(event)}{self._waiting(event, step_s)}"
+        # A measured script has no loss that shoal knows.
+        loss = f"loss {format_loss(event['loss'])}  " if event.get("loss") is not None else ""
+        text = f"{loss}{self._speed(event)}{self._waiting(event, step_s)}"
         return f"{text}{format_duration(left * self._step_s)} left" if left > 0 else text.rstrip()
 
     def _speed(self, event: Event) -> str:

@@ -12,12 +12,21 @@ import typer
 
 from shoal import __version__
 from shoal.cli.main import load_verb
-from shoal.cli.output import print_json
+from shoal.cli.output import given_settings, print_json, refuse_given
 from shoal.cli.runs import print_script_end, resume_session, watch_script
 from shoal.cli.train import DEFAULT_PRESET, clear_leftovers
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.target import JoinSpec, parse_on
-from shoal.config.load import build_config, merge, parse_set, validate, validate_session
+from shoal.config.load import (
+    build_config,
+    merge,
+    parse_set,
+    refuse_duplicate_settings,
+    refuse_without_effect,
+    typed_settings,
+    validate,
+    validate_session,
+)
 from shoal.config.presets import PRESETS, Overrides, did_you_mean
 from shoal.config.schema import Config
 from shoal.config.sync_choice import SYNC_HELP, WIRE_HELP
@@ -44,10 +53,21 @@ from shoal.runs.supervisor import RunJob
 app = typer.Typer(add_completion=False)
 
 _LONGEST_GRACE_S = 86400.0
+_SETTINGS_OF_FLAGS = {
+    "on": "run.on",
+    "threads": "run.threads",
+    "steps": "train.steps",
+    "sync": "sync.mode",
+    "wire": "sync.wire",
+    "accumulate": "sync.accumulate",
+}
+# A resumed run has the values of its first start.
+_OF_NEW_RUNS = ("on", "out", "threads", "port", "python", "grace", "measure", "restarts")
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
+    context: typer.Context,
     script: Annotated[
         list[str] | None, typer.Argument(help="A Python script, or -m MODULE, and its own arguments.")
     ] = None,
@@ -99,6 +119,7 @@ def run(
     Modules are imported from the script's folder first; with -m from the current folder, unless others can write to it.
     """
     flags: Overrides = {"train": {"steps": steps}, "sync": {"mode": sync, "wire": wire, "accumulate": accumulate}}
+    refuse_duplicate_settings(given_settings(context, _SETTINGS_OF_FLAGS), set_ or [])
     if resume is not None:
         if script:
             raise UsageError(
@@ -106,6 +127,13 @@ def run(
                 why="the run folder knows its script",
                 fix=f"shoal run --resume {resume}",
             )
+        refuse_given(
+            context,
+            _OF_NEW_RUNS,
+            "with --resume",
+            why="the run goes on in its folder, on its cluster, as it was started",
+            fix=f"leave it out: shoal run --resume {resume}",
+        )
         clear_leftovers(clean)
         resume_session(resume, session_settings(flags, set_ or [], None), detach)
         return
@@ -131,9 +159,9 @@ def run(
             why="the owner of a machine that joins names the script there, and both are compared",
             fix="start a script file instead",
         )
+    session = session_settings(flags, set_ or [], on)
     clear_leftovers(clean)
     out = out or default_out(name)
-    session = session_settings(flags, set_ or [], on)
     job = RunJob(
         script=tuple(argv),
         on=on,
@@ -158,7 +186,10 @@ def session_settings(flags: Overrides, sets: list[str], on: str | None) -> dict[
         if (chosen := {key: value for key, value in values.items() if value is not None})
     }
     settings = merge([{"run": {"on": on}} if on else {}, given, *map(parse_set, sets)])
-    validate_session(settings)
+    config = validate_session(settings)
+    if "mode" in settings.get("sync", {}):
+        # Otherwise the script may choose the mode, and its session refuses a setting that the mode lacks.
+        refuse_without_effect(config, typed_settings(given, sets))
     return settings
 
 

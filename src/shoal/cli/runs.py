@@ -45,7 +45,6 @@ from shoal.runs.manage import (
     attach_script,
     attach_training,
     cluster_of,
-    is_script,
     read_opening,
     running_runs,
     runs_on,
@@ -53,6 +52,7 @@ from shoal.runs.manage import (
 )
 from shoal.runs.manage import stop_run as stop_run
 from shoal.runs.start import TrainDisplay, WatchScript, require_manifest, resume_script
+from shoal.runs.supervisor import has_session_events, is_script
 from shoal.tools.report.manifest import read_manifest
 from shoal.units import format_duration
 
@@ -304,11 +304,12 @@ def stop(
     if not folder.supervisor.exists() and outcome is not StopResult.NOT_RUNNING:
         sys.stdout.write("its run folder was removed while the run was writing to it: nothing is saved\n")
         return
-    if outcome is not StopResult.NOT_RUNNING and folder.checkpoints.is_dir() and not is_script(folder):
-        sys.stdout.write(f"next: {command('train', '--resume', shown(folder.path))}\n")
+    if outcome is not StopResult.NOT_RUNNING and any(folder.checkpoints.glob("step-*")):
+        verb = "run" if is_script(folder) else "train"
+        sys.stdout.write(f"next: {command(verb, '--resume', shown(folder.path))}\n")
 
 
 def _outcome_text(outcome: StopResult, run: RunFolder) -> str:
-    """Describe the outcome. Of a script, which has no configuration, only its exit is known, not that it saved."""
-    is_plain = run.job.is_file() and not run.config.is_file()
+    """Describe the outcome. Of a script without a session only its exit is known, not that it saved."""
+    is_plain = is_script(run) and not has_session_events(run)
     return "stopped when it was asked to" if is_plain and outcome is StopResult.STOPPED else outcome.value

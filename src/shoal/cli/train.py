@@ -49,11 +49,11 @@ from shoal.run_folder import RunFolder
 from shoal.runs.manage import end_processes, leftovers, running_runs
 from shoal.runs.start import (
     default_out,
-    is_script_run,
     refuse_confirm,
     resume_training,
     start_training,
 )
+from shoal.runs.supervisor import is_script
 from shoal.tools.bench.scaling import ScalingResult, measure_scaling
 from shoal.tools.plan.compare import NO_PLAN, store_prediction, store_sync_plan
 from shoal.tools.report.explain_run import prediction_line
@@ -176,8 +176,17 @@ def train(
     if resume is not None:
         refuse_with_resume(given)
         changes = resume_changes(given)
+        is_of_script = is_script(RunFolder(resume.resolve()))
+        if is_of_script:
+            for name, value in (("--lineage", lineage), ("--confirm", confirm), ("--json", json and not detach)):
+                if value:
+                    raise UsageError(
+                        f"{name} does not go with the run of a script",
+                        why="it is for a training of shoal's own GPT",
+                        fix=f"leave it out: shoal run --resume {shlex.quote(str(resume))}",
+                    )
         clear_leftovers(clean)
-        if is_script_run(resume):
+        if is_of_script:
             resume_session(resume, changes, detach, json)
             return
         run, manifest = resume_training(resume, make_display, changes, detach, lineage or "", confirm)

@@ -10,16 +10,18 @@ import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from shoal.config.presets import Overrides, did_you_mean, preset
 from shoal.config.profile import VERSION, Profile
-from shoal.config.schema import Config, EngineConfig
+from shoal.config.schema import Config, DataConfig, EngineConfig
 from shoal.config.sync_choice import SYNC_METHODS
 from shoal.errors import ConfigError, DataError, ShoalError
 from shoal.run_folder import write_atomically
+
+AnyConfig = TypeVar("AnyConfig", bound=EngineConfig)
 
 # A resumed run may change these: no finished step depends on them.
 _CHANGEABLE = (
@@ -42,6 +44,12 @@ _WHY_FIXED = {
     "train": "the finished steps belong to this optimisation; other settings would be another training",
     "sync": "the checkpoint holds the state of this sync method",
     "run": "the run folder and its checkpoints belong to this cluster and launcher",
+}
+
+# How texts with a pattern are written.
+_FORMS = {
+    "run.weights": "write one number for each rank, with / between them, such as 1/0.5",
+    "run.lineage": "write it as `shoal train --resume` prints it, such as 2-1",
 }
 
 _PROFILE_HEADER = "# What `shoal probe` measured; `shoal plan` reads it. What the figures mean: docs/probe.md\n"
@@ -102,23 +110,7 @@ def parse_set(assignment: str) -> Overrides:
 
 
 def validate(values: Mapping[str, Any], source: str) -> Config:
-    try:
-        return Config.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-    key, message = _locate(first)
-    section, dot, _ = key.partition(".")
-    if first["type"] == "extra_forbidden":
-        why = did_you_mean(key, known_keys() if dot else Config.model_fields)
-        names = f"{section} has: {', '.join(_keys(section))}" if dot else ""
-        fix = names or f"sections are: {', '.join(Config.model_fields)}"
-        raise ConfigError(f"unknown setting {key} in {source}", why=why, fix=fix)
-    if first["type"] == "model_type":
-        raise ConfigError(f"{key} in {source} is a section, not a value", fix=f"write [{key}] and its settings below")
-    seen, fix = message, "correct one of them"
-    if dot:
-        seen, fix = f"{key}={first['input']!r}: {_lower_first(message)}", f"correct it, or: --set {key}=…"
-    raise ConfigError(seen, why=f"this comes from {source}, or from the preset", fix=fix)
+    return _validate(Config, values, source)
 
 
 def validate_session(
@@ -132,20 +124,39 @@ def validate_session(
             why="a session knows nothing of your model and data",
             fix=f"sections are: {', '.join(EngineConfig.model_fields)}",
         )
+    return _validate(EngineConfig, values, source)
+
+
+def _validate(model: type[AnyConfig], values: Mapping[str, Any], source: str) -> AnyConfig:
     try:
-        return EngineConfig.model_validate(values)
-    except ValidationError:
-        # The same settings with the same mistake, for the message.
-        validate(values, source)
-        raise
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+    key, message = _locate(first)
+    section, dot, _ = key.partition(".")
+    if first["type"] == "extra_forbidden":
+        why = did_you_mean(key, known_keys(model) if dot else model.model_fields)
+        if key in known_keys():
+            why = "it is a setting of shoal's own GPT; a session leaves model, data and optimizer to the script"
+        names = f"{section} has: {', '.join(_keys(section, model))}" if dot else ""
+        fix = names or f"sections are: {', '.join(model.model_fields)}"
+        raise ConfigError(f"unknown setting {key} in {source}", why=why, fix=fix)
+    if first["type"] == "model_type":
+        raise ConfigError(f"{key} in {source} is a section, not a value", fix=f"write [{key}] and its settings below")
+    seen, fix = message, "correct one of them"
+    if first["type"] == "string_pattern_mismatch":
+        message = _FORMS.get(key, message)
+    if dot:
+        seen, fix = f"{key}={first['input']!r}: {_lower_first(message)}", f"correct it, or: --set {key}=…"
+    raise ConfigError(seen, why=f"this comes from {source}, or from the preset", fix=fix)
 
 
-def known_keys() -> list[str]:
-    return [f"{section}.{key}" for section in Config.model_fields for key in _keys(section)]
+def known_keys(model: type[EngineConfig] = Config) -> list[str]:
+    return [f"{section}.{key}" for section in model.model_fields for key in _keys(section, model)]
 
 
-def _keys(section: str) -> list[str]:
-    return list(Config.model_fields[section].annotation.model_fields)  # type: ignore[union-attr]
+def _keys(section: str, model: type[EngineConfig]) -> list[str]:
+    return list(model.model_fields[section].annotation.model_fields)  # type: ignore[union-attr]
 
 
 def _locate(error: Any) -> tuple[str, str]:
@@ -177,7 +188,7 @@ def refuse_duplicate_settings(flags: Mapping[str, str], sets: Iterable[str]) -> 
             )
 
 
-def refuse_without_effect(config: Config, settings: Iterable[str]) -> None:
+def refuse_without_effect(config: EngineConfig, settings: Iterable[str]) -> None:
     """Refuse a setting of the command line that a new run would ignore because of another setting.
 
     A file may serve several kinds of runs, so a setting that only the file gives is accepted.
@@ -188,9 +199,10 @@ def refuse_without_effect(config: Config, settings: Iterable[str]) -> None:
             raise ConfigError(f"{key} has no effect here", why=why, fix=f"leave it out, or: {fix}")
 
 
-def _no_effect(config: Config, key: str) -> tuple[str, str] | None:
+def _no_effect(config: EngineConfig, key: str) -> tuple[str, str] | None:
     """Return why a setting has no effect and what would give it one; None for a setting that counts."""
-    mode, data = config.sync.mode, config.data
+    mode = config.sync.mode
+    data = config.data if isinstance(config, Config) else DataConfig()
     section, _, name = key.partition(".")
     modes = [method.name for method in SYNC_METHODS.values() if section == "sync" and name in method.settings]
     if modes and mode not in modes:
@@ -214,24 +226,25 @@ def _no_effect(config: Config, key: str) -> tuple[str, str] | None:
 # Settings of a resumed run
 
 
-def refuse_fixed(settings: Mapping[str, str]) -> None:
+def refuse_fixed(settings: Mapping[str, str], model: type[EngineConfig] = Config) -> None:
     """Refuse to change a setting that finished steps depend on; `settings` maps each setting to how it was written."""
+    changeable = [key for key in _CHANGEABLE if key in known_keys(model)]
     for key, written in settings.items():
         section, _, _ = key.partition(".")
-        if key not in known_keys() or section == "members" or key in _CHANGEABLE:
+        if key not in known_keys(model) or section == "members" or key in changeable:
             continue
         is_lineage = key == "run.lineage"
         raise ConfigError(
             f"{written} cannot be changed when a run is resumed",
             why="the lineage to continue is named by --lineage" if is_lineage else _WHY_FIXED[section],
-            fix=f"leave it out, or start a new run; what can be changed: {', '.join(_CHANGEABLE)}, members.…",
+            fix=f"leave it out, or start a new run; what can be changed: {', '.join(changeable)}, members.…",
         )
 
 
-def change_settings(config: Config, changes: Overrides) -> tuple[Config, list[str]]:
+def change_settings(config: AnyConfig, changes: Overrides) -> tuple[AnyConfig, list[str]]:
     """Return the settings of a resumed run, and the differences, such as `train.steps: 40 → 80`."""
     before = config.model_dump()
-    changed = validate(merge([before, changes]), source="the command line")
+    changed = _validate(type(config), merge([before, changes]), source="the command line")
 
     def shown(value: object) -> str:
         return "unset" if value is None else str(value)

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from shoal.config.load import merge, to_toml, validate_session
+from shoal.config.load import merge, refuse_without_effect, to_toml, typed_settings, validate_session
 from shoal.config.schema import EngineConfig
 from shoal.control.processes import RUN_MARK
 from shoal.control.rank_env import RESUME, SESSION_FD, SETTINGS, Placement, use_private_caches
@@ -47,7 +47,9 @@ def open_session(given: Mapping[str, Any], out: Path | None) -> SessionStart:
     name = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else "session"
     is_launched = RUN_MARK in os.environ and placement.launcher == "shoal"
     actual = {"preset": name, "on": f"local:{placement.world_size}", "launcher": "shoal" if is_launched else "torchrun"}
-    config = validate_session(merge([given, {"run": actual}, json.loads(os.environ.get(SETTINGS, "{}"))]))
+    launched = json.loads(os.environ.get(SETTINGS, "{}"))
+    config = validate_session(merge([given, {"run": actual}, launched]))
+    refuse_without_effect(config, typed_settings(launched, ()))
     stop = StopRequest()
     _catch_stop_signals(stop)
     held, console = ExitStack(), None

@@ -37,7 +37,7 @@ from shoal.launch.logs import LogFollower
 from shoal.run_folder import RunFolder
 from shoal.runs.follow import POLL_S, RunEvents, SupervisorLog
 from shoal.runs.start import MakeDisplay, ScriptDisplay
-from shoal.runs.supervisor import read_job
+from shoal.runs.supervisor import is_script, read_job
 from shoal.terminal import printable_json
 from shoal.tools.report.membership import last_members
 from shoal.tools.report.rank_log import read_rank_logs
@@ -171,14 +171,6 @@ def stop_run(run: RunFolder, wait_s: float | None = None) -> StopResult:
     if not wait_until_ended(lambda: find_processes(run.path), _END_S):
         end_processes(find_processes(run.path))
     return StopResult.ENDED
-
-
-def is_script(run: RunFolder) -> bool:
-    """Return whether `shoal run` started a user's script in this folder."""
-    try:
-        return bool(read_job(run).script)
-    except ShoalError:
-        return False
 
 
 def grace_of(run: RunFolder) -> float:

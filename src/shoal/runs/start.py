@@ -31,6 +31,7 @@ from shoal.config.load import (
     load_config,
     load_settings,
     merge,
+    refuse_fixed,
     refuse_without_effect,
     typed_settings,
 )
@@ -45,7 +46,7 @@ from shoal.launch.logs import LogFollower, LogLine
 from shoal.run_folder import RunFolder
 from shoal.runs.confirm import require_terminal
 from shoal.runs.follow import RunEvents, SupervisorLog, await_running, follow, forwarding_signals
-from shoal.runs.supervisor import RunJob, read_job, start_supervisor
+from shoal.runs.supervisor import RunJob, is_script, read_job, start_supervisor
 from shoal.tools.report.manifest import read_manifest
 from shoal.tools.report.membership import last_members
 from shoal.tools.report.rank_log import RankLog, read_rank_logs
@@ -154,11 +155,13 @@ def _refuse_script(run: RunFolder) -> None:
         raise UsageError(
             f"{run.path} is the training of a script, {config.run.preset}, and not of shoal's GPT",
             why="shoal train has no model and no data for it",
-            fix=f'start the script again with shoal.Session(..., out="{run.path}")',
+            fix=f"shoal run --resume {shlex.quote(str(run.path))}"
+            if is_script(run)
+            else f'start the script again with shoal.Session(..., out="{run.path}")',
         )
 
 
-def refuse_finished(run: RunFolder, steps: int) -> int:
+def refuse_finished(run: RunFolder, steps: int, verb: str = "train") -> int:
     """Refuse to resume a run that has already done `steps` steps or more; return how many it has done.
 
     A finished run with missing or damaged files is resumed: it writes them again from a checkpoint.
@@ -171,13 +174,13 @@ def refuse_finished(run: RunFolder, steps: int) -> int:
         raise UsageError(
             f"{run.path} has done {done} steps already, more than {steps}",
             why="a run is resumed from its newest checkpoint, and never goes back",
-            fix=f"ask for more steps: shoal train --resume {folder} --steps {2 * done}",
+            fix=f"ask for more steps: shoal {verb} --resume {folder} --steps {2 * done}",
         )
     if steps == done and members and all(log.ended == "finished" for log in members) and _is_whole(run):
         raise UsageError(
             f"{run.path} is finished: it has done its {done} steps",
             why="there is nothing left to train",
-            fix=f"continue it with more steps: shoal train --resume {folder} --steps {2 * done}; or look at it: shoal "
+            fix=f"continue it with more steps: shoal {verb} --resume {folder} --steps {2 * done}; or look at it: shoal "
             f"report {folder}",
         )
     return done
@@ -290,14 +293,6 @@ class ScriptDisplay(Protocol):
     def close(self) -> None: ...
 
 
-def is_script_run(path: Path) -> bool:
-    """Return whether `shoal run` started the run in this folder."""
-    try:
-        return bool(read_job(RunFolder(path.resolve())).script)
-    except DataError:
-        return False
-
-
 # Given the folder of a script's run before it starts, returns what shows the supervisor's notes and the ranks' events.
 WatchScript = Callable[[RunFolder], Callable[[list[Event]], object]]
 
@@ -318,12 +313,19 @@ def resume_script(
             why="shoal train started it",
             fix=f"shoal train --resume {shlex.quote(str(path))}",
         )
+    with run.held():
+        # Before the checks below: what they say about an ended run is not true of a running one.
+        pass
     if not any(run.checkpoints.glob("step-*")):
         raise UsageError(
             f"{path} has no checkpoint to continue from",
             why="the script has no shoal.Session, or ended before its first checkpoint",
             fix="start it anew: shoal run …",
         )
+    refuse_fixed({key: key for key in typed_settings(session, ())}, EngineConfig)
+    config, _ = change_settings(load_settings(run.config), session)
+    refuse_without_effect(config, typed_settings(session, ()))
+    refuse_finished(run, config.train.steps, verb="run")
     changed = merge([json.loads(job.session), session])
     return start_script(replace(job, resume=True, session=json.dumps(changed)), path, detach, display, watch)
 

@@ -27,7 +27,7 @@ from shoal.cluster.cluster import open_cluster
 from shoal.cluster.hosts.copy import project_of
 from shoal.cluster.node import RunFiles
 from shoal.cluster.target import JoinSpec, parse_on
-from shoal.config.load import load_config, to_toml, validate_session
+from shoal.config.load import load_config, to_toml, typed_settings, validate_session
 from shoal.config.schema import RunConfig
 from shoal.control.processes import make_marks, remove_own_marks, restore_signals
 from shoal.control.rank_env import find_danger
@@ -141,6 +141,14 @@ def read_job(run: RunFolder) -> RunJob:
         ) from None
 
 
+def is_script(run: RunFolder) -> bool:
+    """Return whether `shoal run` started a user's script in this folder."""
+    try:
+        return bool(read_job(run).script)
+    except DataError:
+        return False
+
+
 def main(folder: Path) -> int:
     run = RunFolder(folder)
     remove_own_marks()
@@ -211,6 +219,8 @@ def _supervise(run: RunFolder, job: RunJob, log: EventLog) -> None:
         finally:
             if not job.measure:
                 _sum_up_session(run, log)
+        for text in find_unused_options(run, job):
+            note(text)
         return
     config = load_config(run.config)
     try:
@@ -233,6 +243,24 @@ def _sum_up_session(run: RunFolder, log: EventLog) -> None:
             write_derived_files(run, compare_if_finished(run))
 
 
+def find_unused_options(run: RunFolder, job: RunJob) -> Iterator[str]:
+    """Yield sentences on options that had no effect: only its end shows whether a script uses `shoal.Session`."""
+    settings = json.loads(job.session)
+    names = [name for name in typed_settings(settings, ()) if name != "run.on"]
+    if not names and not job.restarts:
+        return
+    has_session = has_session_events(run)
+    if names and not has_session:
+        yield f"without effect: {', '.join(names)}; the script has not used shoal.Session"
+    if job.restarts and has_session:
+        yield "without effect: --restarts; with shoal.Session single ranks are restarted (--set members.restarts=…)"
+
+
+def has_session_events(run: RunFolder) -> bool:
+    """Return whether the script of the run has trained with `shoal.Session`."""
+    return any(event["event"] == "start" and not event.get("measured") for event in run.read_all_events())
+
+
 @contextlib.contextmanager
 def _measured(run: RunFolder, job: RunJob, log: EventLog) -> Iterator[None]:
     """Make the folder of a measured script one that `shoal report` and `verify` read; at the end note what was seen."""
@@ -244,8 +272,12 @@ def _measured(run: RunFolder, job: RunJob, log: EventLog) -> Iterator[None]:
     finally:
         if not log.is_removed():
             with contextlib.suppress(ShoalError, OSError):
-                for text in describe_measured(run):
-                    log.write("note", text=text)
+                if has_session_events(run):
+                    # A rank has printed that a session is measured anyway.
+                    _sum_up_session(run, log)
+                else:
+                    for text in describe_measured(run):
+                        log.write("note", text=text)
 
 
 def describe_measured(run: RunFolder) -> Iterator[str]:

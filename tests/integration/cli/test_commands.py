@@ -87,6 +87,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
             "99 ranks cannot share a global batch",
             "--set train.global_batch=99",
         ),
+        (["run", "--on", "join:2", "-m", "x"], "-m x does not go with --on join:2", "start a script file"),
         (["sample", "nowhere"], "nowhere is not a run folder", "ls runs/"),
     ],
 )
@@ -162,6 +163,10 @@ def test_every_advised_option_exists(
         ("setup hosts.toml --project . --no-project", "--no-project does not go with --project"),
         ("lab up 2 --dry-run --json", "--json does not go with --dry-run"),
         ("lab firewall node1 --off --allow 22", "--allow does not go with --off"),
+        ("run --resume runs/one --on local:3", "--on has no effect with --resume"),
+        ("run --resume runs/one --restarts 2", "--restarts has no effect with --resume"),
+        ("run --sync ddp --set sync.every=4 -m x", "sync.every has no effect here"),
+        ("run --steps 3 --set train.steps=4 -m x", "train.steps is given twice: with --steps and with --set"),
         ("join 192.0.2.1:4000 --node node2", "--node goes with a run folder"),
         ("join . --out elsewhere", "--out does not go with a run folder"),
     ],
@@ -274,6 +279,15 @@ def test_resume_takes_no_other_settings(call: Call, tmp_path: Path, words: list[
     output = call("train", *words, "--resume", tmp_path / "run")
     assert output.code == 2
     assert output.err.startswith(f"error: {named} does not go with --resume\n")
+
+
+@pytest.mark.parametrize("option", ["--lineage 1-0", "--json"])
+def test_the_run_of_a_script_takes_no_option_of_a_training(call: Call, tmp_path: Path, option: str) -> None:
+    (tmp_path / "job.json").write_text('{"script": ["/a/b.py"], "on": "local:2"}')
+    output = call("train", "--resume", tmp_path, *option.split())
+    assert (output.code, output.out) == (2, "")
+    assert output.err.startswith(f"error: {option.split()[0]} does not go with the run of a script\n")
+    assert f"shoal run --resume {tmp_path}" in output.err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,10 @@ from shoal.control.rank_env import Placement
 from shoal.control.rank_messages import AbandonCommits
 from shoal.engine import recorder as recorder_module
 from shoal.engine import state_transfer
+from shoal.engine.checkpoint import CheckpointFolder
 from shoal.engine.engine import Engine
 from shoal.engine.recorder import Recorder
+from shoal.engine.saving import Saver
 from shoal.events import EventLog
 from shoal.run_folder import RunFolder
 from shoal.sync.world import World, unjoined_world
@@ -229,6 +232,38 @@ def test_a_rank_that_stops_keeping_the_ledger_writes_no_line_twice(tmp_path: Pat
     written = read_jsonl(path)
     assert sorted(line["step"] for line in written) == list(range(1, 301))
     assert {line["generation"] for line in written} == ({"3-0"} if recovers else {"1-0"})
+
+
+def test_the_ledger_and_the_events_are_on_disk_before_a_checkpoint_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut a run resumes from the checkpoint and does not repeat the steps that its ledger must have."""
+    (tmp_path / "events").mkdir()
+    recorder, world = make_recorder(tmp_path, 0, keeps_files=True)
+    recorder.hold([record(1, "1-0")])
+    recorder.commit()
+    recorder.event("step", step=1)
+    operations: list[str] = []
+    sync, mkdir = os.fsync, Path.mkdir
+
+    def fsync(fd: int) -> None:
+        operations.append(str(Path(f"/proc/self/fd/{fd}").readlink().relative_to(tmp_path)))
+        sync(fd)
+
+    def make_folder(path: Path, *args: Any, **options: Any) -> None:
+        operations.append(path.name)
+        mkdir(path, *args, **options)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "mkdir", make_folder)
+    engine: Any = SimpleNamespace(world=world, recorder=recorder)
+    saver = Saver(engine, CheckpointFolder(tmp_path / "checkpoints", keep=1), 0)
+    saver._begin(1, must=False)
+    before = operations[: operations.index(".step-00000001.tmp")]
+    assert {"commits.jsonl", ".", "events/rank-0.jsonl", "events"} <= set(before)
+    assert saver._ledger is not None
+    assert saver._ledger.size == (tmp_path / "commits.jsonl").stat().st_size > 0
+    recorder.close()
 
 
 def train_without_checkpoint(world: World, run: Path, steps: int) -> tuple[int, int]:

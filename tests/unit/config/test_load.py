@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cli.train import FLAGS, flags_to_overrides
-from shoal.config.load import build_config, known_keys, load_config, to_toml
+from shoal.config.load import build_config, known_keys, load_config, to_toml, validate_session
 from shoal.config.presets import PRESETS, depth_overrides
 from shoal.config.schema import Config, DataConfig, ModelConfig
 from shoal.config.sync_choice import TRAIN_METHODS, WIRE_FORMATS
@@ -140,6 +140,22 @@ def test_an_unknown_setting_lists_the_settings_of_its_section() -> None:
     assert refusal("xyz.abc=1").fix == "sections are: train, sync, run, members, model, data"
 
 
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"train": {"lr": 1}}, "it is a setting of shoal's own GPT"),
+        ({"train": {"stpes": 1}}, "did you mean 'train.steps'?"),
+        ({"model": {"layers": 1}}, "a session knows nothing of your model"),
+    ],
+)
+def test_a_session_refuses_settings_that_it_lacks(values: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        validate_session(values)
+    assert refused.value.why.startswith(why)
+    assert "train.lr" not in refused.value.fix
+    assert ", lr" not in refused.value.fix
+
+
 def test_an_unknown_preset_names_the_nearest_and_lists_all() -> None:
     error = refusal(preset_name="gpt2-124")
     assert error.why == "did you mean 'gpt2-124m'?"
@@ -159,6 +175,7 @@ def test_an_unknown_preset_names_the_nearest_and_lists_all() -> None:
         ("model.dropout=1", "model.dropout=1: input should be less than 1"),
         ("data.tokenizer=words", "data.tokenizer='words': input should be 'char', 'byte' or 'bpe'"),
         ("data.val_fraction=0.9", "data.val_fraction=0.9: "),
+        ("run.weights=1,2", "run.weights='1,2': write one number for each rank, with / between them"),
         ("run.on=3", "run.on=3: input should be a valid string"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,16 +10,20 @@ from typing import NoReturn
 
 import pytest
 
-from shoal.cli import lab
+from shoal.cli import lab, runs
 from shoal.cli.report import refuse_without_checkpoint
 from shoal.config.load import build_config
-from shoal.errors import DataError, UsageError
-from shoal.events import Event
+from shoal.config.presets import Overrides
+from shoal.errors import DataError, ShoalError, UsageError
+from shoal.events import Event, EventLog
 from shoal.run_folder import RunFolder
-from shoal.runs import start
-from shoal.runs.start import rate_note, refuse_finished, resume_training
+from shoal.runs import start, supervisor
+from shoal.runs.manage import StopResult
+from shoal.runs.start import rate_note, refuse_finished, resume_script, resume_training
+from shoal.runs.supervisor import RunJob, find_unused_options
 from shoal.step_line import StepLine
-from tests.support.run_samples import all_events, make_run
+from tests.support.programs import read_jsonl
+from tests.support.run_samples import all_events, make_run, make_session_run, session_events
 
 
 def never(*args: object) -> NoReturn:
@@ -131,3 +136,82 @@ def test_progress_shows_waiting_only_where_it_was_measured() -> None:
 def test_a_process_that_has_ended_has_no_command() -> None:
     assert lab._command_of(os.getpid()).startswith(" (")
     assert lab._command_of(2**31 - 2) == ""
+
+
+# Scripts
+
+
+@pytest.fixture
+def script_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A script of `shoal run` whose session has done its 20 steps."""
+    monkeypatch.setattr(start, "verify_run", lambda run: SimpleNamespace(ok=True))
+    monkeypatch.setattr(start, "start_script", never)
+    run = make_session_run(tmp_path / "run")
+    run.job.write_text(json.dumps({"script": ["/a/images.py"], "on": "local:2", "session": '{"run":{"on":"local:2"}}'}))
+    (run.checkpoints / "step-00000020").mkdir(parents=True)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen", "next_step"),
+    [
+        ({}, "is finished: it has done its 20 steps", "shoal run --resume {run} --steps 40; or"),
+        ({"train": {"steps": 9}}, "has done 20 steps already, more than 9", "shoal run --resume {run} --steps 40"),
+        ({"sync": {"mode": "local"}}, "sync.mode cannot be changed when a run is resumed", "train.steps, "),
+        ({"train": {"seed": 3}}, "train.seed cannot be changed when a run is resumed", "train.steps, "),
+        ({"train": {"lr": 3}}, "unknown setting train.lr", "train has: steps, "),
+        ({"train": {"steps": 40}}, "nothing may be displayed or started", ""),
+    ],
+)
+def test_a_resumed_script_changes_only_settings_that_no_finished_step_depends_on(
+    script_run: RunFolder, changes: Overrides, seen: str, next_step: str
+) -> None:
+    with pytest.raises((AssertionError, ShoalError), match=seen) as caught:
+        resume_script(script_run.path, changes, False, never, never)  # type: ignore[arg-type]
+    if isinstance(caught.value, ShoalError):
+        assert next_step.format(run=script_run.path) in caught.value.fix
+        assert "eval_every" not in caught.value.fix, "a session has no such setting"
+
+
+def test_a_running_script_is_not_called_ended(script_run: RunFolder) -> None:
+    (script_run.checkpoints / "step-00000020").rmdir()
+    with script_run.held(), pytest.raises(UsageError, match="is being trained in right now"):
+        resume_script(script_run.path, {}, False, never, never)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="has no checkpoint to continue from"):
+        resume_script(script_run.path, {}, False, never, never)  # type: ignore[arg-type]
+
+
+def test_only_a_session_is_said_to_have_finished_its_step(script_run: RunFolder, tmp_path: Path) -> None:
+    """Under --measure a script without a session has a configuration too."""
+    measured = make_session_run(tmp_path / "measured", [{**session_events(1, 2)[0], "measured": True}])
+    measured.job.write_text(script_run.job.read_text())
+    assert runs._outcome_text(StopResult.STOPPED, script_run) == "finished its step and stopped"
+    assert runs._outcome_text(StopResult.STOPPED, measured) == "stopped when it was asked to"
+
+
+def test_shoal_train_names_the_command_that_resumes_a_script(script_run: RunFolder) -> None:
+    with pytest.raises(UsageError) as caught:
+        resume_training(script_run.path, never)
+    assert caught.value.fix == f"shoal run --resume {script_run.path}"
+
+
+def test_options_that_had_no_effect_on_a_script_are_named(script_run: RunFolder, tmp_path: Path) -> None:
+    """Whether the script has a session is known at its end."""
+    plain = RunFolder.create(tmp_path / "plain", is_training=False)
+    given = RunJob(session='{"run": {"on": "local:2"}, "train": {"steps": 5}, "sync": {"mode": "local"}}')
+    restarted, silent = RunJob(session='{"run": {"on": "local:2"}}', restarts=2), RunJob(session='{"run": {"on": "x"}}')
+    assert list(find_unused_options(plain, given)) == [
+        "without effect: train.steps, sync.mode; the script has not used shoal.Session"
+    ]
+    [note] = find_unused_options(script_run, restarted)
+    assert note.startswith("without effect: --restarts; ")
+    for run, job in ((script_run, given), (plain, restarted), (plain, silent), (script_run, silent)):
+        assert list(find_unused_options(run, job)) == []
+
+
+def test_a_session_under_measure_is_summed_up_as_a_session(script_run: RunFolder) -> None:
+    log = EventLog(script_run.supervisor, 0)
+    with supervisor._measured(script_run, RunJob(script=("/a/images.py",), on="local:2"), log):
+        pass
+    assert [event for event in read_jsonl(script_run.supervisor) if event["event"] == "note"] == []
+    assert script_run.manifest.is_file()
