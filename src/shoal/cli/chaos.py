@@ -163,9 +163,9 @@ def soak(
     from shoal.tools.chaos.soak import soak as soak_run
 
     spec = parse_on(on)
-    if not isinstance(spec, LabSpec) or len(spec.nodes) < 3:
+    if not isinstance(spec, LabSpec) or len(spec.nodes) < 3 or any(node.slots > 1 for node in spec.nodes):
         raise UsageError(
-            f"--on {on}: a soak needs three emulated nodes or more",
+            f"--on {on}: a soak needs three emulated nodes or more, with one rank each",
             why="with fewer, no majority is left to continue when one node is cut off",
             fix="--on lab:3",
         )

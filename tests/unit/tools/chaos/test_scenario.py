@@ -116,6 +116,7 @@ def test_a_scenario_the_cluster_cannot_play_is_refused() -> None:
         (["kill-node"], "local:3", "emulated nodes"),
         (["kill-node"], "lab:2", "it needs 3 nodes"),
         (["kill-rank"], "local:2", "it needs 3 ranks"),
+        (["kill-rank"], "lab:3,slots=2", "one rank on each node"),
         (["kill-rank"], "join:3", "made for them"),
     ):
         with pytest.raises(UsageError) as refused:
