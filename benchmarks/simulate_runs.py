@@ -56,7 +56,7 @@ def error(run: RunFolder) -> float | None:
         straggling = fit_stragglers(step_time_factors(run.read_all_events()))
     except ConfigError:
         return None
-    steady_s, tokens = prediction.step_s - prediction.wait_s, prediction.tokens_per_s * prediction.step_s
+    steady_s, tokens = prediction.step_s - prediction.wait_s, (prediction.tokens_per_s or 0.0) * prediction.step_s
     cluster = SimulatedCluster(nodes=summary.world_size, step_s=lambda _: steady_s, tokens_per_step=tokens)
     scenario = SimulationScenario(
         cluster,

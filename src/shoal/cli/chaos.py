@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from shoal.cli.output import make_console, print_json, shown, stdout_console
+from shoal.cli.run import script_command
 from shoal.config.sync_choice import TRAINED_METHODS
 from shoal.errors import UsageError
 from shoal.runs.start import default_out
@@ -53,6 +55,14 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="
 
 On = Annotated[str, typer.Option(help="Where: lab:3 (emulated nodes, made for the run), or local:3 (processes only).")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+ScriptOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COMMAND",
+        help="Train your own script with shoal.Session, as for shoal run: 'my_train.py --width 64'.",
+        show_default="a small GPT",
+    ),
+]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the random times, files and faults.")]
 
 
@@ -84,6 +94,7 @@ def run(
         list[str], typer.Argument(metavar="SCENARIO…", help="Names from the list, your own files (my.toml), or all.")
     ],
     on: On = "lab:3",
+    script: ScriptOption = None,
     times: Annotated[int, typer.Option(min=1, help="Repetitions of each scenario, with other random times.")] = 1,
     seed: Seed = 1,
     out: Annotated[Path | None, typer.Option(help="The folder to create.", show_default="runs/chaos-TIME")] = None,
@@ -96,13 +107,14 @@ def run(
     from shoal.tools.chaos.run import FIGURES, choose_scenarios, figures_document, play_all, scenarios_left_out
 
     folder = (out or default_out("chaos")).absolute()
-    wanted = choose_scenarios(scenarios, on)
-    for name, reason in scenarios_left_out(scenarios, on).items():
+    words = read_script(script)
+    wanted = choose_scenarios(scenarios, on, words)
+    for name, reason in scenarios_left_out(scenarios, on, words).items():
         typer.echo(f"left out: {name} ({reason})", err=True)
     with _scenario_progress() as (show, done):
-        results = play_all(wanted, on, times, seed, folder, show, done)
+        results = play_all(wanted, on, times, seed, folder, show, done, words)
     if json:
-        print_json(figures_document(results, on, seed))
+        print_json(figures_document(results, on, seed, words))
     else:
         _print_results(results)
         typer.echo(f"\nfigures: {shown(folder / FIGURES)}")
@@ -131,6 +143,7 @@ def soak(
     ] = None,
     seed: Seed = 1,
     on: Annotated[str, typer.Option(help="At least three emulated nodes, made for the run.")] = "lab:3",
+    script: ScriptOption = None,
     out: Annotated[Path | None, typer.Option(help="The folder to create.", show_default="runs/soak-TIME")] = None,
     json: Json = False,
 ) -> None:
@@ -150,14 +163,15 @@ def soak(
     from shoal.tools.chaos.soak import soak as soak_run
 
     spec = parse_on(on)
-    if not isinstance(spec, LabSpec) or len(spec.nodes) < 3:
+    if not isinstance(spec, LabSpec) or len(spec.nodes) < 3 or any(node.slots > 1 for node in spec.nodes):
         raise UsageError(
-            f"--on {on}: a soak needs three emulated nodes or more",
+            f"--on {on}: a soak needs three emulated nodes or more, with one rank each",
             why="with fewer, no majority is left to continue when one node is cut off",
             fix="--on lab:3",
         )
-    modes, kinds = read_modes(sync or ["ddp"]), read_kinds(fault or [])
-    order = SoakOrder(on, len(spec.nodes), minutes, parse_every(every), seed, modes, kinds)
+    words = read_script(script)
+    modes, kinds = read_modes(sync or ["ddp"]), read_kinds(fault or [], words)
+    order = SoakOrder(on, len(spec.nodes), minutes, parse_every(every), seed, modes, kinds, words)
     folder = (out or default_out("soak")).absolute()
     new_folder(folder)
     with _soak_progress() as display:
@@ -169,6 +183,21 @@ def soak(
         typer.echo(f"\nfigures: {shown(folder / SOAK_FIGURES)}")
     if not result.ok:
         raise typer.Exit(1)
+
+
+def read_script(text: str | None) -> tuple[str, ...]:
+    """Return the script of `--script` and its arguments, with its absolute path."""
+    if text is None:
+        return ()
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(
+            f"--script {text!r} cannot be read: {error}", fix="write for example: --script 'my_train.py --width 64'"
+        ) from None
+    if not words:
+        raise UsageError("--script is empty", fix="write for example: --script my_train.py")
+    return tuple(script_command(words)[0])
 
 
 def parse_every(text: str) -> float:

@@ -69,6 +69,7 @@ def up_(
     delay: Delay = None,
     loss: Loss = None,
     cpu: Annotated[str | None, typer.Option(help="Cores of each node: 0.5, or 1/1/0.5.")] = None,
+    slots: Annotated[str | None, typer.Option(help="Ranks on each node: 2, or 2/1/1.", show_default="1")] = None,
     profile: Annotated[str | None, typer.Option(help=f"A kind of link: {', '.join(PROFILES)}.")] = None,
     name: Annotated[str, typer.Option(help="The lab's name, if you have several.")] = DEFAULT_NAME,
     sshd: Annotated[bool, typer.Option("--sshd", help="Run a real SSH server on each node (needs root).")] = False,
@@ -76,7 +77,9 @@ def up_(
     json: Json = False,
 ) -> None:
     """Build a lab: N nodes on one switch, each with its own eth0, address, host name and processes."""
-    spec = make_spec(nodes, name=name, link=link, delay=delay, loss=loss, cpu=cpu, profile=profile, sshd=sshd)
+    spec = make_spec(
+        nodes, name=name, link=link, delay=delay, loss=loss, cpu=cpu, slots=slots, profile=profile, sshd=sshd
+    )
     if dry_run and json:
         raise UsageError("--json does not go with --dry-run", why="it prints commands for a shell", fix="leave one out")
     if dry_run:
@@ -333,6 +336,7 @@ def _node_document(lab: Lab, state: LabState, node: LabNode) -> dict[str, Any]:
         "delay_s": node.link.delay_s,
         "loss": node.link.loss,
         "cpu": node.cpu,
+        "slots": node.slots,
         "state": "dead" if not lab.is_alive(node.name) else "frozen" if node.name in state.frozen else "up",
         "firewall": list(state.firewalls[node.name]) if node.name in state.firewalls else None,
         "processes": [{"pid": pid, "command": command} for pid, command in lab.processes(node.name)],
@@ -345,12 +349,12 @@ def _print_lab(document: dict[str, Any]) -> None:
     owner = f"; it belongs to {escape(document['belongs_to'])}, which will remove it" if document["belongs_to"] else ""
     console.print(f"lab [bold]{document['name']}[/], {how}, in {escape(document['folder'])}{owner}", soft_wrap=True)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for title in ("node", "address", "link", "cpu", "state", "runs"):
+    for title in ("node", "address", "link", "cpu", "ranks", "state", "runs"):
         table.add_column(title)
     for node in document["nodes"]:
         processes = "\n".join(f"{process['pid']} {process['command'][:60]}" for process in node["processes"])
         cpu = "–" if node["cpu"] is None else f"{node['cpu']:g}"
-        cells = (node["name"], node["address"], node["link"], cpu, node["state"])
+        cells = (node["name"], node["address"], node["link"], cpu, str(node["slots"]), node["state"])
         table.add_row(*cells, escape(processes) or "–")
     console.print(table)
     for line in _remarks(document):

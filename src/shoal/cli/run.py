@@ -14,7 +14,7 @@ from shoal import __version__
 from shoal.cli.main import load_verb
 from shoal.cli.output import given_settings, print_json, refuse_given
 from shoal.cli.runs import print_script_end, resume_session, watch_script
-from shoal.cli.train import DEFAULT_PRESET, clear_leftovers
+from shoal.cli.train import DEFAULT_PRESET, PROFILE, clear_leftovers
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.target import JoinSpec, parse_on
 from shoal.config.load import (
@@ -46,9 +46,11 @@ from shoal.launch.emit import (
     torchrun_text,
 )
 from shoal.launch.launcher import GRACE_S
-from shoal.run_folder import RunFolder
+from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.start import default_out, start_script
 from shoal.runs.supervisor import RunJob
+from shoal.tools.plan.compare import predict_script
+from shoal.tools.report.explain_run import prediction_line
 
 app = typer.Typer(add_completion=False)
 
@@ -103,6 +105,16 @@ def run(
     resume: Annotated[
         Path | None, typer.Option(help="Continue the session of this run from its newest checkpoint.")
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Predict the step time (session) from this earlier run on one rank, and compare at the end.",
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="The profile for --plan; see shoal probe.", show_default=str(PROFILE))
+    ] = None,
     clean: Annotated[bool, typer.Option("--clean", help="End processes left over from earlier runs.")] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Start the run in the background; see shoal ps, logs, attach.")
@@ -120,6 +132,14 @@ def run(
     """
     flags: Overrides = {"train": {"steps": steps}, "sync": {"mode": sync, "wire": wire, "accumulate": accumulate}}
     refuse_duplicate_settings(given_settings(context, _SETTINGS_OF_FLAGS), set_ or [])
+    for option, is_given in (("--plan", plan is not None), ("--profile", profile is not None)):
+        if is_given and (measure or resume is not None or plan is None):
+            against = "--measure" if measure else "--resume" if resume is not None else "a run without --plan"
+            raise UsageError(
+                f"{option} does not go with {against}",
+                why="a prediction needs a session's compute time, from an earlier run on one rank",
+                fix="shoal run --on local:1 --out runs/alone SCRIPT; then: shoal run --plan runs/alone SCRIPT",
+            )
     if resume is not None:
         if script:
             raise UsageError(
@@ -160,6 +180,7 @@ def run(
             fix="start a script file instead",
         )
     session = session_settings(flags, set_ or [], on)
+    prediction = None if plan is None else predict_script(session, plan, profile or PROFILE)
     clear_leftovers(clean)
     out = out or default_out(name)
     job = RunJob(
@@ -175,7 +196,14 @@ def run(
     )
     # A script that is only measured shows its own progress.
     display, watch = watch_script(with_progress=not detach and not measure)
-    print_script_end(start_script(job, out, detach, display, watch), detach)
+    if prediction is not None:
+        display.note(prediction_line(prediction))
+
+    def store_prediction(folder: RunFolder) -> None:
+        if prediction is not None:
+            write_atomically(folder.prediction, prediction.model_dump_json(indent=2) + "\n")
+
+    print_script_end(start_script(job, out, detach, display, watch, before=store_prediction), detach)
 
 
 def session_settings(flags: Overrides, sets: list[str], on: str | None) -> dict[str, Any]:

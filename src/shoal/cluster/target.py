@@ -2,6 +2,7 @@
 
 local:4                      four ranks as processes on this machine
 lab:3,link=1gbit,cpu=1/1/0.5 three emulated nodes, made for the run and removed with it
+lab:2,slots=2                two ranks on each node
 lab                          the lab that is up already; with a name: lab:NAME
 hosts.toml                   machines over SSH: a cluster file, or an MPI or DeepSpeed hostfile
 join:3                       this machine and two that join it by themselves, see shoal host
@@ -100,14 +101,14 @@ def weights_of(on: On) -> str | None:
 
 
 def rank_count(on: On) -> int:
-    """Count ranks: one for each node of a lab, as many as it has slots for a host."""
+    """Count ranks: as many as there are slots on the nodes of a lab or of a hosts file."""
     match on:
         case LocalSpec():
             return on.ranks
         case ExistingLab():
-            return len(Lab.open(on.name).nodes)
+            return sum(node.slots for node in Lab.open(on.name).nodes)
         case LabSpec():
-            return len(on.nodes)
+            return sum(node.slots for node in on.nodes)
         case HostsSpec():
             return sum(host.slots for host in on.hosts)
         case JoinSpec():
@@ -133,8 +134,9 @@ def first_node(on: On, folder: Path) -> str | None:
 
 
 def _single_node_lab(node: LabNode) -> str:
-    """Keep the node's CPU share. Its link does not matter: nothing is sent."""
-    return "lab:1" if node.cpu is None else f"lab:1,cpu={node.cpu:g}"
+    """Keep the node's CPU share and slots. Its link does not matter: nothing is sent over it."""
+    cpu = "" if node.cpu is None else f",cpu={node.cpu:g}"
+    return f"lab:1{cpu}" + (f",slots={node.slots}" if node.slots > 1 else "")
 
 
 def _write_first_host(hosts: HostsSpec, path: Path) -> Path:

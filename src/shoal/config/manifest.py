@@ -69,10 +69,14 @@ class PredictionRecord(ManifestRecord):
     optimizer_s: float
     other_s: float
     comm_s: float  # of the exchange by itself
-    tokens_per_s: float
+    tokens_per_s: float | None  # None for a user's script, whose speed is in samples
     profile: str
     profile_created: str
-    is_measured: bool  # the profile contains this model, not only others like it
+    is_measured: bool  # this model was measured, not only others like it
+    # The fields below are for a user's script.
+    samples_per_s: float | None = None
+    measured_in: str | None = None  # the run on one rank that has its compute time
+    grad_bytes: int | None = None  # of that run: the prediction holds for a model of this size only
 
 
 class RecoveryRecord(ManifestRecord):

@@ -95,6 +95,44 @@ class MeasuredSpeed:
         return node.memory_bytes / sum(other.ranks for other in _nodes_of_machine(self.profile, node))
 
 
+@dataclass(frozen=True)
+class ScriptSpeed:
+    """The speed of a user's script: its seconds per sample on the first node, and other nodes by the profile's models.
+
+    Times grow in proportion to the samples: what a script costs beside them is unknown.
+    """
+
+    profile: MeasuredSpeed
+    forward_s: float  # of one sample
+    backward_s: float  # of one sample
+    optimizer_s: float
+    other_s: float
+
+    def in_world(self, world_size: int) -> ScriptSpeed:
+        return replace(self, profile=self.profile.in_world(world_size))
+
+    def work(self, workload: Workload, rank: int, micro_batch: int, micro_batches: int) -> RankWork:
+        # One rank alone was measured. The profile knows how much slower this one is, next to the others.
+        alone, here = self.profile.in_world(1).model_speed(SMALL_GPT, 0), self.profile.model_speed(SMALL_GPT, rank)
+        slower = interpolate(here.backward, 1) / interpolate(alone.backward, 1)
+        return RankWork(
+            micro_batches=micro_batches,
+            forward_s=slower * self.forward_s * micro_batch,
+            backward_s=slower * self.backward_s * micro_batch,
+            optimizer_s=slower * self.optimizer_s,
+            other_s=slower * self.other_s,
+            busy_cores=float(here.threads),
+            spare_cores=spare_cores(self.profile.profile, self.profile.node(rank)),
+            spread=here.spread,
+        )
+
+    def encode_s(self, strategy: SyncStrategy, rank: int, parameters: int) -> float:
+        return self.profile.encode_s(strategy, rank, parameters)
+
+    def memory_bytes(self, rank: int) -> float:
+        return self.profile.memory_bytes(rank)
+
+
 def cluster_model_of(profile: Profile) -> ClusterModel:
     if not all(node.timings for node in profile.nodes):
         raise ConfigError(

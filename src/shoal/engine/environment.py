@@ -64,6 +64,8 @@ def open_session(given: Mapping[str, Any], out: Path | None) -> SessionStart:
 
     def note_fault(error: Exception) -> None:
         fault = error if isinstance(error, ShoalError) else as_fault(error, placement, OUT_OF_MEMORY_ADVICE)
+        # The error that is printed is this one: its advice names the folder.
+        fault.fix = run.name_in(fault.fix)
         record_fault(run, placement, fault)
 
     return SessionStart(

@@ -123,6 +123,7 @@ class Measurement:
         self._is_sharded = False
         self._comm_hook: str | None = None
         self._wire: WireCounter | None = None
+        self._wire_read_at = 0  # the step at which the counter was read last
         # The reducer holds only the C++ half of a group.
         self._groups: weakref.WeakKeyDictionary[DistributedDataParallel, object] = weakref.WeakKeyDictionary()
 
@@ -210,7 +211,9 @@ class Measurement:
             times = self._times(step)
             if self._wire is not None and self._step % _COUNT_WIRE_EVERY == 0:
                 sent = self._wire.since_last()
-                times |= {"wire_bytes": sent // _COUNT_WIRE_EVERY} if sent is not None else {}
+                # The first reading covers one step less than the others: the counter is opened with the first step.
+                times |= {"wire_bytes": sent // (self._step - self._wire_read_at)} if sent is not None else {}
+                self._wire_read_at = self._step
             if self._log is not None and times["step_s"] > 0:
                 self._log.write("step", step=self._step, **times)
 
@@ -275,7 +278,7 @@ class Measurement:
             hardware={**self._hardware, "gpu": torch.cuda.get_device_name() if is_cuda else None},
         )
         if place.local_rank == 0:
-            self._wire = WireCounter(interface)
+            self._wire, self._wire_read_at = WireCounter(interface), self._step
 
     @_guarded
     def finish(self) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 import shlex
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.cost.memory import OUT_OF_MEMORY_ADVICE
@@ -45,6 +45,23 @@ class ProcessEnd:
     log: str = ""
     out_of_memory: bool = False  # the kernel killed processes for lack of memory meanwhile
     lost: str = ""  # how its whole node was lost, so that the process's own end is unknown
+
+
+def count_cut_off(
+    ends: Iterable[ProcessEnd], lost_by: Mapping[str, Mapping[str, str]], nodes: Sequence[str]
+) -> list[ProcessEnd]:
+    """Count ranks as lost whose node was cut off, though their agent has killed them.
+
+    Behind a cut, the agents of both sides report the other side. A node is cut off that more than half of the others
+    have lost; where that is every node, as with two, the first one remains.
+    """
+    cut_off = [node for node in nodes if 2 * len(lost_by.get(node, ())) > len(nodes) - 1]
+    if len(cut_off) == len(nodes):
+        cut_off = cut_off[1:]
+    return [
+        replace(end, by_agent=False, lost=next(iter(lost_by[end.node].values()))) if end.node in cut_off else end
+        for end in ends
+    ]
 
 
 def diagnose(

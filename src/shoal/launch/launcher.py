@@ -37,6 +37,7 @@ from shoal.events import Event, EventLog, EventTail
 from shoal.launch.failure import (
     LOG_TAIL,
     ProcessEnd,
+    count_cut_off,
     diagnose,
     drop_survived,
     explain_early_exit,
@@ -146,6 +147,8 @@ class Launch:
     _noted_journals: set[str] = field(default_factory=set)
     _interrupts_sent: int = 0
     _asked_to_end_at: float | None = None
+    _lost_by: dict[str, dict[str, str]] = field(default_factory=dict)  # by lost node: who lost it, and how
+    _is_split: bool = False  # every running agent was lost by another one, so the launcher ended them
 
     def launch(
         self,
@@ -253,6 +256,8 @@ class Launch:
             self._abandon_stuck()
             self._note_still_running()
             time.sleep(POLL_S)
+        if self._is_split and not self.interrupts:
+            self.ends = count_cut_off(self.ends, self._lost_by, [agent.node.name for agent in self.agents])
         if self.refused and not self.interrupts:
             raise self.refused
 
@@ -275,6 +280,7 @@ class Launch:
         if self._asked_to_end_at is None and stuck and all(agent.lost for agent in stuck):
             self._send(END)
             self._asked_to_end_at = time.monotonic()
+            self._is_split = not self.is_elastic
         if self._asked_to_end_at is not None and time.monotonic() - self._asked_to_end_at > _END_WITHIN_S:
             for agent in stuck:
                 agent.done = agent.abandoned = True
@@ -341,6 +347,7 @@ class Launch:
             case "lost":
                 if not self.is_elastic:
                     self._note(f"{node} lost {event['node']}: {event['how']}")
+                self._lost_by.setdefault(event["node"], {})[node] = event["how"]
                 self._mark_lost(event["node"], event["how"])
             case "peer-ended" if event["failed"]:
                 self._mark_lost(event["node"], "its ranks failed, and their error did not reach the launcher")

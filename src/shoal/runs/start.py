@@ -297,8 +297,12 @@ class ScriptDisplay(Protocol):
 WatchScript = Callable[[RunFolder], Callable[[list[Event]], object]]
 
 
+def _show_nothing(run: RunFolder) -> Callable[[list[Event]], object]:
+    return lambda notes: None
+
+
 def resume_script(
-    path: Path, session: dict[str, Any], detach: bool, display: ScriptDisplay, watch: WatchScript
+    path: Path, session: dict[str, Any], detach: bool, display: ScriptDisplay, watch: WatchScript = _show_nothing
 ) -> RunFolder:
     """Run the script of an earlier run again in its folder: its session continues from the newest checkpoint.
 
@@ -330,14 +334,25 @@ def resume_script(
     return start_script(replace(job, resume=True, session=json.dumps(changed)), path, detach, display, watch)
 
 
-def start_script(job: RunJob, out: Path, detach: bool, display: ScriptDisplay, watch: WatchScript) -> RunFolder:
-    """Run a user's script to its end, or until it is detached. The raised error has the script's own exit code."""
+def start_script(
+    job: RunJob,
+    out: Path,
+    detach: bool,
+    display: ScriptDisplay,
+    watch: WatchScript = _show_nothing,
+    before: Callable[[RunFolder], object] = lambda run: None,
+) -> RunFolder:
+    """Run a user's script to its end, or until it is detached. The raised error has the script's own exit code.
+
+    `before` is called with the folder before any process starts.
+    """
     python, about_python = choose_python(job.python, job.on, os.environ)
     if job.measure and python:
         require_shoal(python)
     source, about_stdin = choose_stdin(job.on, detach)
     job = replace(job, on=absolute_on(job.on), python=python, has_stdin=source is not StdinSource.NONE)
     run = RunFolder.open(out) if job.resume else RunFolder.create(out, is_training=False)
+    before(run)
     commands = (*(_earlier_commands(run) if job.resume else ()), command_line(sys.argv))
     job = replace(job, commands=commands)
     for text in filter(None, (about_python, about_stdin)):

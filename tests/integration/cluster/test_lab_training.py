@@ -31,6 +31,7 @@ def test_on_is_parsed_into_a_cluster() -> None:
     assert parse_on("lab") == ExistingLab(None)
     assert parse_on("lab:attic") == ExistingLab("attic")
     assert rank_count(parse_on("lab:3,link=100mbit")) == 3
+    assert rank_count(parse_on("lab:3,slots=2/1/1")) == 4
     for wrong in ("moon:3", "local:x", "lab:0", "lab:3,speed=1"):
         with pytest.raises(UsageError):
             parse_on(wrong)
@@ -47,6 +48,16 @@ def test_the_plan_numbers_ranks_across_the_nodes() -> None:
     assert {command.env["GLOO_SOCKET_IFNAME"] for command in commands} == {"eth0"}
     assert [command.env["SHOAL_LINK_MBPS"] for command in commands] == ["1000", "1000", "100"]
     assert all(command.uses_agent_store for command in commands)
+
+
+def test_the_plan_numbers_the_ranks_of_a_node_with_two_slots() -> None:
+    nodes = planned_nodes("lab:3,cpu=2,slots=2/1/2")
+    commands = plan_ranks(RunConfig(), lambda node: "run", nodes, RENDEZVOUS, resume=False)
+    assert [command.node.name for command in commands] == ["node1", "node1", "node2", "node3", "node3"]
+    assert [command.env["RANK"] for command in commands] == ["0", "1", "2", "3", "4"]
+    assert [command.env["LOCAL_RANK"] for command in commands] == ["0", "1", "0", "0", "1"]
+    assert [command.env["LOCAL_WORLD_SIZE"] for command in commands] == ["2", "2", "1", "2", "2"]
+    assert {command.env["WORLD_SIZE"] for command in commands} == {"5"}
 
 
 def test_other_launchers_are_refused_on_several_nodes() -> None:

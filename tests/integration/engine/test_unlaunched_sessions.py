@@ -128,3 +128,15 @@ def test_a_value_may_not_have_the_name_of_a_field(tmp_path: Path) -> None:
     attached = shoal("attach", run)
     assert attached.returncode == 2
     assert "cannot record a value named rank" in attached.stderr
+
+
+@pytest.mark.long
+def test_the_advice_of_an_error_names_the_run_folder(tmp_path: Path) -> None:
+    script = small_example(tmp_path)
+    text = script.read_text()
+    assert "F.cross_entropy(model" in text
+    script.write_text(text.replace("F.cross_entropy(model", "(float('nan') ** session.rank) * F.cross_entropy(model"))
+    done = run_program(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script)
+    assert done.returncode != 0
+    [run] = (tmp_path / "runs").iterdir()
+    assert f"--resume {run}" in done.stderr

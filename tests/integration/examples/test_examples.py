@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from shoal.cluster.cluster import planned_nodes
 from shoal.control.processes import find_supervisor
 from tests.support.labs import need_lab
 from tests.support.paths import ROOT
@@ -111,14 +112,18 @@ def last_commit(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", SESSIONS)
-def test_a_session_survives_a_killed_rank_and_a_killed_node(name: str, tmp_path: Path) -> None:
-    """Kill a rank, wait until it has joined again, then kill a node: two nodes finish with all samples used once."""
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("name", "layout"), [(name, "lab:2,slots=2" if name == "images" else "lab:3") for name in SESSIONS]
+)
+def test_a_session_survives_a_killed_rank_and_a_killed_node(name: str, layout: str, tmp_path: Path) -> None:
+    """Kill a rank, wait until it has joined again, then kill the last node: the others use all samples once."""
     need_lab()
     run, steps = tmp_path / "run", 200
     # The delay makes a step long enough for both faults to happen before the last one.
-    on = "lab:3,link=1gbit,delay=25ms"
+    on = f"{layout},link=1gbit,delay=25ms"
+    nodes = planned_nodes(on)
+    world, remaining = ([*range(sum(node.slots for node in part))] for part in (nodes, nodes[:-1]))
     words = ("run", "--on", on, "--steps", str(steps), "--out", run, prepare(name, tmp_path))
     with ended_afterwards(run), front(tmp_path, *words) as command:
 
@@ -127,15 +132,17 @@ def test_a_session_survives_a_killed_rank_and_a_killed_node(name: str, tmp_path:
             assert command.process.poll() is None, command.err
             return commit["step"] if commit["members"] == members and commit["step"] > after_step else 0
 
-        step = wait_until(lambda: reached([0, 1, 2], 5), 120, lambda: command.err)
+        step = wait_until(lambda: reached(world, 5), 240, lambda: command.err)
         os.kill(parts_of(run)["rank-1"].pid, signal.SIGKILL)
-        step = wait_until(lambda: reached([0, 2], step), 60, lambda: command.err)
-        step = wait_until(lambda: reached([0, 1, 2], step), 120, lambda: command.err)
+        step = wait_until(lambda: reached([rank for rank in world if rank != 1], step), 60, lambda: command.err)
+        step = wait_until(lambda: reached(world, step), 120, lambda: command.err)
         supervisor = find_supervisor(run)
         assert supervisor is not None
         subprocess.run(
-            shoal_command("lab", "kill", "node3", "--name", f"run-{supervisor.pid}"), check=True, capture_output=True
+            shoal_command("lab", "kill", nodes[-1].name, "--name", f"run-{supervisor.pid}"),
+            check=True,
+            capture_output=True,
         )
         assert command.code(240) == 0, command.err
-    assert last_commit(run)["members"] == [0, 1]
+    assert last_commit(run)["members"] == remaining
     assert_verified(run, steps)

@@ -14,6 +14,7 @@ import pytest
 from shoal.cluster.lab import state
 from shoal.control.processes import find_processes
 from tests.support.labs import need_lab, new_labs
+from tests.support.paths import ROOT
 from tests.support.programs import read_jsonl, shoal, shoal_command
 from tests.support.runs import ended_afterwards, wait_until
 
@@ -56,6 +57,25 @@ def test_assertions_that_hold_pass_and_others_are_reported(tmp_path: Path) -> No
         ("injected", "interrupt", "signal-supervisor")
     ]
     assert find_processes(out / "interrupt-1") == find_processes(out / "wrong-1") == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_fault_is_played_on_a_script_of_the_user(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    # No time is judged: with other tests on the same cores they say nothing.
+    (tmp_path / "mine.toml").write_text(
+        'name = "mine"\nrow = 1\ntext = "kill -9 of a rank of a script"\nnodes = 2\ntraining.train.steps = 150\n'
+        'steps = [{ at_step = 10, do = "kill-rank", rank = 1 }]\n[expect]\nsentence = "rank"\n'
+    )
+    words = (tmp_path / "mine.toml", "--script", ROOT / "examples" / "images.py", "--on", "local:2", "--out", out)
+    done = shoal("chaos", "run", *words, timeout_s=380)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [run] = figures(out)["runs"]
+    held = {assertion["name"]: assertion["seen"] for assertion in run["assertions"] if assertion["ok"]}
+    assert held["the ledger has 150 steps"] == "150"
+    assert held["replicas equal to the bit"].endswith("equal")
+    assert {"exit code 0", "every sample used once", "shoal verify passes", "nothing left after 5 s"} <= held.keys()
 
 
 @pytest.mark.long

@@ -252,6 +252,8 @@ def test_the_option_on_accepts_the_options_of_lab_up() -> None:
     assert parse_lab("lab:2,profile=wifi,delay=5ms,loss=1%,name=a,sshd") == make_spec(
         2, profile="wifi", delay="5ms", loss="1%", name="a", sshd=True
     )
+    assert [node.slots for node in parse_lab("lab:3,slots=2/1/1").nodes] == [2, 1, 1]
+    assert {node.slots for node in parse_lab("lab:3,slots=2").nodes} == {2}
     assert parse_lab("lab:1").nodes[0].link == LabLink(rate_bps=1e9)
     assert make_spec(2, link="1gbit/none").nodes[1].link.rate_bps is None
 
@@ -271,6 +273,9 @@ def test_the_option_on_accepts_the_options_of_lab_up() -> None:
         ("lab:3,cpu=1/1", "2 values for 3 nodes"),
         ("lab:2,cpu=0", "no CPU share"),
         ("lab:2,cpu=nan", "no CPU share"),
+        ("lab:2,slots=0", "no number of slots"),
+        ("lab:2,slots=65", "no number of slots"),
+        ("lab:2,slots=2/2/2", "3 values for 2 nodes"),
         ("lab:2,delay=2", "no delay"),
         ("lab:2,loss=0.1", "no packet loss"),
         ("lab:2,loss=100%", "no packet loss"),

@@ -119,3 +119,26 @@ def test_a_callback_follows_the_import_and_leaves_the_loader_as_it_was(
     assert values == [1]
     assert "exec_module" not in vars(late_module.__spec__.loader)
     monkeypatch.delitem(sys.modules, "late_module")
+
+
+def test_the_first_bytes_on_the_wire_are_those_of_nine_steps(
+    measurement: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counter:
+        """Counts 100 bytes a step. It is opened after the second step, whose record is written one step later."""
+
+        def __init__(self, interface: str | None) -> None:
+            self._last = len(done)
+
+        def since_last(self) -> int:
+            steps, self._last = len(done) - self._last, len(done)
+            return 100 * steps
+
+    done: list[int] = []
+    monkeypatch.setattr("shoal.engine.measure.WireCounter", Counter)
+    optimizer = make_optimizer()
+    for number in range(25):
+        done.append(number)
+        step(measurement, optimizer)
+    counted = [event["wire_bytes"] for event in events_of(tmp_path, "step") if "wire_bytes" in event]
+    assert counted == [100, 100]

@@ -180,12 +180,12 @@ def as_nodes(spec: LabSpec) -> list[Node]:
         cores = machine_cores // len(spec.nodes) if node.cpu is None else round(node.cpu)
         link_mbps = round(node.link.rate_bps / 1e6) if node.link.rate_bps else None
         cores = max(1, min(cores, machine_cores))
-        nodes.append(Node(node.name, node.address, INTERFACE, slots=1, cores=cores, link_mbps=link_mbps))
+        nodes.append(Node(node.name, node.address, INTERFACE, node.slots, cores=cores, link_mbps=link_mbps))
     return nodes
 
 
 class LabCluster:
-    """A lab as a cluster: one rank a node, each in its own namespaces, behind its own shaped link."""
+    """A lab as a cluster: each node in its own namespaces, behind its own shaped link."""
 
     def __init__(self, lab: Lab) -> None:
         self._lab = lab

@@ -1,4 +1,4 @@
-"""The description of a lab: `shoal lab up 3 --link 1gbit`, or `--on lab:3,link=1gbit,cpu=1/1/0.5`."""
+"""The description of a lab: `shoal lab up 3 --link 1gbit`, or `--on lab:3,link=1gbit,cpu=1/1/0.5,slots=2`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ NETWORK = "10.77.0"
 SWITCH_ADDRESS = f"{NETWORK}.254"
 # More would fit into the address range, but not hundreds of nodes onto one machine.
 MOST_NODES = 64
+MOST_SLOTS = 64
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
 
 
@@ -44,6 +45,7 @@ class LabNode(FrozenModel):
     address: str
     link: LabLink
     cpu: float | None = None  # cores it may keep busy; None: unlimited
+    slots: int = 1  # ranks it takes
 
 
 class LabSpec(FrozenModel):
@@ -83,10 +85,11 @@ def make_spec(
     delay: str | None = None,
     loss: str | None = None,
     cpu: str | None = None,
+    slots: str | None = None,
     profile: str | None = None,
     sshd: bool = False,
 ) -> LabSpec:
-    """Make a spec from command line words. `link` and `cpu` take one value for all nodes or one a node: `1/1/0.5`."""
+    """Make a spec from command line words. `link`, `cpu` and `slots` take one value for all nodes or one a node."""
     if not 1 <= count <= MOST_NODES:
         raise UsageError(
             f"a lab of {count} nodes", why=f"a lab has 1 to {MOST_NODES} nodes", fix="write for example: shoal lab up 3"
@@ -98,20 +101,21 @@ def make_spec(
     }
     rates = [base.rate_bps] * count if link is None else [_rate(word) for word in _per_node("--link", link, count)]
     shares = [None] * count if cpu is None else [parse_cpu(word) for word in _per_node("--cpu", cpu, count)]
+    ranks = [1] * count if slots is None else [_slots(word) for word in _per_node("--slots", slots, count)]
     links = [base.model_copy(update={**changes, "rate_bps": rate}) for rate in rates]
     nodes = tuple(
-        LabNode(name=f"node{i}", address=f"{NETWORK}.{i}", link=node_link, cpu=share)
-        for i, (node_link, share) in enumerate(zip(links, shares, strict=True), start=1)
+        LabNode(name=f"node{i}", address=f"{NETWORK}.{i}", link=node_link, cpu=share, slots=rank_count)
+        for i, (node_link, share, rank_count) in enumerate(zip(links, shares, ranks, strict=True), start=1)
     )
     return LabSpec(name=check_name(name), nodes=nodes, sshd=sshd)
 
 
-_KEYS = ("link", "delay", "loss", "cpu", "profile", "name")
+_KEYS = ("link", "delay", "loss", "cpu", "slots", "profile", "name")
 _ON_FIX = "write for example: --on lab:3,link=1gbit,cpu=1/1/0.5"
 
 
 def parse_lab(text: str) -> LabSpec:
-    """Parse `lab:3`, or `lab:3,link=1gbit,delay=2ms,cpu=1/1/0.5,profile=wifi,sshd`, of `--on`."""
+    """Parse `lab:3`, or `lab:3,link=1gbit,delay=2ms,cpu=1/1/0.5,slots=2,profile=wifi,sshd`, of `--on`."""
     kind, _, rest = text.strip().partition(":")
     count, *settings = rest.split(",")
     if kind != "lab" or not re.fullmatch(r"-?\d{1,9}", count):
@@ -181,6 +185,16 @@ def parse_cpu(text: str) -> float | None:
             fix="write for example: 0.5, or none for no limit",
         )
     return share
+
+
+def _slots(word: str) -> int:
+    if not re.fullmatch(r"[1-9]\d?", word) or int(word) > MOST_SLOTS:
+        raise UsageError(
+            f"{word!r} is no number of slots",
+            why=f"a node takes 1 to {MOST_SLOTS} ranks",
+            fix="write for example: slots=2, or slots=2/1/1 for each node its own",
+        )
+    return int(word)
 
 
 def _rate(word: str) -> float | None:

@@ -26,7 +26,8 @@ from shoal.errors import LabError
 from shoal.events import EventLog, EventTail
 from shoal.run_folder import RunFolder
 from shoal.runs.manage import stop_run
-from shoal.runs.start import resume_training
+from shoal.runs.start import resume_script, resume_training
+from shoal.runs.supervisor import is_script
 from shoal.tools.chaos import actions, damage
 from shoal.tools.chaos.actions import Action, describe
 from shoal.tools.chaos.scenario import CommandResult
@@ -46,6 +47,16 @@ class NoDisplay:
 
     def __init__(self, config: object) -> None: ...
     def __call__(self, events: object) -> None: ...
+    def close(self) -> None: ...
+
+
+class NoLines:
+    """The same for the lines of a user's script."""
+
+    is_live = False
+
+    def lines(self, lines: object, current: object = ()) -> None: ...
+    def note(self, text: str) -> None: ...
     def close(self) -> None: ...
 
 
@@ -120,7 +131,7 @@ class Injector:
             case actions.StopRun():
                 return lambda: stop_run(self._run)
             case actions.Resume():
-                return lambda: resume_training(path, NoDisplay, detach=True)
+                return partial(_resume, path)
             case actions.UnknownConnections(connections=connections, idle=idle):
                 return damage.prepare_connections(path, lab, connections, idle)
             case actions.RunShoal(words=words):
@@ -245,6 +256,13 @@ class Injector:
         except subprocess.TimeoutExpired:
             raise LabError(f"shoal {' '.join(arguments)} did not end within {_COMMAND_TIMEOUT_S:.0f} s") from None
         return CommandResult(done.returncode, done.stdout + done.stderr, time.monotonic() - began)
+
+
+def _resume(run: Path) -> None:
+    if is_script(RunFolder(run)):
+        resume_script(run, {}, detach=True, display=NoLines())
+    else:
+        resume_training(run, NoDisplay, detach=True)
 
 
 def limit_memory(pid: int) -> None:

@@ -20,9 +20,10 @@ from shoal.errors import Interrupted, ShoalError, UsageError
 from shoal.events import Event, EventTail
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.manage import StopResult, end_processes, stop_run
-from shoal.runs.start import start_training
+from shoal.runs.start import start_script, start_training
+from shoal.runs.supervisor import RunJob
 from shoal.tools.chaos.actions import CutPower, Resume, StopRun, describe
-from shoal.tools.chaos.inject import Injector, NoDisplay
+from shoal.tools.chaos.inject import Injector, NoDisplay, NoLines
 from shoal.tools.chaos.judge import (
     Assertion,
     ScenarioTimes,
@@ -53,24 +54,31 @@ _STOP_S = 30.0
 Report = Callable[[str], None]
 ALL = "all"
 FIGURES = "chaos.json"
+# A user's script and its arguments, which is trained in place of shoal's own GPT; empty: that GPT.
+Script = tuple[str, ...]
 
 
-def scenarios_left_out(words: Sequence[str], on: str) -> dict[str, str]:
+def scenarios_left_out(words: Sequence[str], on: str, script: Script = ()) -> dict[str, str]:
     """Return the built-in scenarios that `all` leaves out there, and why."""
-    reasons = {scenario.name: why_not(scenario, on) for scenario in all_scenarios()} if ALL in words else {}
+    reasons = {scenario.name: _why_not(scenario, on, script) for scenario in all_scenarios()} if ALL in words else {}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def choose_scenarios(words: Sequence[str], on: str) -> list[ChaosScenario]:
+def choose_scenarios(words: Sequence[str], on: str, script: Script = ()) -> list[ChaosScenario]:
     """Return the scenarios, checked before the first one is played. `all`: every built-in one possible there."""
     scenarios: list[ChaosScenario] = []
     for word in words:
-        possible = (scenario for scenario in all_scenarios() if not why_not(scenario, on))
+        possible = (scenario for scenario in all_scenarios() if not _why_not(scenario, on, script))
         scenarios += possible if word == ALL else [find_scenario(word)]
     for scenario in scenarios:
-        if reason := why_not(scenario, on):
-            raise UsageError(f"{scenario.name} cannot be played on {on}", why=reason, fix="shoal chaos list")
+        if reason := _why_not(scenario, on, script):
+            where = f"{on} with {script[0]}" if script else on
+            raise UsageError(f"{scenario.name} cannot be played on {where}", why=reason, fix="shoal chaos list")
     return list({scenario.name: scenario for scenario in scenarios}.values())
+
+
+def _why_not(scenario: ChaosScenario, on: str, script: Script) -> str:
+    return why_not(scenario, on) or (scenario.why_not_script() if script else "")
 
 
 def play_all(
@@ -81,6 +89,7 @@ def play_all(
     out: Path,
     report: Report,
     done: Callable[[ScenarioResult], None],
+    script: Script = (),
 ) -> list[ScenarioResult]:
     """Play each scenario several times. The file has the figures after every run, also when the user interrupts."""
     new_folder(out)
@@ -92,18 +101,19 @@ def play_all(
             def report_run(text: str, label: str = label) -> None:
                 report(f"{label}: {text}")
 
-            played.append(play(scenario, on, out, number, seed, report_run))
-            write_atomically(out / FIGURES, json.dumps(figures_document(played, on, seed), indent=2) + "\n")
+            played.append(play(scenario, on, out, number, seed, report_run, script))
+            write_atomically(out / FIGURES, json.dumps(figures_document(played, on, seed, script), indent=2) + "\n")
             done(played[-1])
     return played
 
 
-def figures_document(played: Sequence[ScenarioResult], on: str, seed: int) -> dict[str, Any]:
+def figures_document(played: Sequence[ScenarioResult], on: str, seed: int, script: Script = ()) -> dict[str, Any]:
     by_name: dict[str, list[ScenarioResult]] = {}
     for result in played:
         by_name.setdefault(result.scenario, []).append(result)
     return {
         "on": on,
+        "script": list(script),
         "seed": seed,
         "ok": all(result.ok for result in played),
         "scenarios": {
@@ -148,12 +158,14 @@ class ScenarioResult(BaseModel):
         return all(assertion.ok for assertion in self.assertions)
 
 
-def play(scenario: ChaosScenario, on: str, out: Path, number: int, seed: int, report: Report) -> ScenarioResult:
+def play(
+    scenario: ChaosScenario, on: str, out: Path, number: int, seed: int, report: Report, script: Script = ()
+) -> ScenarioResult:
     began = time.monotonic()
     folder = out / f"{scenario.name}-{number}"
     with opened(scenario, on, out, number) as testbed:
         player = ScenarioPlayer(
-            scenario, testbed, testbed.run_folder(folder), random.Random(f"{seed}/{number}/harm"), report
+            scenario, testbed, testbed.run_folder(folder), random.Random(f"{seed}/{number}/harm"), report, script
         )
         try:
             ending = player.play(plan_injections(scenario.steps, seed, number))
@@ -168,8 +180,24 @@ def play(scenario: ChaosScenario, on: str, out: Path, number: int, seed: int, re
         run=str(folder),
         seconds=time.monotonic() - began,
         measured=measured,
-        assertions=judge(scenario, measured, ending),
+        assertions=judge(scenario, measured, ending, is_script=bool(script)),
     )
+
+
+def start_run(
+    scenario: ChaosScenario,
+    script: Script,
+    on: str,
+    folder: Path,
+    seed: int,
+    before: Callable[[RunFolder], object] = lambda run: None,
+) -> None:
+    """Start what is trained under the faults in the background: shoal's own GPT, or a user's script."""
+    if script:
+        job = RunJob(script=script, on=on, session=json.dumps(scenario.session(on, seed)))
+        start_script(job, folder, detach=True, display=NoLines(), before=before)
+    else:
+        start_training(scenario.config(on, seed), folder, NoDisplay, detach=True, before=before)
 
 
 class ScenarioFailed(Exception):
@@ -185,6 +213,7 @@ class ScenarioPlayer:
     folder: Path
     draw: random.Random
     report: Report
+    script: Script = ()
     run: RunFolder = field(init=False)
     watch: ScenarioWatch = field(init=False)
     injector: Injector = field(init=False)
@@ -203,8 +232,7 @@ class ScenarioPlayer:
         try:
             if self.scenario.trains:
                 self.report("starts")
-                config = self.scenario.config(self.testbed.on, seed=SEED)
-                start_training(config, self.folder, NoDisplay, detach=True, before=self.testbed.before)
+                start_run(self.scenario, self.script, self.testbed.on, self.folder, SEED, self.testbed.before)
             self._inject_all(injections)
             stop_s = self._watch_to_the_end() if self.scenario.trains else None
         except Interrupted:
@@ -298,6 +326,8 @@ class ScenarioPlayer:
             )
 
     def _result_text(self) -> str:
+        if self.script and not self.run.config.is_file():
+            return "the script has no shoal.Session, or never began to train"
         return str((self.watch.ended or {}).get("seen", "it was finished"))
 
     def _ending(self, stop_s: float | None, trouble: str) -> RunEnding:

@@ -15,14 +15,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from shoal.config.load import merge, validate
 from shoal.config.presets import did_you_mean, preset
-from shoal.config.schema import Config
+from shoal.config.schema import Config, EngineConfig
 from shoal.errors import ConfigError, UsageError
 from shoal.events import Event
 from shoal.tools.chaos.actions import (
     Action,
     AnyAction,
+    CorruptMemory,
     CutPower,
     FillDisk,
+    PowerOn,
     RunShoal,
     Seconds,
     action_names,
@@ -39,6 +41,8 @@ TRAINING: dict[str, dict[str, Any]] = {
     "train": {"global_batch": 12, "checkpoint_every": 50, "eval_every": 1_000_000, "compile": "off"},
     "members": {"digest_every": 20},
 }
+# The settings of a user's script; its model, data and global batch are its own.
+SCRIPT: dict[str, dict[str, Any]] = {"train": {"checkpoint_every": 50}, "members": {"digest_every": 20}}
 # For a scenario without a number of steps: the run is asked to stop after the last action.
 ENDLESS = 1_000_000
 
@@ -132,6 +136,26 @@ class ChaosScenario(BaseModel):
         endless: dict[str, dict[str, Any]] = {"train": {"steps": ENDLESS, "seed": seed}, "run": {"on": on}}
         layers = [preset("grammar"), TRAINING, endless, self.training]
         return validate(merge(layers), source=f"scenario {self.name}")
+
+    def session(self, on: str, seed: int) -> dict[str, dict[str, Any]]:
+        """Return the same settings for the session of a user's script, without those of the GPT."""
+        settings = merge([SCRIPT, {"train": {"steps": ENDLESS, "seed": seed}, "run": {"on": on}}, self.training])
+        known = {name: set(type(section).model_fields) for name, section in EngineConfig()}
+        return {
+            section: {key: value for key, value in values.items() if key in known[section]}
+            for section, values in settings.items()
+            if section in known
+        }
+
+    def why_not_script(self) -> str:
+        """Return why the scenario cannot be played on a user's script; empty when it can."""
+        if not self.trains:
+            return "it trains nothing: its fault is found before a run"
+        if any(isinstance(step, CorruptMemory) for step in self.steps):
+            return "it needs weights that stand still (train.lr = 1e-30), and the learning rate of a script is its own"
+        if any(isinstance(step, PowerOn) for step in self.steps):
+            return "a restarted node cannot join the run of a script: shoal join knows shoal's own GPT only"
+        return ""
 
     @model_validator(mode="after")
     def _is_possible(self) -> ChaosScenario:

@@ -24,13 +24,12 @@ from shoal.errors import Interrupted, RunFailed, ShoalError, UsageError
 from shoal.events import Event
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.manage import StopResult, end_processes, stop_run
-from shoal.runs.start import start_training
 from shoal.tools.bench.levers import parse_lever
 from shoal.tools.chaos.actions import describe
 from shoal.tools.chaos.growth import Growth, ResourceSample, growth, sample_resources
-from shoal.tools.chaos.inject import Injector, NoDisplay
+from shoal.tools.chaos.inject import Injector
 from shoal.tools.chaos.judge import Assertion, compare_digests, count_stale, longest_pause
-from shoal.tools.chaos.run import POLL_S, ScenarioWatch, find_errors
+from shoal.tools.chaos.run import POLL_S, ScenarioWatch, Script, find_errors, start_run
 from shoal.tools.chaos.scenario import ChaosScenario, Injection, ScenarioRecord, is_due
 from shoal.tools.chaos.soak_plan import SOAK_KINDS, SoakBlock, SoakFault, plan_blocks
 from shoal.tools.chaos.testbed import TestBed, keep_checkpoints, opened
@@ -144,6 +143,7 @@ class SoakOrder:
     seed: int
     sync: tuple[str, ...] = ("ddp",)  # the modes in turn, spelled as for `shoal bench levers`: diloco, ddp+int8
     kinds: tuple[str, ...] = tuple(SOAK_KINDS)
+    script: Script = ()  # what is trained; empty: shoal's own GPT
 
     def scenario(self, sync: str) -> ChaosScenario:
         """Return the training of one mode as a scenario. Its single step is a placeholder: the faults are drawn."""
@@ -207,7 +207,7 @@ def read_modes(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(modes)
 
 
-def read_kinds(words: Sequence[str]) -> tuple[str, ...]:
+def read_kinds(words: Sequence[str], script: Script = ()) -> tuple[str, ...]:
     """Check `--fault`; without it, return every kind that can be injected here."""
     for word in words:
         if word not in SOAK_KINDS:
@@ -215,7 +215,16 @@ def read_kinds(words: Sequence[str]) -> tuple[str, ...]:
             raise UsageError(f"there is no fault {word!r}", why=why, fix=f"use one of: {', '.join(SOAK_KINDS)}")
         if SOAK_KINDS[word].needs_disk and os.geteuid() != 0:
             raise UsageError(f"--fault {word} needs root, to make a disk that can be filled", fix="leave it out")
-    is_possible = {name: not kind.needs_disk or os.geteuid() == 0 for name, kind in SOAK_KINDS.items()}
+        if SOAK_KINDS[word].rejoins and script:
+            raise UsageError(
+                f"--fault {word} does not go with --script",
+                why="a restarted node cannot join the run of a script",
+                fix="leave it out; a node that is lost for good: shoal chaos run kill-node --script …",
+            )
+    is_possible = {
+        name: (not kind.needs_disk or os.geteuid() == 0) and not (kind.rejoins and script)
+        for name, kind in SOAK_KINDS.items()
+    }
     return tuple(dict.fromkeys(words)) or tuple(name for name in SOAK_KINDS if is_possible[name])
 
 
@@ -365,6 +374,7 @@ def _soak_mode(session: _Session, block: SoakBlock) -> ModeResult:
         runs=(str(session.out / name), str(session.out / f"{name}-reference")),
         errors=find_errors(faulty.run),
         is_outer=order.scenario(block.sync).config(order.on, seed=0).sync.is_outer,
+        judges_loss=not order.script,
     )
 
 
@@ -395,8 +405,8 @@ class _FaultyRun:
         self._doing = "starts"
 
     def play(self) -> None:
-        config = self.order.scenario(self.block.sync).config(self.testbed.on, seed=self.order.seed)
-        start_training(config, self.folder, NoDisplay, detach=True, before=self.testbed.before)
+        order, scenario = self.order, self.order.scenario(self.block.sync)
+        start_run(scenario, order.script, self.testbed.on, self.folder, order.seed, self.testbed.before)
         _await_step(self.watch, self.folder, self._poll)
         self._began = time.monotonic()
         for number, fault in enumerate(self.block.faults, start=1):
@@ -516,7 +526,7 @@ def _reference(session: _Session, block: SoakBlock, testbed: TestBed, folder: Pa
         time.sleep(POLL_S)
 
     try:
-        start_training(order.scenario(block.sync).config(testbed.on, seed=order.seed), folder, NoDisplay, detach=True)
+        start_run(order.scenario(block.sync), order.script, testbed.on, folder, order.seed)
         _await_step(watch, folder, poll)
         ends_at = time.monotonic() + takes_s
         while time.monotonic() < ends_at and not watch.ended:
@@ -557,8 +567,13 @@ def judge_mode(
     runs: tuple[str, ...],
     errors: Sequence[str],
     is_outer: bool = False,
+    judges_loss: bool = True,
 ) -> ModeResult:
-    """Judge one mode. `errors` are those of `shoal verify`; `is_outer`: replicas diverge between exchanges."""
+    """Judge one mode. `errors` are those of `shoal verify`; `is_outer`: replicas diverge between exchanges.
+
+    The loss of a user's script is shown but not judged: its scale is unknown, and BatchNorm sees other parts of the
+    batch in a smaller world.
+    """
     loss, reference_loss = compare_losses(record.commits, reference, above_only=is_outer)
     survived, skipped = sum(outcome.ok for outcome in outcomes), sum(bool(outcome.skipped) for outcome in outcomes)
     ledger, stale = check_ledger(record.commits), count_stale(record.commits)
@@ -578,7 +593,7 @@ def judge_mode(
         Assertion(name="shoal verify passes", ok=not errors, seen="; ".join(errors) or "yes"),
         Assertion(name="stale commits: 0", ok=stale == 0, seen=str(stale)),
         Assertion(name="replicas equal to the bit", ok=replicas_equal is True, seen=described[replicas_equal]),
-        _judge_loss(loss, reference_loss, compared, compared_faults, is_outer),
+        *([_judge_loss(loss, reference_loss, compared, compared_faults, is_outer)] if judges_loss else ()),
         *(_judge_growth(name, most, growth) for name, most in _GROWTH_LIMITS if growth),
         Assertion(name="nothing left", ok=not left, seen=", ".join(left) or "nothing"),
     ]

@@ -40,6 +40,7 @@ class FaultKind:
 
     weight: int  # how often it is drawn, relative to the others
     make: Callable[[FaultDraw], tuple[AnyAction, ...]]
+    rejoins: bool = False  # the node is started again and joins by `shoal join`
     needs_disk: bool = False  # it fills the checkpoints' own small disk, which only root can mount
 
 
@@ -59,7 +60,7 @@ def _slow_link(d: FaultDraw) -> tuple[AnyAction, ...]:
 
 SOAK_KINDS: dict[str, FaultKind] = {
     "kill-rank": FaultKind(4, lambda d: (KillRank(node=d.node),)),
-    "kill-node": FaultKind(3, _kill_node),
+    "kill-node": FaultKind(3, _kill_node, rejoins=True),
     "kill-two": FaultKind(2, _kill_two),
     "freeze-short": FaultKind(3, lambda d: (Freeze(node=d.node, for_s=min(1.5, d.most_s)),)),
     "freeze-long": FaultKind(2, lambda d: (Freeze(node=d.node, for_s=min(8.0, d.most_s)),)),

@@ -74,6 +74,8 @@ def why_not(scenario: ChaosScenario, on: str) -> str:
     match parse_on(on):
         case LabSpec(nodes=nodes):
             count, kind = len(nodes), "nodes"
+            if any(node.slots > 1 for node in nodes):
+                return "scenarios count one rank on each node: leave slots out of --on"
             if scenario.cuts_power:
                 return "it needs the disk of this machine itself: --on local:2"
         case LocalSpec(ranks=count):

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.lab.spec import LabSpec
 from shoal.cluster.target import ExistingLab, parse_on
-from shoal.config.load import load_config, read_profile, to_toml
+from shoal.config.load import load_config, load_settings, merge, read_profile, to_toml, validate_session
 from shoal.config.manifest import PredictionRecord
 from shoal.config.profile import Calibration, Profile
-from shoal.config.schema import Config
+from shoal.config.schema import Config, TrainConfig
 from shoal.config.sync_choice import choice_of_event
 from shoal.cost.batch_plan import rank_weights
-from shoal.cost.measured import MeasuredSpeed, cluster_model_of
+from shoal.cost.measured import MeasuredSpeed, ScriptSpeed, cluster_model_of
 from shoal.cost.predict import Prediction, predict
 from shoal.cost.select_sync import SyncOption, allowed_wires, candidates, explain_choice, pick
 from shoal.cost.strategy import strategy_of_config
-from shoal.cost.workload import StepTime, workload_of
+from shoal.cost.workload import StepTime, Workload, workload_of
 from shoal.errors import ConfigError, DataError, ShoalError
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.tools.report.summary import RunSummary, summarize
@@ -45,7 +46,12 @@ def predict_run(config: Config, path: Path) -> PredictionRecord:
     profile = read_profile(path)
     refuse_another_cluster(profile, path, config.run.on)
     prediction = _predict(config, profile)
-    model, step = workload_of(config).shape, prediction.step
+    is_measured = MeasuredSpeed(profile, profile.world_size).model_speed(workload_of(config).shape, 0).is_measured
+    return _record(prediction, profile, path, is_measured=is_measured, tokens_per_s=prediction.tokens_per_s)
+
+
+def _record(prediction: Prediction, profile: Profile, path: Path, **fields: Any) -> PredictionRecord:
+    step = prediction.step
     return PredictionRecord(
         step_s=step.step_s,
         compute_s=step.compute_s,
@@ -54,10 +60,9 @@ def predict_run(config: Config, path: Path) -> PredictionRecord:
         optimizer_s=step.optimizer_s,
         other_s=step.other_s,
         comm_s=step.comm_s,
-        tokens_per_s=prediction.tokens_per_s,
         profile=str(path.absolute()),
         profile_created=profile.created,
-        is_measured=MeasuredSpeed(profile, profile.world_size).model_speed(model, 0).is_measured,
+        **fields,
     )
 
 
@@ -70,6 +75,63 @@ def store_prediction(run: RunFolder, path: Path) -> PredictionRecord:
         raise
     write_atomically(run.prediction, record.model_dump_json(indent=2) + "\n")
     return record
+
+
+def predict_script(settings: Mapping[str, Any], alone: Path, path: Path) -> PredictionRecord:
+    """Predict a user's script from an earlier run of it on one rank, and the profile at `path`.
+
+    `settings` are those of the command line, section by section; all others are taken from the run on one rank.
+    """
+    profile, run = read_profile(path), RunFolder.open(alone)
+    summary = summarize(run.read_all_events())
+    start = summary.start
+    if summary.step_s is None or not summary.phases or summary.world_size != 1 or not start.get("grad_bytes"):
+        raise ConfigError(
+            f"{alone} does not show how fast the script computes on one rank",
+            why=f"it has {pluralize(summary.world_size, 'rank')} and {pluralize(summary.steps_done, 'step')}, "
+            "or its steps have no phases (a script without shoal.Session, sync.measure=off)",
+            fix="make such a run: shoal run --on local:1 --threads N --steps 30 SCRIPT",
+        )
+    before = load_settings(run.config).model_dump(exclude_unset=True)
+    config = validate_session(merge([before, {"run": {"weights": None}}, settings]))
+    refuse_another_cluster(profile, path, config.run.on)
+    model = cluster_model_of(profile)
+    threads, cpu = profile.nodes[0].timings[0].threads, start.get("hardware", {}).get("cpu")
+    if start.get("threads") != threads or cpu != profile.nodes[0].cpu:
+        raise ConfigError(
+            f"the run {alone} was measured with {start.get('threads')} threads on {cpu}",
+            why=f"a rank of {profile.on} has {pluralize(threads, 'thread')} on {profile.nodes[0].cpu} (by {path})",
+            fix=f"measure one rank like those: shoal run --on local:1 --threads {threads} --steps 30 SCRIPT",
+        )
+    samples, phases = float(summary.samples_per_step or 1), summary.phases
+    speed = ScriptSpeed(
+        MeasuredSpeed(profile, profile.world_size),
+        forward_s=phases.get("forward", 0.0) / samples,
+        backward_s=phases.get("backward", 0.0) / samples,
+        optimizer_s=phases.get("optimizer", 0.0),
+        other_s=phases.get("data", 0.0) + phases.get("other", 0.0),
+    )
+    workload = Workload(
+        name=config.run.preset,
+        parameters=int(start["grad_bytes"]) // 4,
+        flops_per_token=0.0,
+        seq_len=1,
+        train=TrainConfig.model_validate(config.train.model_dump()),
+    )
+    size = profile.world_size
+    prediction = predict(
+        workload, strategy_of_config(config.sync), replace(model, speed=speed), size, rank_weights(config.run, size)
+    )
+    return _record(
+        prediction,
+        profile,
+        path,
+        is_measured=True,
+        tokens_per_s=None,
+        samples_per_s=prediction.batch_plan.global_batch / prediction.step.step_s,
+        measured_in=str(alone.absolute()),
+        grad_bytes=int(start["grad_bytes"]),
+    )
 
 
 def _predict(config: Config, profile: Profile) -> Prediction:

@@ -17,6 +17,7 @@ from shoal.tools.report.rank_log import is_number, is_step
 from shoal.tools.report.summary import RunSummary
 from shoal.units import (
     DISTURBING_CORES,
+    SAMPLES,
     format_amount,
     format_duration,
     format_ms,
@@ -385,7 +386,12 @@ def prediction_line(prediction: PredictionRecord) -> str:
         if seconds >= _WORTH_NAMING * prediction.step_s
     ]
     basis = "" if prediction.is_measured else " (estimated: the profile has only other models)"
-    figures = f"{format_ms(prediction.step_s)}, {format_speed(prediction.tokens_per_s)}"
+    speed = (
+        format_speed(prediction.samples_per_s, SAMPLES)
+        if prediction.tokens_per_s is None and prediction.samples_per_s is not None
+        else format_speed(prediction.tokens_per_s or 0.0)
+    )
+    figures = f"{format_ms(prediction.step_s)}, {speed}"
     return f"predicted: a step takes {figures}{basis}: {join_words(named)}"
 
 
@@ -399,6 +405,12 @@ def explain_prediction(
         return (
             f"A step was predicted for {chosen.planned}, but the run continued with another sync method: "
             "they cannot be compared."
+        )
+    grad_bytes = summary.start.get("grad_bytes")
+    if prediction.grad_bytes is not None and prediction.grad_bytes != grad_bytes:
+        return (
+            f"A step was predicted for a model with {format_si(prediction.grad_bytes, 'B')} of gradients, as in "
+            f"{prediction.measured_in}, and this one has {format_si(grad_bytes or 0, 'B')}: they cannot be compared."
         )
     measured_s = summary.step_s.median
     error = prediction.step_s / measured_s - 1

@@ -112,8 +112,8 @@ def compose_manifest(
         membership_notes=changes.notes,
         redone_steps=changes.redone_steps,
         abandoned_steps=changes.abandoned_steps,
-        byte_equivalent=replicas.byte_equivalent if replicas else None,
-        max_abs_diff=replicas.max_abs_diff if replicas else None,
+        byte_equivalent=replicas.byte_equivalent if replicas and replicas.ranks else None,
+        max_abs_diff=replicas.max_abs_diff if replicas and replicas.ranks else None,
         choice_notes=explain_choice(config.sync, chosen, summary),
         lesson_notes=_lesson_notes(summary, scaling or []),
     )

@@ -95,7 +95,10 @@ def compare_replicas(
 
 
 def judge_replicas(run: RunFolder) -> ReplicaReport:
-    """Compare the states if all are in this folder, otherwise the digests that the ranks recorded in their events."""
+    """Compare the states if all are in this folder, otherwise the digests that the ranks recorded in their events.
+
+    The ranks of a measured script whose parameters are sharded have none: `digests` of the report is empty then.
+    """
     logs = read_rank_logs(run.read_all_events())
     if is_measured(logs):
         digests = final_digests(run.read_all_events())

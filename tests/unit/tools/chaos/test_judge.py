@@ -291,3 +291,19 @@ def test_percentiles_are_measured_values() -> None:
     assert times is not None
     assert (times.p50, times.p95, times.worst, times.count) == (10.0, 19.0, 20.0, 20)
     assert percentiles([]) is None
+
+
+def test_a_script_may_take_two_of_its_own_steps_longer() -> None:
+    scenario = parse_scenario(
+        {"name": "x", "row": 1, "text": "x", "steps": [{"do": "heal"}], "expect": {"next_step_within_s": 0.5}}, "x"
+    )
+    measured = measure(surviving_run())
+    assert measured.step_s == pytest.approx(0.1)
+    ending = RunEnding(exit_code=130, replicas_equal=True, replicas=3, verified=())
+
+    def next_step(is_script: bool) -> Assertion:
+        assertions = judge(scenario, measured, ending, is_script)
+        return next(assertion for assertion in assertions if assertion.name.startswith("next step"))
+
+    assert (next_step(False).name, next_step(False).ok) == ("next step within 0.5 s", False)
+    assert (next_step(True).name, next_step(True).ok) == ("next step within 0.7 s", True)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.chaos import list_document, rows_without_scenario
+from shoal.cli.chaos import list_document, read_script, rows_without_scenario
+from shoal.config.load import validate_session
 from shoal.errors import ConfigError, UsageError
 from shoal.tools.chaos.actions import Cut, Flap, Freeze, KillNode, KillRank, action_names, describe
 from shoal.tools.chaos.run import choose_scenarios
@@ -115,6 +116,7 @@ def test_a_scenario_the_cluster_cannot_play_is_refused() -> None:
         (["kill-node"], "local:3", "emulated nodes"),
         (["kill-node"], "lab:2", "it needs 3 nodes"),
         (["kill-rank"], "local:2", "it needs 3 ranks"),
+        (["kill-rank"], "lab:3,slots=2", "one rank on each node"),
         (["kill-rank"], "join:3", "made for them"),
     ):
         with pytest.raises(UsageError) as refused:
@@ -153,3 +155,30 @@ def test_an_action_is_described_briefly(action: Freeze, words: str) -> None:
 
 def test_every_kind_of_action_has_a_name() -> None:
     assert {"kill-rank", "freeze", "cut", "heal", "power-on", "unknown-connections", "shoal"} <= set(action_names())
+
+
+def test_the_settings_of_a_scenario_apply_to_the_session_of_a_script() -> None:
+    for scenario in all_scenarios():
+        settings = scenario.session("lab:3", 7)
+        config = validate_session(settings)
+        assert (config.run.on, config.train.seed) == ("lab:3", 7)
+        assert config.train.steps == scenario.config("lab:3", 7).train.steps
+        assert config.members == scenario.config("lab:3", 7).members
+        # Its batch is the script's own.
+        assert "global_batch" not in settings["train"]
+
+
+def test_scenarios_that_cannot_be_played_on_a_script_are_refused_with_reason(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("")
+    script = read_script(f"{tmp_path / 'mine.py'} --width 64")
+    assert script == (str(tmp_path / "mine.py"), "--width", "64")
+    names = {scenario.name for scenario in choose_scenarios(["all"], "lab:3", script)}
+    assert {"kill-rank", "kill-node", "freeze-long", "checkpoint-flip", "interrupt"} <= names
+    assert names.isdisjoint({"bit-flip", "not-a-number", "one-way-doctor"})
+    with pytest.raises(UsageError) as raised:
+        choose_scenarios(["not-a-number"], "lab:3", script)
+    assert "the learning rate of a script is its own" in raised.value.why
+    for wrong in ("", "'", "no-such-script.py"):
+        with pytest.raises(UsageError) as raised:
+            read_script(wrong)
+        assert raised.value.fix

@@ -164,6 +164,9 @@ def test_wrong_modes_are_refused(words: list[str], seen: str) -> None:
 def test_the_kinds_of_faults_are_parsed() -> None:
     assert read_kinds(["cut", "cut", "flap"]) == ("cut", "flap")
     assert {"kill-rank", "kill-two", "cut"} <= set(read_kinds([]))
+    assert "kill-node" not in read_kinds([], script=("mine.py",))
+    with pytest.raises(UsageError, match="--fault kill-node does not go with --script"):
+        read_kinds(["kill-node"], script=("mine.py",))
     with pytest.raises(UsageError, match="there is no fault 'kill-rnak'") as caught:
         read_kinds(["kill-rnak"])
     assert "kill-rank" in caught.value.why

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.config.load import build_config
+from shoal.cluster.cluster import planned_nodes
+from shoal.config.load import build_config, write_profile
 from shoal.config.manifest import PredictionRecord
 from shoal.config.profile import SMALL_GPT, ModelTiming, NodeProfile, Profile
 from shoal.config.schema import ModelConfig
@@ -27,11 +28,12 @@ from shoal.cost.predict import predict
 from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import StepTime, workload_of
 from shoal.errors import ConfigError
-from shoal.tools.plan.compare import ComparedRun, calibrate, refuse_another_cluster
+from shoal.events import Event
+from shoal.tools.plan.compare import ComparedRun, calibrate, predict_script, refuse_another_cluster
 from shoal.tools.probe.run import assemble
 from shoal.tools.report.explain_run import explain_prediction, prediction_line
 from shoal.tools.report.summary import MeanMedianP95, RunSummary, summarize
-from tests.support.run_samples import all_events
+from tests.support.run_samples import all_events, make_session_run, session_events
 from tests.unit.config.test_profile import measured
 
 TIMES = ((1, 0.3), (2, 0.5), (8, 1.7))
@@ -238,3 +240,62 @@ def test_the_prediction_line_lists_the_expected_phases() -> None:
 
 def record_of(run: Path) -> PredictionRecord:
     return PredictionRecord.model_validate_json((run / "prediction.json").read_text())
+
+
+# A user's script
+
+
+@pytest.fixture
+def profile_path(profile: Profile, tmp_path: Path) -> Path:
+    nodes = tuple(
+        node.model_copy(update={"name": planned.name, "address": planned.address})
+        for node, planned in zip(profile.nodes, planned_nodes(profile.on), strict=True)
+    )
+    path = tmp_path / "profile.toml"
+    write_profile(profile.model_copy(update={"nodes": nodes}), path)
+    return path
+
+
+def alone_events(profile: Profile, **changes: object) -> list[Event]:
+    """Return the events of a session on one rank, measured like a rank of the profile."""
+    node = profile.nodes[0]
+    fields = {"threads": node.timings[0].threads, "hardware": {"cpu": node.cpu}, "grad_bytes": 4_000_000, **changes}
+    return [{**event, **fields} if event["event"] == "start" else event for event in session_events(world_size=1)]
+
+
+def test_a_script_is_predicted_from_a_run_on_one_rank(profile: Profile, profile_path: Path, tmp_path: Path) -> None:
+    make_session_run(tmp_path / "alone", alone_events(profile))
+    settings = {"run": {"on": profile.on}}
+    record = predict_script(settings, tmp_path / "alone", profile_path)
+    phases = summarize(alone_events(profile)).phases
+    # Two ranks compute half of the samples each.
+    assert record.compute_s == pytest.approx((phases["forward"] + phases["backward"]) / 2)
+    assert record.optimizer_s == pytest.approx(phases["optimizer"])
+    assert record.comm_s > 0
+    assert (record.tokens_per_s, record.grad_bytes) == (None, 4_000_000)
+    assert record.samples_per_s == pytest.approx(48 / record.step_s)
+    assert f"{record.samples_per_s:,.0f} samples/s" in prediction_line(record)
+    twice = predict_script({**settings, "sync": {"accumulate": 2}}, tmp_path / "alone", profile_path)
+    assert twice.compute_s == pytest.approx(2 * record.compute_s)
+    assert twice.comm_s == record.comm_s
+
+
+def test_a_run_that_cannot_predict_a_script_is_refused(profile: Profile, profile_path: Path, tmp_path: Path) -> None:
+    settings = {"run": {"on": profile.on}}
+    make_session_run(tmp_path / "two")
+    with pytest.raises(ConfigError, match="does not show how fast the script computes on one rank"):
+        predict_script(settings, tmp_path / "two", profile_path)
+    make_session_run(tmp_path / "threads", alone_events(profile, threads=64))
+    with pytest.raises(ConfigError, match="was measured with 64 threads"):
+        predict_script(settings, tmp_path / "threads", profile_path)
+    make_session_run(tmp_path / "alone", alone_events(profile))
+    with pytest.raises(ConfigError, match="was measured on another cluster"):
+        predict_script({"run": {"on": "local:3"}}, tmp_path / "alone", profile_path)
+
+
+def test_a_prediction_for_another_model_is_not_compared(profile: Profile, profile_path: Path, tmp_path: Path) -> None:
+    make_session_run(tmp_path / "alone", alone_events(profile))
+    record = predict_script({"run": {"on": profile.on}}, tmp_path / "alone", profile_path)
+    same, other = (summarize(alone_events(profile, grad_bytes=size)) for size in (4_000_000, 5_000_000))
+    assert "was predicted to take" in (explain_prediction(record, same) or "")
+    assert "this one has 5 MB: they cannot be compared" in (explain_prediction(record, other) or "")

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from shoal.config.schema import EngineConfig
 from shoal.events import Event
+from shoal.tools.report.manifest import compose_manifest
 from shoal.tools.report.measured import exchange_findings, find_stragglers, is_measured
 from shoal.tools.report.rank_log import read_rank_logs
+from shoal.tools.report.replicas import compare_digests
 from shoal.tools.report.summary import summarize, timing_rows
 from tests.support.run_samples import start
 
@@ -91,3 +94,11 @@ def test_a_straggler_is_named_once_it_is_sure() -> None:
     assert [found["seen"] for found in summarize(measured_run((0.05, 0.12))).warnings] == [warning["seen"]]
     assert not list(find_stragglers(read_rank_logs(measured_run((0.06, 0.07)))))
     assert not list(find_stragglers(read_rank_logs(measured_run((0.05, 0.12), steps=10))))
+
+
+def test_sharded_parameters_are_not_called_identical() -> None:
+    """Each rank of FSDP holds a shard: there are no digests, and nothing was compared."""
+    manifest = compose_manifest(EngineConfig(), summarize(measured_run()), compare_digests({}))
+    assert (manifest.byte_equivalent, manifest.max_abs_diff) == (None, None)
+    same = compose_manifest(EngineConfig(), summarize(measured_run()), compare_digests({0: "a", 1: "a"}))
+    assert same.byte_equivalent is True
