@@ -138,9 +138,12 @@ def pin(world: World, setting: str) -> tuple[int, ...] | None:
     Return the cores, or None if nothing was pinned. gloo's threads exist by now and stay free: they run on any idle
     core. Emulated nodes share the cores of one machine, so ranks of the same machine count, not of the same node.
     """
-    if setting == "off" or world.device.type != "cpu":
+    if setting == "off":
         return None
+    # Every rank takes part, also one that computes on a GPU and is not pinned.
     machines = _machine_ids(world)
+    if world.device.type != "cpu":
+        return None
     neighbours = [rank for rank, machine in enumerate(machines) if machine == machines[world.rank]]
     cores = cores_for_rank(usable_cores(), neighbours.index(world.rank), len(neighbours), torch.get_num_threads())
     if cores is None or (setting == "auto" and len(neighbours) == 1):
