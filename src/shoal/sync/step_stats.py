@@ -370,7 +370,7 @@ class StepTimer:
             ...
             print(timer.finish())     # {"forward": 0.021, ..., "other": 0.001, "step": 0.034}
 
-    On a GPU, whose work is queued, phases are marked by events: nobody waits for the queue to run empty. The last
+    On a GPU, whose work is queued, phases are marked by events, and the queue never runs empty for them. The last
     phase is still running when a step finishes, so its time counts for the next step.
     """
 
