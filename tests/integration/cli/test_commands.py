@@ -88,6 +88,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
             "--set train.global_batch=99",
         ),
         (["run", "--on", "join:2", "-m", "x"], "-m x does not go with --on join:2", "start a script file"),
+        (["run", "--plan", "a", "--measure", "x.py"], "--plan does not go with --measure", "--plan runs/alone"),
+        (["run", "--plan", "a", "--resume", "b"], "--plan does not go with --resume", "--plan runs/alone"),
+        (["run", "--profile", "p.toml", "x.py"], "--profile does not go with a run without", "--plan runs/alone"),
         (["sample", "nowhere"], "nowhere is not a run folder", "ls runs/"),
     ],
 )
