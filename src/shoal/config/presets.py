@@ -13,6 +13,24 @@ Overrides = dict[str, dict[str, Any]]
 
 HEAD_WIDTH = 64
 
+
+def _gpt2(layers: int, heads: int, width: int, lr: float) -> Overrides:
+    """Return the settings of a model with GPT-2's vocabulary and context."""
+    return {
+        "model": {"layers": layers, "heads": heads, "width": width, "seq_len": 1024, "vocab_size": 50_257},
+        "data": {"tokenizer": "bpe", "bpe_vocab": 8192},
+        "train": {
+            "global_batch": 4,
+            "base_batch": 4,
+            "micro_batch": 1,
+            "lr": lr,
+            "warmup_steps": 20,
+            "beta2": 0.95,
+            "eval_sequences": 8,
+        },
+    }
+
+
 PRESETS: dict[str, Overrides] = {
     # The demo, of depth 3: learns English verb forms from a generated corpus in a minute on two cores.
     "grammar": {},
@@ -32,19 +50,10 @@ PRESETS: dict[str, Overrides] = {
         },
     },
     # GPT-2 small as published: 124,439,808 parameters with its own vocabulary and context.
-    "gpt2-124m": {
-        "model": {"layers": 12, "heads": 12, "width": 768, "seq_len": 1024, "vocab_size": 50_257},
-        "data": {"tokenizer": "bpe", "bpe_vocab": 8192},
-        "train": {
-            "global_batch": 4,
-            "base_batch": 4,
-            "micro_batch": 1,
-            "lr": 6e-4,
-            "warmup_steps": 20,
-            "beta2": 0.95,
-            "eval_sequences": 8,
-        },
-    },
+    "gpt2-124m": _gpt2(layers=12, heads=12, width=768, lr=6e-4),
+    # The next sizes of the same family, with the shapes and rates of GPT-3 Medium and Large: 355M and 759M parameters.
+    "gpt2-350m": _gpt2(layers=24, heads=16, width=1024, lr=3e-4),
+    "gpt2-760m": _gpt2(layers=24, heads=16, width=1536, lr=2.5e-4),
 }
 
 

@@ -294,6 +294,8 @@ def test_the_computed_parameter_count_is_that_of_the_real_model(config: Config) 
 
 def test_gpt2_has_the_published_number_of_parameters() -> None:
     assert parameter_count(build_config("gpt2-124m").model) == 124_439_808
+    assert parameter_count(build_config("gpt2-350m").model) == 354_823_168
+    assert parameter_count(build_config("gpt2-760m").model) == 758_727_168
 
 
 def test_the_docs_describe_every_sync_method_and_wire_format() -> None:
