@@ -2,7 +2,7 @@
 # More words for pytest: make test PYTEST_ARGS='-k order -x'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-long test-exhaustive bench clean
+.PHONY: help setup demo check test test-long test-gpu test-exhaustive bench clean
 BIN := .venv/bin
 PYTEST_ARGS ?=
 # Most tests wait for processes and networks: four at once keep two cores busy.
@@ -29,6 +29,9 @@ test: check ## check, then every test but the long ones
 # pytest ends with 5 when no test matched, which is no failure here.
 test-long: setup ## the long tests
 	$(PYTEST) -m "long and not exhaustive" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+test-gpu: setup ## the tests that need a GPU; they need a CUDA build of torch in .venv
+	$(BIN)/pytest -m gpu $(PYTEST_ARGS)
 
 test-exhaustive: setup ## every scenario, every way to exchange, thousands of fuzzed inputs (hours)
 	$(BIN)/pytest -m exhaustive $(PYTEST_ARGS) || [ $$? -eq 5 ]

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from shoal.cluster.lab.kernel import find_tool
 
@@ -18,6 +19,12 @@ def need_tool(*names: str) -> str:
 def need_library(name: str) -> str:
     """Return the path of a library. Debian keeps libraries in a folder per architecture."""
     return _present(next(map(str, Path("/usr/lib").glob(f"*/{name}")), None), name)
+
+
+def need_gpu() -> None:
+    """Skip the test on a machine without a GPU, also in CI: `make test-gpu` runs these where there is one."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
 
 
 def _present(path: str | None, what: str) -> str:

@@ -49,6 +49,7 @@ _WHY_FIXED = {
 # How texts with a pattern are written.
 _FORMS = {
     "run.weights": "write one number for each rank, with / between them, such as 1/0.5",
+    "run.devices": "write one device for each rank, with / between them, such as cuda/cpu",
     "run.lineage": "write it as `shoal train --resume` prints it, such as 2-1",
 }
 

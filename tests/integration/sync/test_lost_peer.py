@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shoal.config.schema import ModelConfig, SyncConfig
@@ -20,7 +21,7 @@ from shoal.sync.interruptible import GroupInterrupt
 from shoal.sync.outer import make_outer_sync
 from shoal.sync.replicas import broadcast_integers, broadcast_tensors, gather_integers
 from shoal.sync.step_stats import sum_over_world
-from shoal.sync.world import World, barrier, with_second_group
+from shoal.sync.world import World, _form_gpu_group, await_ranks, barrier, with_second_group
 from tests.support.ranks import run_ranks
 
 SHAPE = ModelConfig(layers=1, heads=2, width=16, seq_len=8, vocab_size=500)
@@ -130,3 +131,23 @@ def fail_in_backward(world: World) -> str:
 
 def test_an_error_of_the_model_with_the_same_words_is_not_a_lost_peer(tmp_path: Path) -> None:
     assert run_ranks(fail_in_backward, 2, tmp_path) == ["RuntimeError: Connection reset by peer"] * 2
+
+
+def test_what_waits_in_another_way_is_aborted_once_with_its_generation() -> None:
+    release, aborted = GroupInterrupt(), []
+    release.at_end(lambda: aborted.append(1))
+    release.end()
+    release.begin()
+    release.end()
+    assert aborted == [1]
+
+
+def test_ranks_that_meet_learn_each_others_devices() -> None:
+    store = dist.HashStore()
+    store.set("here/1", "gpu 7")
+    assert await_ranks(store, 0, 2, timeout_s=1.0, word="cpu") == ("cpu", "gpu 7")
+
+
+@pytest.mark.parametrize("devices", [["cpu", "gpu 7"], ["gpu 7", "gpu 7"], ["gpu 7"], ["cpu", "cpu"]])
+def test_nccl_is_left_out_unless_every_rank_has_a_gpu_of_its_own(devices: list[str]) -> None:
+    assert _form_gpu_group(devices, torch.device("cpu"), 1.0, None) is None

@@ -307,3 +307,9 @@ def test_the_docs_describe_every_sync_method_and_wire_format() -> None:
 def test_an_unknown_sync_method_is_refused_with_the_known_ones() -> None:
     seen = refusal("sync.mode=dpd").seen
     assert seen.startswith("sync.mode='dpd': there is no such sync method: use ddp, stock, ")
+
+
+def test_every_rank_may_have_its_own_device() -> None:
+    config = build_config("grammar", sets=["run.devices=cuda/cpu"])
+    assert [config.device_of(rank) for rank in range(3)] == ["cuda", "cpu", "auto"]
+    assert "such as cuda/cpu" in refusal("run.devices=gpu/cpu").seen
