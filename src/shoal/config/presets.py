@@ -78,6 +78,7 @@ def depth_overrides(depth: int) -> Overrides:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `did you mean 'train.steps'?`, or an empty string if no name is similar."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else ""
+    """Return `did you mean 'train.steps'?`, or '' if no name is similar. Of equally similar names it is the first."""
+    similarity = {name: difflib.SequenceMatcher(None, name, word).ratio() for name in known}
+    nearest = max(similarity, key=similarity.__getitem__, default=None)
+    return f"did you mean {nearest!r}?" if nearest is not None and similarity[nearest] >= 0.5 else ""
