@@ -36,6 +36,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_timeout_s, reverse=True)
 
 
+class _GroupsAreKept:
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Refuse a pytest whose names of tests pytest-xdist cannot extend: each worker would repeat all trainings."""
+        if not config.getoption("loadgroup", False):
+            return
+        grouped = [item for item in items if item.get_closest_marker("xdist_group")]
+        if any("@" not in item.nodeid for item in grouped):
+            raise pytest.UsageError(
+                "this pytest ignores xdist_group; run `make setup` for the version in constraints.txt"
+            )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_GroupsAreKept())
+
+
 def _timeout_s(item: pytest.Item) -> float:
     marker = item.get_closest_marker("timeout")
     return float(marker.args[0]) if marker is not None else 0.0
