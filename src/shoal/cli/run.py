@@ -24,7 +24,6 @@ from shoal.config.load import (
     refuse_duplicate_settings,
     refuse_without_effect,
     typed_settings,
-    validate,
     validate_session,
 )
 from shoal.config.presets import PRESETS, Overrides, did_you_mean
@@ -130,7 +129,11 @@ def run(
     on the machines that are left; the script continues from its own checkpoint.
     Modules are imported from the script's folder first; with -m from the current folder, unless others can write to it.
     """
-    flags: Overrides = {"train": {"steps": steps}, "sync": {"mode": sync, "wire": wire, "accumulate": accumulate}}
+    flags: Overrides = {
+        "run": {"threads": threads},
+        "train": {"steps": steps},
+        "sync": {"mode": sync, "wire": wire, "accumulate": accumulate},
+    }
     refuse_duplicate_settings(given_settings(context, _SETTINGS_OF_FLAGS), set_ or [])
     for option, is_given in (("--plan", plan is not None), ("--profile", profile is not None)):
         if is_given and (measure or resume is not None or plan is None):
@@ -160,7 +163,8 @@ def run(
     if not script:
         raise UsageError("no script to run", fix="write for example: shoal run --on local:2 train.py --epochs 3")
     argv, name = script_command(script)
-    validate({"run": {"on": on, "threads": threads}}, "the command line")
+    session = session_settings(flags, set_ or [], on)
+    on = session["run"]["on"]
     if not grace <= _LONGEST_GRACE_S:
         raise UsageError(
             f"--grace {grace:g} is not a usable time",
@@ -179,14 +183,12 @@ def run(
             why="the owner of a machine that joins names the script there, and both are compared",
             fix="start a script file instead",
         )
-    session = session_settings(flags, set_ or [], on)
     prediction = None if plan is None else predict_script(session, plan, profile or PROFILE)
     clear_leftovers(clean)
     out = out or default_out(name)
     job = RunJob(
         script=tuple(argv),
         on=on,
-        threads=threads,
         port=port,
         grace_s=grace,
         python=python,

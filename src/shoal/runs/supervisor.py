@@ -57,7 +57,6 @@ class RunJob:
     script: tuple[str, ...] = ()  # empty: the training whose configuration is in the folder
     # The fields from `on` to `has_stdin` are for a script.
     on: str = ""
-    threads: int | None = None
     port: int = 0
     grace_s: float = GRACE_S
     python: str = ""  # runs the script; empty: each machine's own
@@ -203,7 +202,7 @@ def _supervise(run: RunFolder, job: RunJob, log: EventLog) -> None:
         try:
             with open_cluster(job.on, files, note, stdin=stdin) as cluster:
                 script = ScriptJob(
-                    config=RunConfig(on=job.on, threads=job.threads),
+                    config=RunConfig(on=job.on, threads=json.loads(job.session).get("run", {}).get("threads")),
                     argv=python_words(job.script, Path.cwd(), note),
                     is_consequence=is_consequence,
                     port=job.port,
@@ -246,7 +245,7 @@ def _sum_up_session(run: RunFolder, log: EventLog) -> None:
 def find_unused_options(run: RunFolder, job: RunJob) -> Iterator[str]:
     """Yield sentences on options that had no effect: only its end shows whether a script uses `shoal.Session`."""
     settings = json.loads(job.session)
-    names = [name for name in typed_settings(settings, ()) if name != "run.on"]
+    names = [name for name in typed_settings(settings, ()) if name not in ("run.on", "run.threads")]
     if not names and not job.restarts:
         return
     has_session = has_session_events(run)

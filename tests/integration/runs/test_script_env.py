@@ -265,6 +265,15 @@ def test_rank_0_reads_the_piped_input(tmp_path: Path) -> None:
     assert "note: OMP_NUM_THREADS=7 of your environment is used; shoal would set " in done.stderr
 
 
+def test_cluster_and_threads_can_be_given_as_settings(tmp_path: Path) -> None:
+    script = tmp_path / "show.py"
+    script.write_text("import os; print(os.environ['WORLD_SIZE'], os.environ['OMP_NUM_THREADS'])")
+    settings = ("--set", "run.on=local:1", "--set", "run.threads=19")
+    done = shoal("run", *settings, "--out", tmp_path / "run", script)
+    assert (done.returncode, done.stdout) == (0, "[0] 1 19\n"), done.stderr
+    assert "without effect" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "seen", "why"),
     [

@@ -199,7 +199,10 @@ def test_options_that_had_no_effect_on_a_script_are_named(script_run: RunFolder,
     """Whether the script has a session is known at its end."""
     plain = RunFolder.create(tmp_path / "plain", is_training=False)
     given = RunJob(session='{"run": {"on": "local:2"}, "train": {"steps": 5}, "sync": {"mode": "local"}}')
-    restarted, silent = RunJob(session='{"run": {"on": "local:2"}}', restarts=2), RunJob(session='{"run": {"on": "x"}}')
+    restarted, silent = (
+        RunJob(session='{"run": {"on": "local:2"}}', restarts=2),
+        RunJob(session='{"run": {"on": "x", "threads": 1}}'),
+    )
     assert list(find_unused_options(plain, given)) == [
         "without effect: train.steps, sync.mode; the script has not used shoal.Session"
     ]
