@@ -32,7 +32,7 @@ from shoal.control.processes import AGENT, find_processes, is_running
 from shoal.control.rank_env import RESUME, SETTINGS
 from shoal.cost.batch_plan import world_batch
 from shoal.cost.memory import out_of_memory_advice
-from shoal.errors import ControlError, Interrupted, PeerLost, RunFailed, ShoalError, from_dict
+from shoal.errors import ControlError, Interrupted, PeerLost, RunFailed, ShoalError, UsageError, from_dict
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.failure import (
     LOG_TAIL,
@@ -664,6 +664,7 @@ def _try_script(
     def read_end(path: Path, lines: int = 12, most_bytes: int = 8192) -> str:
         return read_log_tail(path, lines, most_bytes, after=sizes.get(path, 0))
 
+    rank_events = _tail_ranks(run, cluster)
     launch = Launch(run, cluster, log, grace_s=job.grace_s)
     _run_to_end(
         launch,
@@ -679,6 +680,9 @@ def _try_script(
         late = f"{rank_list(killed)} had to be ended" if killed else ""
         raise Interrupted("interrupted", why=late, fix=f"what the ranks printed is in {logs}")
     faults = script_faults(ends, lambda end: read_end(Path(end.log), 1000, 1 << 16), job.is_consequence)
+    # An error of a session has an exit code of its own; an exception of the script ends a rank with 1.
+    own_codes = {rank for end in ends if end.code in (UsageError.exit_code, ShoalError.exit_code) for rank in end.ranks}
+    faults |= {rank: fault for rank, fault in _faults(rank_events).items() if rank in own_codes}
     tails = {command.name: read_end(run.log(command.node.name, command.name)) for command in launch.commands}
     error, first = diagnose(ends, faults, tails), first_to_fail(ends, faults)
     if error and first:

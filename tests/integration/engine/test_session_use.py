@@ -468,3 +468,13 @@ def test_an_error_of_the_program_ends_an_elastic_run_without_a_retry(tmp_path: P
     assert done.returncode == 1
     assert done.stdout.count("raised once") == 1
     assert "rank 1 on local ended with exit code 1: ValueError: my own mistake (script.py line 16)" in done.stderr
+
+
+@pytest.mark.long
+def test_an_error_of_the_session_is_that_of_the_run(tmp_path: Path) -> None:
+    done = shoal("run", "--on", "local:2", "--out", tmp_path / "run", write_script(tmp_path), "early")
+    assert done.returncode == 2
+    seen, why, fix = done.stderr.splitlines()[-3:]
+    assert seen == "error: step 1 was updated after 0 of its 1 micro-batches on this rank"
+    assert "exit code" not in why
+    assert fix.startswith("  next: call step.backward for every batch")
