@@ -111,10 +111,15 @@ def last_commit(run: Path) -> dict[str, Any]:
     return read_jsonl(commits)[-1] if commits.exists() and commits.stat().st_size else {"step": 0, "members": []}
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("name", "layout"), [(name, "lab:2,slots=2" if name == "images" else "lab:3") for name in SESSIONS]
+    ("name", "layout"),
+    [
+        pytest.param("images", "lab:2,slots=2", marks=pytest.mark.long),
+        pytest.param("finetune", "lab:3", marks=pytest.mark.long),
+        pytest.param("nanogpt", "lab:3", marks=pytest.mark.exhaustive),
+        pytest.param("notebook", "lab:3", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_session_survives_a_killed_rank_and_a_killed_node(name: str, layout: str, tmp_path: Path) -> None:
     """Kill a rank, wait until it has joined again, then kill the last node: the others use all samples once."""

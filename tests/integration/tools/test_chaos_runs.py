@@ -111,7 +111,7 @@ def test_an_interrupted_chaos_run_leaves_nothing_behind(tmp_path: Path) -> None:
     "scenarios",
     [
         pytest.param(
-            ("kill-leader", "even-split", "power-on", "terminate", "kill-source-in-copy", "kill-all-ranks"),
+            ("even-split", "power-on", "kill-source-in-copy", "kill-all-ranks"),
             marks=pytest.mark.long,
         ),
         pytest.param(("all",), marks=pytest.mark.exhaustive),
