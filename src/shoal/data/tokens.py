@@ -10,6 +10,7 @@ A token file is mapped into memory, not read:
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -126,6 +127,8 @@ def open_tokens(path: Path, check: bool = False) -> TokenFile:
             header, offset = _read_header(file, path)
             tokens = _map(path, header, offset)
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise MemoryError(f"cannot map {path}") from None
         raise DataError(
             f"cannot open the token file {path}: {error.strerror}",
             why="the encoded text is kept in the cache folder, which may have been emptied",

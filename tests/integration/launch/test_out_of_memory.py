@@ -19,7 +19,7 @@ from shoal.errors import OutOfMemory
 from shoal.launch.failure import ProcessEnd, diagnose
 from tests.support.programs import read_jsonl, set_flags, shoal_command
 
-LIMIT_BYTES = 3 << 29
+LIMIT_BYTES = 2 << 30
 # The first layer's output alone has 128 × 2048 × 1024 numbers, 1.07 GB a rank; the model has 52 MB.
 LARGE = (
     "model.layers=1",

@@ -254,8 +254,8 @@ def wait_for_proof(world: World) -> float:
     drop_groups()
     store, release = dist.PrefixStore("over", world.store), GroupInterrupt()
     if world.rank == 1:
-        dist.ProcessGroupGloo(dist.PrefixStore("attempt/0/0//cpu/", store), 1, 2, timedelta(seconds=5))
-        time.sleep(5)
+        dist.ProcessGroupGloo(dist.PrefixStore("attempt/0/0//cpu/", store), 1, 2, timedelta(seconds=30))
+        time.sleep(8)
         os._exit(0)
     threading.Timer(1.0, release.end).start()
     started = time.monotonic()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +195,17 @@ def test_tokens_are_read_as_an_aligned_memory_map(tmp_path: Path, dtype: type[np
 def test_the_memory_map_is_read_only(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="read-only"):
         open_tokens(write_token_file(tmp_path)).tokens[0] = 1
+
+
+def test_a_file_that_memory_has_no_room_for_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr("shoal.data.tokens._map", refuse)
+    with pytest.raises(MemoryError, match="cannot map"):
+        open_tokens(write_token_file(tmp_path))
 
 
 def test_tokens_of_a_wrong_type_are_not_written(tmp_path: Path) -> None:
