@@ -16,7 +16,7 @@ from shoal.cli.output import given_settings, print_json, refuse_given
 from shoal.cli.runs import print_script_end, resume_session, watch_script
 from shoal.cli.train import DEFAULT_PRESET, PROFILE, clear_leftovers
 from shoal.cluster.cluster import planned_nodes
-from shoal.cluster.target import JoinSpec, parse_on
+from shoal.cluster.target import JoinSpec, parse_on, place_ranks
 from shoal.config.load import (
     build_config,
     merge,
@@ -215,6 +215,8 @@ def session_settings(flags: Overrides, sets: list[str], on: str | None) -> dict[
     }
     settings = merge([{"run": {"on": on}} if on else {}, given, *map(parse_set, sets)])
     config = validate_session(settings)
+    if on and (devices := place_ranks(config).run.devices):
+        settings["run"]["devices"] = devices
     if "mode" in settings.get("sync", {}):
         # Otherwise the script may choose the mode, and its session refuses a setting that the mode lacks.
         refuse_without_effect(config, typed_settings(given, sets))
@@ -323,7 +325,7 @@ def k8s(
 def _config(runconfig: str | None, on: str | None, sets: list[str] | None) -> Config:
     flags: Overrides = {} if on is None else {"run": {"on": on}}
     preset, file = find_config(runconfig or DEFAULT_PRESET)
-    return build_config(preset, file, flags, sets or [])
+    return place_ranks(build_config(preset, file, flags, sets or []))
 
 
 def find_config(name: str) -> tuple[str, Path | None]:

@@ -30,7 +30,7 @@ from shoal.cli.progress import make_display
 from shoal.cli.runs import resume_session
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.node import Rendezvous
-from shoal.cluster.target import parse_on
+from shoal.cluster.target import place_ranks
 from shoal.config.load import (
     build_config,
     merge,
@@ -217,8 +217,7 @@ def new_run_config(given: dict[str, Any]) -> Config:
     with advising_flags(named_flags(given)):
         settings = build_config(given["preset"] or DEFAULT_PRESET, given["config"], flags, sets)
         refuse_without_effect(settings, typed_settings(flags, sets))
-        parse_on(settings.run.on)
-    return settings
+        return place_ranks(settings)
 
 
 def named_flags(given: dict[str, Any]) -> dict[str, str]:

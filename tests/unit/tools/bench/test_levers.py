@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 from shoal.cli.bench import explain_levers, levers_document, print_levers
-from shoal.cluster.target import first_node, parse_on
+from shoal.cluster.target import first_nodes, parse_on
 from shoal.config.load import build_config
 from shoal.errors import UsageError
 from shoal.tools.bench.levers import (
@@ -108,10 +108,10 @@ def test_an_experiment_includes_one_node_and_the_ceiling(tmp_path: Path) -> None
 def test_the_first_node_of_a_cluster_is_extracted(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.toml"
     hosts.write_text('[[host]]\nhost = "me@one"\naddress = "10.0.0.1"\nslots = 2\n[[host]]\nhost = "two"\n')
-    assert first_node(parse_on("local:4"), tmp_path) == "local:1"
-    assert first_node(parse_on("lab:3"), tmp_path) == "lab:1"
-    assert first_node(parse_on("join:2"), tmp_path) is None
-    alone = first_node(parse_on(str(hosts)), tmp_path / "new")
+    assert first_nodes(parse_on("local:4"), 1, tmp_path) == "local:1"
+    assert first_nodes(parse_on("lab:3"), 1, tmp_path) == "lab:1"
+    assert first_nodes(parse_on("join:2"), 1, tmp_path) is None
+    alone = first_nodes(parse_on(str(hosts)), 1, tmp_path / "new")
     assert alone is not None
     single, whole = parse_on(alone), parse_on(str(hosts))
     assert single.hosts == whole.hosts[:1]  # type: ignore[union-attr]
