@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from shoal.tools.bench.levers import (
     with_sync,
 )
 from shoal.tools.report.summary import summarize
-from tests.support.programs import TINY, set_flags, shoal
 from tests.support.run_samples import all_events, end
 
 
@@ -206,20 +204,3 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     plot_levers(compare(points), tmp_path / "levers.png")
     assert imread(tmp_path / "levers.png").shape[1] == 1320
     plot_levers(compare(points[:2]), tmp_path / "levers.png")
-
-
-@pytest.mark.exhaustive
-def test_levers_are_measured_on_real_ranks(tmp_path: Path) -> None:
-    words = ("bench", "levers", "--levers", "stock,diloco:3", "--steps", "6", "--json", "--out", tmp_path)
-    result = shoal(*words, *set_flags(*TINY))
-    assert result.returncode == 0, result.stderr
-    document = json.loads(result.stdout)
-    rows = {row["lever"]: row for row in document["rows"]}
-    assert list(rows) == [ONE_NODE, CEILING, "stock", "diloco:3"]
-    assert [row["nodes"] for row in rows.values()] == [1, 2, 2, 2]
-    assert rows["stock"]["of_stock"] == 1.0
-    assert rows["diloco:3"]["theoretical_bytes_per_step"] == rows["stock"]["theoretical_bytes_per_step"] / 3
-    assert rows[CEILING]["val_loss_at_equal_tokens"] is None
-    assert 0 < rows["diloco:3"]["val_loss_at_equal_tokens"] < 10
-    assert Path(document["picture"]).is_file()
-    assert all(Path(run).is_dir() for run in document["runs"].values())
