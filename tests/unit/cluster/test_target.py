@@ -42,6 +42,7 @@ def test_local_ranks_may_have_devices() -> None:
         ("local:2,devices=cpu", "cannot use 'devices=cpu'", "device"),
         ("local:2,link=1gbit", "cannot use 'link=1gbit'", "one setting, their device"),
         ("local:3,device=cuda/cpu", "2 values for 3 ranks", "one for each"),
+        ("lab:2,device=cuda", "cannot use 'device=cuda'", "--set run.devices=cuda/cpu"),
         ("local:1,device=", "'' is no device", "a device is"),
     ],
 )

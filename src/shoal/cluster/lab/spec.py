@@ -137,6 +137,8 @@ def _setting_fault(key: str, value: str, seen: Iterable[str]) -> str:
         return f"{key} is given twice"
     if key in _KEYS and not value:
         return f"{key} has no value"
+    if key == "device":
+        return "emulated nodes share the devices of this machine; --set run.devices=cuda/cpu gives each rank one"
     return did_you_mean(key, (*_KEYS, "sshd")) or f"the settings of a lab are {', '.join(_KEYS)} and sshd"
 
 
