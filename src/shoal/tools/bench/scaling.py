@@ -209,11 +209,13 @@ def measure_scaling(
             note(row.problem)
     for round_ in range(1, repeat + 1):
         for row in rows:
-            if row.error is None:
-                _measure_row(row, out / (row.folder if repeat == 1 else f"{row.folder}-round-{round_}"), watch, result)
-                write_figures(result)
-                if row.error is not None:
-                    note(row.problem)
+            if row.error is not None:
+                continue
+            folder = out / (row.folder if repeat == 1 else f"{row.folder}-round-{round_}")
+            is_measured = _measure_row(row, folder, watch, result)
+            write_figures(result)
+            if not is_measured:
+                note(row.problem)
     if not result.points:
         raise _nothing_measured(rows)
     if any(row.label for row in rows):
@@ -227,7 +229,8 @@ def measure_scaling(
     return ScalingResult(rows, out, write_report(largest, result.points))
 
 
-def _measure_row(row: ScalingRow, folder: Path, watch: MakeDisplay, result: ScalingResult) -> None:
+def _measure_row(row: ScalingRow, folder: Path, watch: MakeDisplay, result: ScalingResult) -> bool:
+    """Measure a row once. Return False, with the reason in the row, if its cluster cannot run or fails."""
     was_there, expected = folder.exists(), rank_count(parse_on(row.config.run.on))
     try:
         run, _ = start_training(row.config, folder, watch)
@@ -247,8 +250,9 @@ def _measure_row(row: ScalingRow, folder: Path, watch: MakeDisplay, result: Scal
             # It did not get as far as its cluster: the settings are wrong, and would be for every row.
             raise
         row.error, row.has_begun = error, any(event["event"] == "step" for event in _events(folder))
-        return
+        return False
     row.tries.append((point, run))
+    return True
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:
@@ -327,7 +331,10 @@ def _row_figures(row: ScalingRow, base: ScalingPoint | None) -> dict[str, Any]:
 
 def _title(rows: list[ScalingRow]) -> str:
     config = rows[0].config
-    return f"{config.run.preset}, {config.train.global_batch} × {config.model.seq_len} tokens a step"
+    model, train = config.model, config.train
+    batch = f"{train.global_batch} × {model.seq_len} tokens a step"
+    each = " and rank" if train.scaling == "weak" else ""
+    return f"{config.run.preset}: {model.layers} layers of width {model.width}, {batch}{each}"
 
 
 def _picture_notes(rows: list[ScalingRow]) -> list[str]:

@@ -318,7 +318,8 @@ def _draw_cluster_speeds(axes: Axes, points: list[ScalingPoint]) -> None:
     colours = [IDEAL, *[MEASURED] * (len(points) - 1)]
     bars = axes.barh(names, speeds, 0.62, color=colours)
     labels = [f"{speed:,.0f}  ({speed / speeds[0]:.2f}×)" for speed in speeds]
-    axes.bar_label(bars, labels, padding=4, fontsize=9)
+    for text in axes.bar_label(bars, labels, padding=4, fontsize=9):
+        text.set_bbox({"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85})
     axes.axvline(speeds[0], color=IDEAL, linestyle="--", lw=1, zorder=0)
     axes.invert_yaxis()
     axes.set(xlabel="tokens per second", xlim=(0, 1.35 * max(speeds)))
@@ -345,6 +346,7 @@ def _draw_cluster_steps(axes: Axes, points: list[ScalingPoint]) -> None:
     axes.bar_label(bars, [format_number(total) for total in starts], padding=4, fontsize=9)
     axes.tick_params(axis="y", left=False, labelleft=False)
     axes.set(xlabel=f"{unit} per step", xlim=(0, 1.15 * largest))
+    axes.xaxis.set_major_formatter(lambda value, _: format_number(value))
     axes.legend(
         frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, handlelength=1, columnspacing=1
     )
