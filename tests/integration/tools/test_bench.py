@@ -11,9 +11,11 @@ from shoal.tools.bench.levers import CEILING, ONE_NODE
 from tests.support.programs import TINY, set_flags, shoal
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
 def test_a_cluster_without_a_gpu_is_skipped_and_the_others_are_measured(tmp_path: Path) -> None:
     words = ("bench", "scaling", "--on", "local:1,device=cuda", "--on", "local:2", "--steps", "4")
-    done = shoal(*words, "--out", tmp_path / "out", *set_flags(*TINY), CUDA_VISIBLE_DEVICES="")
+    done = shoal(*words, "--out", tmp_path / "out", *set_flags(*TINY), timeout_s=240.0, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     assert "skipped: local:1,device=cuda: rank 0 on local is to use a GPU, but torch" in done.stdout
     assert "Only a run on local:2 was measured" in done.stdout
