@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 from rich.console import Console
 
-from shoal.cli.bench import parse_ranks
+from shoal.cli.bench import parse_numbers
 from shoal.cli.plan_options import parse_nodes
 from shoal.cli.progress import PlainDisplay
 from shoal.cluster.agent_link import AgentLink
@@ -266,7 +266,7 @@ READERS = {
     "job": Reader(around({"script": []}), run_file("job.json", read_job)),
     "lever": Reader(TEXT | st.sampled_from(["diloco:" + "9" * 5000, "int8+"]), lambda text, _: parse_lever(text)),
     "--nodes": Reader(TEXT, lambda text, _: parse_nodes(text)),
-    "--ranks": Reader(TEXT, lambda text, _: parse_ranks(text)),
+    "--ranks": Reader(TEXT, lambda text, _: parse_numbers("--ranks", text)),
     "log": Reader(
         TEXT
         | torn(

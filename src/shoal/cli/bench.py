@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
-from shoal.cli.output import given_settings, print_json, print_scaling, shown, stdout_console
+from shoal.cli.output import Depth, given_settings, print_json, shown, stdout_console
 from shoal.cli.progress import make_display
-from shoal.config.load import build_config, refuse_duplicate_settings, refuse_without_effect, typed_settings
-from shoal.config.presets import Overrides
+from shoal.config.load import build_config, merge, refuse_duplicate_settings, refuse_without_effect, typed_settings
+from shoal.config.presets import Overrides, depth_overrides
 from shoal.config.schema import Config
 from shoal.config.sync_choice import OUTER_METHODS, WIRE_FORMATS, WireChoice
-from shoal.errors import UsageError
+from shoal.errors import RunFailed, UsageError
 from shoal.runs.start import default_out
-from shoal.tools.bench.scaling import ScalingResult, measure_scaling
-from shoal.tools.report.explain_run import explain_scaling, is_plausible, warn_of_load
-from shoal.tools.report.figures import efficiency
-from shoal.units import format_count, format_duration, format_share, format_si, join_words, warn_of_other_programs
+from shoal.tools.bench.scaling import (
+    ScalingResult,
+    cluster_rows,
+    measure_scaling,
+    node_rows,
+    rank_rows,
+    scaling_csv,
+    scaling_document,
+)
+from shoal.tools.report.explain_run import explain_scaling
+from shoal.units import (
+    format_count,
+    format_duration,
+    format_percent,
+    format_share,
+    format_si,
+    join_words,
+    warn_of_other_programs,
+)
 
 if TYPE_CHECKING:
     from shoal.tools.bench.levers import LeverRow, LeversResult, LeverTable
 
 
 _TITLES = ("lever", "tokens/s", "×node", "×stock", "×top", "sent", "exposed", "loss", "timed")
+_SCALING_TITLES = (
+    "cluster", "ranks", "tokens/s", "speed-up", "efficiency", "step", "all-reduce p50", "p95", "exposed", "wait"
+)  # fmt: skip
+_LEAST_WIDTH = 120
 _NEAR_CEILING = 0.95
 # Defined here because shoal.tools.bench.levers imports numpy, and `--help` should not wait for that.
 _WIRES = (str(WireChoice(name)) for name in WIRE_FORMATS if name != "fp32")
@@ -43,21 +64,60 @@ def bench() -> None:
 def scaling(
     context: typer.Context,
     preset: Annotated[str, typer.Argument(help="What to train.")] = "grammar",
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks to measure.")] = "1,2,4",
+    on: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A cluster to measure, one row each; may be repeated: local:1, local:1,device=cuda, "
+            "lab:2,link=1gbit, hosts.toml.",
+            show_default="ranks of this machine",
+        ),
+    ] = None,
+    nodes: Annotated[
+        str | None, typer.Option(help="With one --on: measure its first 1, 2, 3 machines.", show_default="all")
+    ] = None,
+    ranks: Annotated[
+        str | None, typer.Option(help="Without --on: numbers of ranks on this machine.", show_default="1,2,4")
+    ] = None,
+    depth: Depth = None,
     steps: Annotated[int, typer.Option(min=4, help="Steps of each run; the second half is measured.")] = 60,
     repeat: Annotated[int, typer.Option(min=1, help="Repetitions; the median one counts.")] = 1,
     set_: Annotated[list[str] | None, typer.Option("--set", help="One setting, as section.key=value.")] = None,
     out: Annotated[Path | None, typer.Option(help="The folder to create.", show_default="runs/scaling-TIME")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print the figures as CSV on stdout.")] = False,
 ) -> None:
-    """Measure tokens per second on 1, 2, 4 … ranks, and explain what limits the speed-up."""
-    config = scaling_config(context, preset, {"train": {"steps": steps}}, set_ or [])
-    result = measure_scaling(config, parse_ranks(ranks), out or default_out("scaling"), make_display, repeat)
+    """Measure the same training on several clusters, and explain what limits the speed-up.
+
+    Tokens per second on 1, 2, 4 … ranks of this machine (--ranks), on clusters that you name (--on, once for each), or
+    on the first 1, 2, 3 machines of one cluster (--nodes). A row that cannot run is skipped, with the reason.
+    """
+    refuse_wrong_rows(on or [], nodes, ranks)
+    if json and csv:
+        raise UsageError(
+            "--json does not go with --csv",
+            why="only one of them can be printed on stdout",
+            fix="leave one out; both are files in the folder of the result: scaling.json and scaling.csv",
+        )
+    config = scaling_config(context, preset, merge([depth_overrides(depth), {"train": {"steps": steps}}]), set_ or [])
+    folder = out or default_out("scaling")
+    if nodes is not None:
+        [cluster] = on or []
+        rows = node_rows(config, cluster, parse_numbers("--nodes", nodes), folder)
+    elif on:
+        rows = cluster_rows(config, on)
+    else:
+        rows = rank_rows(config, parse_numbers("--ranks", ranks or "1,2,4"))
+    result = measure_scaling(rows, folder, make_display, repeat, lambda text: typer.echo(text, err=True))
     if json:
         print_json(scaling_document(result))
-        return
-    print_scaling(result.points)
-    typer.echo(f"\npicture: {shown(result.picture)}\nreport:  {shown(result.report)}")
+    elif csv:
+        sys.stdout.write(scaling_csv(result))
+    else:
+        print_clusters(result)
+        report = f"\nreport:  {shown(result.report)}" if result.report else ""
+        typer.echo(f"\npicture: {shown(result.picture)}\ntable:   {shown(result.table)}{report}")
+    if any(row.status == "failed" for row in rows):
+        raise typer.Exit(RunFailed.exit_code)
 
 
 @app.command()
@@ -71,6 +131,7 @@ def levers(
             help="Sync methods to compare, each METHOD[:NUMBER][+FORMAT]: stock,ddp,int8,accumulate:4+fp16,diloco:50."
         ),
     ] = DEFAULT_LEVERS,
+    depth: Depth = None,
     steps: Annotated[int, typer.Option(min=4, help="Steps of each run; the second half is measured.")] = 100,
     repeat: Annotated[int, typer.Option(min=1, help="Repetitions; the median one counts.")] = 1,
     set_: Annotated[list[str] | None, typer.Option("--set", help="One setting, as section.key=value.")] = None,
@@ -84,7 +145,8 @@ def levers(
     """
     from shoal.tools.bench.levers import measure_levers
 
-    flags: dict[str, dict[str, Any]] = {"train": {"steps": steps, "eval_every": max(1, steps // 10)}, "run": {"on": on}}
+    flags: Overrides = {"train": {"steps": steps, "eval_every": max(1, steps // 10)}, "run": {"on": on}}
+    flags |= depth_overrides(depth)
     sets = set_ or []
     refuse_duplicate_settings(given_settings(context, {"steps": "train.steps", "on": "run.on"}), sets)
     config = build_config(preset, flags=flags, sets=sets)
@@ -103,45 +165,69 @@ def scaling_config(context: typer.Context, preset: str, flags: Overrides, sets: 
         raise UsageError(
             f"--set run.on has no effect on {context.command_path}",
             why="it compares numbers of ranks on this machine, local:1, local:2 and so on",
-            fix="leave it out; another cluster is measured by: shoal bench levers --on lab:3",
+            fix="leave it out; clusters are compared by: shoal bench scaling --on local:1 --on lab:3",
         )
     config = build_config(preset, flags=flags, sets=sets)
     refuse_without_effect(config, typed_settings(None, sets))
     return config
 
 
-def parse_ranks(text: str) -> list[int]:
+def refuse_wrong_rows(on: list[str], nodes: str | None, ranks: str | None) -> None:
+    if on and ranks is not None:
+        raise UsageError(
+            f"--ranks {ranks} does not go with --on {on[0]}",
+            why="--ranks measures numbers of ranks on this machine, and --on names the clusters to measure",
+            fix="leave --ranks out, and write for example: --on local:1 --on local:2 --on lab:2,link=1gbit",
+        )
+    if nodes is not None and len(on) != 1:
+        raise UsageError(
+            f"--nodes {nodes} goes with one --on, and there {'are ' + str(len(on)) if on else 'is none'}",
+            why="it measures the first machines of one cluster",
+            fix=f"write for example: --nodes {nodes} --on {on[0] if on else 'hosts.toml'}",
+        )
+
+
+def parse_numbers(option: str, text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise UsageError(f"--ranks {text!r} is not a list of numbers", fix="write for example: --ranks 1,2,4") from None
+        example = "1,2,4" if option == "--ranks" else "1,2,3"
+        raise UsageError(
+            f"{option} {text!r} is not a list of numbers", fix=f"write for example: {option} {example}"
+        ) from None
 
 
-def scaling_document(result: ScalingResult) -> dict[str, object]:
-    base = result.points[0]
-    rows = [
-        {
-            "ranks": point.ranks,
-            "threads": point.threads,
-            "tokens_per_s": point.tokens_per_s,
-            "speedup": point.tokens_per_s / base.tokens_per_s,
-            "efficiency": efficiency(point, base),
-            "step_s": point.step_s,
-            "allreduce_ms": None if point.allreduce_s is None else 1e3 * point.allreduce_s,
-            "phases": point.phases,
-            "other_programs_cores": point.other_load,
-            "plausible": is_plausible(point, base),
-        }
-        for point in result.points
+def print_clusters(result: ScalingResult) -> None:
+    """Print one row a cluster, what was skipped, and the paragraph that explains the figures."""
+    console = stdout_console()
+    # On a narrow terminal break long lines instead of losing figures.
+    console.width = max(console.width, _LEAST_WIDTH)
+    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for number, title in enumerate(_SCALING_TITLES):
+        grid.add_column(title, justify="right" if number else "left", no_wrap=True)
+    for figures in scaling_document(result)["rows"]:
+        grid.add_row(escape(figures["cluster"]), *_scaling_cells(figures))
+    console.print(grid)
+    for row in result.rows:
+        if row.error is not None:
+            console.print(escape(row.problem), soft_wrap=True)
+    if len(result.points) > 1:
+        console.print(f"\nspeed-up and efficiency: against {escape(result.points[0].label)}", soft_wrap=True)
+    console.print(f"\n{escape(explain_scaling(result.points))}", soft_wrap=True)
+
+
+def _scaling_cells(figures: dict[str, Any]) -> list[str]:
+    if figures["ranks"] is None:
+        return [figures["status"], *["–"] * (len(_SCALING_TITLES) - 2)]
+    times = ("allreduce_p50_ms", "allreduce_p95_ms", "exposed_ms", "wait_ms")
+    return [
+        str(figures["ranks"]),
+        f"{figures['tokens_per_s']:,.0f}",
+        _times(figures["speedup"]),
+        "–" if figures["efficiency"] is None else format_percent(figures["efficiency"]),
+        f"{1e3 * figures['step_s']:.0f} ms",
+        *("–" if figures[name] is None else f"{figures[name]:.1f} ms" for name in times),
     ]
-    return {
-        "rows": rows,
-        "explanation": explain_scaling(result.points),
-        "warning": warn_of_load(result.points) or None,
-        "picture": str(result.picture),
-        "report": str(result.report),
-        "runs": {str(count): str(run.path) for count, run in result.runs.items()},
-    }
 
 
 def print_levers(table: LeverTable) -> None:

@@ -19,6 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from shoal.cli.output import (
+    Depth,
     advising_flags,
     command,
     make_console,
@@ -42,7 +43,7 @@ from shoal.config.load import (
     refuse_without_effect,
     typed_settings,
 )
-from shoal.config.presets import PRESET_NAMES, PRESETS, Overrides
+from shoal.config.presets import PRESET_NAMES, PRESETS, Overrides, depth_overrides
 from shoal.config.schema import Config
 from shoal.errors import ShoalError, UsageError
 from shoal.events import EventTail
@@ -80,6 +81,7 @@ def host(
     data: Annotated[
         Path | None, typer.Option(help="A text file, or a folder of text files; it is sent to the others.")
     ] = None,
+    depth: Depth = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Number of steps.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
     set_: Annotated[
@@ -98,13 +100,13 @@ def host(
     """
     name = preset or DEFAULT_PRESET
     if name not in PRESETS and Path(name).is_dir():
-        _refuse_settings(machines, data, steps, config, set_, out, json)
+        _refuse_settings(machines, data, depth, steps, config, set_, out, json)
         sys.stdout.write(f"{invite(Path(name), address, port, print_note, confirm)}\n")
         return
     on = f"join:{machines or 2}" + (f",address={address}" if address else "") + (f",port={port}" if port else "")
     pairs = (("train.steps", "--steps", steps), ("data.path", "--data", data))
     named = {key: flag for key, flag, value in pairs if value is not None}
-    settings = _host_config(name, on, steps, data, config, set_ or [], named)
+    settings = _host_config(name, on, depth, steps, data, config, set_ or [], named)
     if confirm:
         refuse_confirm(on)
     clear_leftovers(clean=False)
@@ -117,6 +119,7 @@ def host(
 def _host_config(
     preset: str,
     on: str,
+    depth: int | None,
     steps: int | None,
     data: Path | None,
     file: Path | None,
@@ -131,7 +134,7 @@ def _host_config(
             why="shoal host trains with machines that join it",
             fix="give their number: --machines N; or train elsewhere: shoal train --on …",
         )
-    flags: Overrides = {"run": {"on": on}}
+    flags: Overrides = {"run": {"on": on}, **depth_overrides(depth)}
     if steps is not None:
         flags["train"] = {"steps": steps}
     if data is not None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.cells import set_cell_size
@@ -86,6 +86,10 @@ def _keep_own_tag(tag: re.Match[str]) -> str:
 def make_console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool = False) -> Console:
     """Make a console. A test checks that all consoles are made here."""
     return SafeConsole(stderr=stderr, quiet=quiet, soft_wrap=soft_wrap, highlight=False, emoji=False)
+
+
+# An option of every verb that takes the size of a model.
+Depth = Annotated[int | None, typer.Option(help="Model size as one number; 12 is GPT-2.")]
 
 
 def stdout_console() -> Console:

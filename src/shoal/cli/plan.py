@@ -14,7 +14,16 @@ from rich.table import Table
 
 from shoal.cli import plan_options
 from shoal.cli import simulate as options
-from shoal.cli.output import advising_flags, command, given_settings, print_json, refuse_given, shown, stdout_console
+from shoal.cli.output import (
+    Depth,
+    advising_flags,
+    command,
+    given_settings,
+    print_json,
+    refuse_given,
+    shown,
+    stdout_console,
+)
 from shoal.cli.plan_options import LINK, Basis, basis
 from shoal.cli.simulate import run_simulation
 from shoal.config.presets import PRESET_NAMES
@@ -84,7 +93,7 @@ def plan(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="One setting, as section.key=value; may be repeated.")
     ] = None,
-    depth: Annotated[int | None, typer.Option(help="Model size as one number; 12 is GPT-2.")] = None,
+    depth: Depth = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
     global_batch: Annotated[int | None, typer.Option(help="Sequences per step, over all ranks.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Sequences that a rank computes at once.")] = None,

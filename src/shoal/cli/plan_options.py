@@ -133,7 +133,7 @@ def refuse_conflicts(flags: dict[str, str], given: dict[str, Any]) -> None:
 
 def make_config(given: dict[str, Any]) -> Config:
     """Build the settings to plan. Refuse a given setting that has no effect."""
-    overrides = depth_overrides(given["depth"]) if given["depth"] is not None else {}
+    overrides = depth_overrides(given["depth"])
     for flag, key in _FLAGS.items():
         if given[flag] is not None:
             section, name = key.split(".")

@@ -38,12 +38,14 @@ def probe(
     model: Annotated[
         list[str] | None, typer.Option(help="Also time this model: a preset, or depth:N; may be repeated.")
     ] = None,
+    depth: Annotated[int | None, typer.Option(help="Also time the demo's model with this depth; 12 is GPT-2.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON on stdout.")] = False,
 ) -> None:
     """Measure links, gloo and machines. Writes a profile, and a figure of the same name beside it."""
     check_profile_writable(output)
     picture = picture_of(output)
-    models = {name: _find_model(name) for name in model or []}
+    names = [*(model or []), *([f"depth:{depth}"] if depth is not None else [])]
+    models = {name: _find_model(name) for name in names}
     console = make_console(stderr=True)
     with console.status("") as spinner:
         profile = measure(on, budget, lambda text: spinner.update(escape(text)), models)
@@ -77,7 +79,7 @@ def picture_of(profile: Path) -> Path:
 def _find_model(name: str) -> ModelConfig:
     """Return a preset's model or, for `depth:6`, the demo's with another depth; its text sets the vocabulary."""
     preset, _, depth = name.partition(":")
-    if depth and (preset != "depth" or not depth.isdigit()):
+    if depth and (preset != "depth" or not depth.removeprefix("-").isdigit()):
         raise UsageError(f"--model {name}: no such model", fix="write a preset, such as gpt2-124m, or depth:6")
     overrides = depth_overrides(int(depth)) if depth else {}
     config = build_config("grammar" if depth else preset, None, overrides, [])

@@ -12,11 +12,11 @@ import typer
 
 from shoal import __version__
 from shoal.cli.main import load_verb
-from shoal.cli.output import given_settings, print_json, refuse_given
+from shoal.cli.output import Depth, given_settings, print_json, refuse_given
 from shoal.cli.runs import print_script_end, resume_session, watch_script
 from shoal.cli.train import DEFAULT_PRESET, PROFILE, clear_leftovers
 from shoal.cluster.cluster import planned_nodes
-from shoal.cluster.target import JoinSpec, parse_on
+from shoal.cluster.target import JoinSpec, parse_on, place_ranks
 from shoal.config.load import (
     build_config,
     merge,
@@ -26,7 +26,7 @@ from shoal.config.load import (
     typed_settings,
     validate_session,
 )
-from shoal.config.presets import PRESETS, Overrides, did_you_mean
+from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_mean
 from shoal.config.schema import Config
 from shoal.config.sync_choice import SYNC_HELP, WIRE_HELP
 from shoal.errors import UsageError
@@ -217,6 +217,8 @@ def session_settings(flags: Overrides, sets: list[str], on: str | None) -> dict[
     }
     settings = merge([{"run": {"on": on}} if on else {}, given, *map(parse_set, sets)])
     config = validate_session(settings)
+    if on and (devices := place_ranks(config).run.devices):
+        settings["run"]["devices"] = devices
     if "mode" in settings.get("sync", {}):
         # Otherwise the script may choose the mode, and its session refuses a setting that the mode lacks.
         refuse_without_effect(config, typed_settings(given, sets))
@@ -272,6 +274,7 @@ def emit() -> None:
 def torchrun(
     runconfig: RunConfig = None,
     on: On = None,
+    depth: Depth = None,
     set_: Set = None,
     out: Annotated[Path | None, typer.Option(help="The run folder.", show_default="runs/NAME-TIME")] = None,
     port: Annotated[int, typer.Option(min=1, max=65_535, help="Rendezvous port on the first node.")] = 29500,
@@ -279,7 +282,7 @@ def torchrun(
     json: Json = False,
 ) -> None:
     """Print one torchrun command for each node; type it there."""
-    config = _config(runconfig, on, set_)
+    config = _config(runconfig, on, depth, set_)
     job = _job(config, out or default_out(slug(config.run.preset)), python)
     if json:
         print_json({"format": "torchrun", "commands": [asdict(command) for command in torchrun_commands(job, port)]})
@@ -291,13 +294,14 @@ def torchrun(
 def slurm(
     runconfig: RunConfig = None,
     on: On = None,
+    depth: Depth = None,
     set_: Set = None,
     out: Annotated[Path | None, typer.Option(help="The run folder.", show_default="runs/NAME-JOBID")] = None,
     python: Python = sys.executable,
     json: Json = False,
 ) -> None:
     """Print an sbatch script: one task per node, each a torchrun."""
-    config = _config(runconfig, on, set_)
+    config = _config(runconfig, on, depth, set_)
     job = _job(config, out or Path("runs") / slug(config.run.preset), python)
     _print_file("slurm", f"shoal-{slug(config.run.preset)}.sbatch", slurm_text(job, new_folder=out is None), json)
 
@@ -306,6 +310,7 @@ def slurm(
 def k8s(
     runconfig: RunConfig = None,
     on: On = None,
+    depth: Depth = None,
     set_: Set = None,
     out: Annotated[
         Path | None, typer.Option(help="The run folder, on the volume; names the Job.", show_default="runs/NAME")
@@ -317,15 +322,15 @@ def k8s(
     json: Json = False,
 ) -> None:
     """Print a Kubernetes manifest: an indexed Job with one pod per node, and a headless Service."""
-    config = _config(runconfig, on, set_)
+    config = _config(runconfig, on, depth, set_)
     job = _job(config, out or Path("runs") / slug(config.run.preset), python)
     _print_file("k8s", f"{k8s_name(job)}.yaml", k8s_text(job, Pods(image, claim, memory)), json)
 
 
-def _config(runconfig: str | None, on: str | None, sets: list[str] | None) -> Config:
-    flags: Overrides = {} if on is None else {"run": {"on": on}}
+def _config(runconfig: str | None, on: str | None, depth: int | None, sets: list[str] | None) -> Config:
+    flags: Overrides = depth_overrides(depth) | ({} if on is None else {"run": {"on": on}})
     preset, file = find_config(runconfig or DEFAULT_PRESET)
-    return build_config(preset, file, flags, sets or [])
+    return place_ranks(build_config(preset, file, flags, sets or []))
 
 
 def find_config(name: str) -> tuple[str, Path | None]:

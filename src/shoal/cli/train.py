@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from shoal.cli.bench import scaling_config, scaling_document
+from shoal.cli.bench import scaling_config
 from shoal.cli.output import (
+    Depth,
     advising_flags,
     command,
     flag_of,
@@ -30,7 +31,7 @@ from shoal.cli.progress import make_display
 from shoal.cli.runs import resume_session
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.node import Rendezvous
-from shoal.cluster.target import parse_on
+from shoal.cluster.target import place_ranks
 from shoal.config.load import (
     build_config,
     merge,
@@ -50,11 +51,12 @@ from shoal.runs.manage import end_processes, leftovers, running_runs
 from shoal.runs.start import (
     default_out,
     refuse_confirm,
+    require_manifest,
     resume_training,
     start_training,
 )
 from shoal.runs.supervisor import is_script
-from shoal.tools.bench.scaling import ScalingResult, measure_scaling
+from shoal.tools.bench.scaling import ScalingResult, measure_scaling, rank_rows, scaling_document
 from shoal.tools.plan.compare import NO_PLAN, store_prediction, store_sync_plan
 from shoal.tools.report.explain_run import prediction_line
 
@@ -109,7 +111,7 @@ def train(
     ] = None,
     data: Annotated[Path | None, typer.Option(help="A text file, or a folder of text files.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="char, byte or bpe.")] = None,
-    depth: Annotated[int | None, typer.Option(help="Model size as one number; 12 is GPT-2.")] = None,
+    depth: Depth = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
     global_batch: Annotated[int | None, typer.Option(help="Sequences per step, over all ranks.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Sequences that a rank computes at once.")] = None,
@@ -217,8 +219,7 @@ def new_run_config(given: dict[str, Any]) -> Config:
     with advising_flags(named_flags(given)):
         settings = build_config(given["preset"] or DEFAULT_PRESET, given["config"], flags, sets)
         refuse_without_effect(settings, typed_settings(flags, sets))
-        parse_on(settings.run.on)
-    return settings
+        return place_ranks(settings)
 
 
 def named_flags(given: dict[str, Any]) -> dict[str, str]:
@@ -260,7 +261,7 @@ def _default_sync_plan(run: RunFolder) -> str:
 
 
 def flags_to_overrides(given: dict[str, Any]) -> Overrides:
-    overrides: Overrides = depth_overrides(given["depth"]) if given.get("depth") is not None else {}
+    overrides: Overrides = depth_overrides(given.get("depth"))
     for flag, key in FLAGS.items():
         if (value := given.get(flag)) is not None:
             section, name = key.split(".")
@@ -328,24 +329,27 @@ def demo(
     make_console(stderr=True).print(
         "A small GPT learns English verb forms, first on one rank, then on two that exchange gradients in every step."
     )
-    result = measure_scaling(config, [1, 2], out or default_out("demo"), make_display)
+    result = measure_scaling(rank_rows(config, [1, 2]), out or default_out("demo"), make_display)
+    for row in result.rows:
+        if row.error is not None:
+            raise row.error
     if json:
-        print_json({**scaling_document(result), "manifest": result.manifest.model_dump(mode="json")})
+        manifest = require_manifest(result.runs["2"])
+        print_json({**scaling_document(result), "manifest": manifest.model_dump(mode="json")})
     else:
         _print_demo(result)
 
 
 def _print_demo(result: ScalingResult) -> None:
-    console = stdout_console()
+    console, two_ranks = stdout_console(), result.runs["2"]
     console.print()
     print_scaling(result.points)
     console.print("\n[bold]two ranks[/]")
-    for name, value in run_rows(result.manifest):
+    for name, value in run_rows(require_manifest(two_ranks)):
         console.print(f"  {name:12} {escape(value)}", soft_wrap=True)
-    two_ranks = result.runs[2]
     typer.echo(
         f"\nmanifest: {shown(two_ranks.manifest)}\npicture:  {shown(result.picture)}\n"
-        f"report:   {shown(result.report)}\nnext:     {command('sample', shown(two_ranks.path))}"
+        f"report:   {shown(result.report or result.out)}\nnext:     {command('sample', shown(two_ranks.path))}"
     )
 
 

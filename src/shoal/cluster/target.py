@@ -1,6 +1,7 @@
 """Parse `--on`.
 
 local:4                      four ranks as processes on this machine
+local:3,device=cuda/cpu/cpu  each with a device of its own; device=cuda is for all
 lab:3,link=1gbit,cpu=1/1/0.5 three emulated nodes, made for the run and removed with it
 lab:2,slots=2                two ranks on each node
 lab                          the lab that is up already; with a name: lab:NAME
@@ -12,15 +13,20 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.cluster.hosts.spec import HostsSpec, is_file, read_hosts
 from shoal.cluster.lab.lab import Lab
-from shoal.cluster.lab.spec import LabNode, LabSpec, parse_lab
-from shoal.errors import UsageError
+from shoal.cluster.lab.spec import LabNode, LabSpec, parse_lab, per_node
+from shoal.config.load import AnyConfig
+from shoal.config.presets import did_you_mean
+from shoal.config.schema import DEVICES, EngineConfig
+from shoal.errors import ConfigError, UsageError
+from shoal.units import format_delay, format_rate, pluralize
 
-_LOCAL = re.compile(r"local(?::(-?\d{1,9}))?")
+_LOCAL = re.compile(r"local(?::(-?\d{1,9}))?(?:,(?P<settings>.*))?")
 _STANDING = re.compile(r"lab(?::([a-z][a-z0-9-]*))?")
 _JOIN = re.compile(r"join:(?P<machines>\d{1,9})(?:,address=(?P<address>[^,]+))?(?:,port=(?P<port>\d{1,5}))?")
 _HOSTS_FILES = (".toml", ".hosts", ".txt")
@@ -31,6 +37,7 @@ class LocalSpec:
     """Ranks as processes on this machine."""
 
     ranks: int
+    devices: tuple[str, ...] = ()  # one for each rank; none: what `train.device` says
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ def parse_on(text: str) -> On:
             raise UsageError(
                 f"--on {text}: a world needs at least one rank", fix="write for example: --on local:2 for two ranks"
             )
-        return LocalSpec(ranks)
+        return LocalSpec(ranks, _parse_local_devices(text, match["settings"], ranks))
     if match := _STANDING.fullmatch(text):
         return ExistingLab(match[1])
     if text.startswith("lab:"):
@@ -74,6 +81,26 @@ def parse_on(text: str) -> On:
         why="ranks run on this machine (local:N), on the nodes of a lab (lab:N) or on the machines of a hosts file",
         fix="write for example: --on local:2, --on lab:3,link=1gbit or --on hosts.toml",
     )
+
+
+def _parse_local_devices(text: str, settings: str | None, ranks: int) -> tuple[str, ...]:
+    if settings is None:
+        return ()
+    key, _, value = settings.partition("=")
+    if key != "device":
+        raise UsageError(
+            f"--on {text}: cannot use {settings!r}",
+            why=did_you_mean(key, ("device",)) or "ranks on this machine have one setting, their device",
+            fix="write for example: --on local:2,device=cuda/cpu",
+        )
+    words = per_node("device=", value, ranks, "ranks")
+    if wrong := [word for word in words if word not in DEVICES]:
+        raise UsageError(
+            f"--on {text}: {wrong[0]!r} is no device",
+            why=did_you_mean(wrong[0], DEVICES) or f"a device is {', '.join(DEVICES)}",
+            fix="write for example: --on local:2,device=cuda, or device=cuda/cpu for each rank its own",
+        )
+    return tuple(words)
 
 
 def parse_join(text: str) -> JoinSpec:
@@ -100,6 +127,57 @@ def weights_of(on: On) -> str | None:
     return "/".join(f"{host.weight:g}" for host in on.hosts for _ in range(host.slots))
 
 
+def devices_of(on: On) -> tuple[str | None, ...]:
+    """Return one device a rank, None where the cluster leaves it open; nothing where it names no device at all."""
+    devices: tuple[str | None, ...] = ()
+    if isinstance(on, LocalSpec):
+        devices = on.devices
+    if isinstance(on, HostsSpec):
+        devices = tuple(host.device for host in on.hosts for _ in range(host.slots))
+    return devices if any(devices) else ()
+
+
+def place_ranks(config: AnyConfig) -> AnyConfig:
+    """Write into the settings what the cluster says of its ranks: their weights and devices, and its absolute path.
+
+    Refuse a device that two places name differently: `--on`, `run.devices` and `train.device`.
+    """
+    on = parse_on(config.run.on)
+    placement = {
+        "on": absolute_on(config.run.on),
+        "weights": config.run.weights or weights_of(on),
+        "devices": _choose_devices(config, on),
+    }
+    return config.model_copy(update={"run": config.run.model_copy(update=placement)})
+
+
+def _choose_devices(config: EngineConfig, on: On) -> str | None:
+    common, named = config.train.device, devices_of(on)
+    asked = config.run.devices.split("/") if config.run.devices else []
+    if asked and len(asked) != (ranks := rank_count(on)):
+        raise ConfigError(
+            f"run.devices={config.run.devices} has {pluralize(len(asked), 'device')} for {pluralize(ranks, 'rank')}",
+            why=f"each rank of --on {config.run.on} needs one",
+            fix=f"write for example: --set run.devices={'/'.join(['auto'] * ranks)}",
+        )
+    if asked and any(device not in (None, asked[rank]) for rank, device in enumerate(named)):
+        raise ConfigError(
+            f"--on {config.run.on} and run.devices={config.run.devices} name different devices",
+            why=f"--on gives the ranks {'/'.join(device or 'any' for device in named)}",
+            fix="leave one of them out",
+        )
+    devices = asked or [device or common for device in named]
+    others = [device for device in devices if device != common]
+    if others and common != "auto":
+        where = f"run.devices={config.run.devices}" if asked else f"--on {config.run.on}"
+        raise ConfigError(
+            f"train.device={common} (--device) and {where} name different devices",
+            why=f"{where} gives a rank {others[0]}",
+            fix=f"leave train.device out, or name no other device than {common} there",
+        )
+    return "/".join(devices) or None
+
+
 def rank_count(on: On) -> int:
     """Count ranks: as many as there are slots on the nodes of a lab or of a hosts file."""
     match on:
@@ -115,35 +193,67 @@ def rank_count(on: On) -> int:
             return on.machines
 
 
-def first_node(on: On, folder: Path) -> str | None:
-    """Return the first machine of a cluster as an `--on` of its own: the others are measured against it.
+def on_first_ranks(config: AnyConfig, on: str) -> AnyConfig:
+    """Return the settings for `on`, a smaller part of the cluster: weights and devices are those of its ranks."""
+    ranks = rank_count(parse_on(on))
+
+    def cut(values: str | None) -> str | None:
+        return "/".join(values.split("/")[:ranks]) if values else None
+
+    placement = {"on": on, "weights": cut(config.run.weights), "devices": cut(config.run.devices)}
+    return config.model_copy(update={"run": config.run.model_copy(update=placement)})
+
+
+def first_nodes(on: On, count: int, folder: Path) -> str | None:
+    """Return the first machines of a cluster as an `--on` of their own: more of them are measured against these.
 
     A file that this needs is written into `folder`. None for `join`, whose machines are not known beforehand.
     """
     match on:
         case LocalSpec():
-            return "local:1"
+            return "local:1" + (f",device={on.devices[0]}" if on.devices else "")
         case ExistingLab():
-            return _single_node_lab(Lab.open(on.name).state.spec.nodes[0])
+            return _smaller_lab(Lab.open(on.name).state.spec.nodes[:count])
         case HostsSpec():
-            return str(_write_first_host(on, folder / "first-host.toml"))
+            name = "first-host.toml" if count == 1 else f"first-{count}-hosts.toml"
+            return str(_write_first_hosts(on, count, folder / name))
         case JoinSpec():
             return None
         case _:
-            return _single_node_lab(on.nodes[0])
+            return _smaller_lab(on.nodes[:count])
 
 
-def _single_node_lab(node: LabNode) -> str:
-    """Keep the node's CPU share and slots. Its link does not matter: nothing is sent over it."""
-    cpu = "" if node.cpu is None else f",cpu={node.cpu:g}"
-    return f"lab:1{cpu}" + (f",slots={node.slots}" if node.slots > 1 else "")
+def _smaller_lab(nodes: Sequence[LabNode]) -> str:
+    """Keep the nodes' links, CPU shares and slots. The link of a single node does not matter: nothing is sent over it.
+
+    Nodes of a lab that was changed while it was up may have delays and losses of their own; a smaller lab gives all
+    of them the largest.
+    """
+
+    def same_or_each(values: Sequence[str]) -> str:
+        return values[0] if len(set(values)) == 1 else "/".join(values)
+
+    settings = {}
+    if any(node.cpu is not None for node in nodes):
+        settings["cpu"] = same_or_each(["none" if node.cpu is None else f"{node.cpu:g}" for node in nodes])
+    if any(node.slots > 1 for node in nodes):
+        settings["slots"] = same_or_each([str(node.slots) for node in nodes])
+    if len(nodes) > 1:
+        rates = [node.link.rate_bps for node in nodes]
+        settings["link"] = same_or_each(["none" if rate is None else format_rate(rate) for rate in rates])
+        if delay_s := max(node.link.delay_s for node in nodes):
+            settings["delay"] = format_delay(delay_s)
+        if loss := max(node.link.loss for node in nodes):
+            settings["loss"] = f"{100 * loss:f}%"
+    return f"lab:{len(nodes)}" + "".join(f",{key}={value}" for key, value in settings.items())
 
 
-def _write_first_host(hosts: HostsSpec, path: Path) -> Path:
-    settings = hosts.hosts[0].model_dump(exclude_defaults=True, exclude_none=True)
+def _write_first_hosts(hosts: HostsSpec, count: int, path: Path) -> Path:
     lines = [f"ssh_config = {json.dumps(str(hosts.ssh_config))}"] if hosts.ssh_config else []
-    # Strings and numbers of JSON are those of TOML.
-    lines += ["[[host]]", *(f"{key} = {json.dumps(value)}" for key, value in settings.items())]
+    for host in hosts.hosts[:count]:
+        # Strings and numbers of JSON are those of TOML.
+        settings = host.model_dump(exclude_defaults=True, exclude_none=True)
+        lines += ["[[host]]", *(f"{key} = {json.dumps(value)}" for key, value in settings.items())]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
     return path

@@ -70,8 +70,10 @@ def preset(name: str) -> Overrides:
     return PRESETS[name]
 
 
-def depth_overrides(depth: int) -> Overrides:
+def depth_overrides(depth: int | None) -> Overrides:
     """Derive width and heads from the depth: 64 wide per head and one head per layer, as in GPT-2 (depth 12)."""
+    if depth is None:
+        return {}
     if depth < 1:
         raise ConfigError(f"--depth {depth}: a model has at least one layer", fix="use --depth 3 (the demo's size)")
     return {"model": {"layers": depth, "heads": depth, "width": HEAD_WIDTH * depth}}

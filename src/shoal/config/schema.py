@@ -7,7 +7,7 @@ The command line builds the whole configuration once, validates it before any pr
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -19,6 +19,9 @@ NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 # Below 2**32: the seeds of ranks and steps are multiples of this one, and torch takes 64 bits.
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
+Device = Literal["auto", "cpu", "cuda"]
+DEVICES = get_args(Device)
 
 # Streaming DiLoCo loses little when fragments arrive up to five steps late, and more beyond.
 _OVERLAP_STEPS = 5
@@ -89,7 +92,7 @@ class LoopConfig(Section):
     keep_checkpoints: Positive = 3
     gc_every: Positive = 100
     seed: Seed = defaults.SEED
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     # Whether every rank keeps cores of its own; `auto` where ranks could disturb each other and there are enough cores.
     pin: Literal["auto", "on", "off"] = "auto"
 
@@ -258,7 +261,8 @@ class RunConfig(Section):
     # file sets it from the `weight` of its machines.
     weights: Annotated[str, Field(pattern=r"^\d+(\.\d+)?(/\d+(\.\d+)?)*$")] | None = None
     # `cuda/cpu/cpu` gives each rank a device of its own; unset, all have `train.device`. Ranks without a GPU and ranks
-    # with one train together; give them `weights` too.
+    # with one train together; give them `weights` too. `--on` may set it: by local:3,device=cuda/cpu/cpu, or by the
+    # `device` of the machines of a hosts file.
     devices: Annotated[str, Field(pattern=r"^(auto|cpu|cuda)(/(auto|cpu|cuda))*$")] | None = None
     # Which lineage a resumed run continues, where its machines have two.
     lineage: Annotated[str, Field(pattern=r"^(\d+-\d+)?$")] = ""

@@ -41,6 +41,10 @@ class EmitJob:
         return sum(node.slots for node in self.nodes)
 
     @property
+    def needs_gpus(self) -> bool:
+        return any(self.config.device_of(rank) == "cuda" for rank in range(self.ranks))
+
+    @property
     def cache_dir(self) -> Path | None:
         """Rank 0 encodes the text and sends its path to the others, so several nodes need a cache they can all read."""
         if self.config.data.cache_dir is not None or len(self.nodes) == 1:
@@ -68,6 +72,8 @@ def worker_words(job: EmitJob) -> list[str]:
     base = _flat_settings(build_config(preset)) if preset in PRESETS else None
     if job.config.run.weights:
         wanted["run.weights"] = job.config.run.weights
+    if job.config.run.devices:
+        wanted["run.devices"] = job.config.run.devices
     if base is None or not base.keys() <= wanted.keys():
         # A file may use any name for its preset, and no --set removes what a preset sets: begin at the defaults.
         base, wanted["run.preset"], preset = _flat_settings(build_config(_PLAIN_PRESET)), preset, _PLAIN_PRESET
@@ -335,7 +341,7 @@ def k8s_text(job: EmitJob, pods: Pods) -> str:
     needed += _requirements(job, "the first pod", f"{volume}, with access mode ReadWriteMany")
     shape = _by_number([f"ranks={node.slots} threads={_threads_on(job, node) or 1}" for node in job.nodes])
     script = _node_script(job, "$JOB_COMPLETION_INDEX", str(len(job.nodes)), [*shape, _WAIT_FOR_FIRST_POD])
-    gpus = {"nvidia.com/gpu": _slots_per_node(job)} if job.config.train.device == "cuda" else {}
+    gpus = {"nvidia.com/gpu": _slots_per_node(job)} if job.needs_gpus else {}
     manifest = Template(_JOB).substitute(
         name=name,
         nodes=len(job.nodes),
@@ -377,7 +383,7 @@ def slurm_text(job: EmitJob, new_folder: bool) -> str:
         f"output={name}-%j.log",
         "signal=TERM@90",
     ]
-    if job.config.train.device == "cuda":
+    if job.needs_gpus:
         options.append(f"gpus-per-node={_slots_per_node(job)}")
     about = [
         f"{_summary(job)}. One task per node runs torchrun, which starts the node's ranks: Slurm then need not know "

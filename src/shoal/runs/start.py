@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from shoal import __version__
 from shoal.cluster.hosts.spec import HostsSpec
-from shoal.cluster.target import JoinSpec, LocalSpec, absolute_on, parse_on, rank_count, weights_of
+from shoal.cluster.target import JoinSpec, LocalSpec, absolute_on, parse_on, place_ranks, rank_count
 from shoal.config.load import (
     change_settings,
     load_config,
@@ -92,10 +92,7 @@ def start_training(
     """
     if confirm:
         refuse_confirm(config.run.on)
-    on = parse_on(config.run.on)
-    # The absolute path of a cluster file, and how its machines share the work.
-    placement = {"on": absolute_on(config.run.on), "weights": config.run.weights or weights_of(on)}
-    config = config.model_copy(update={"run": config.run.model_copy(update=placement)})
+    config = place_ranks(config)
     run = create_run(config, out, rank_count(parse_on(config.run.on)))
     before(run)
     return run, _train(run, watch, RunJob(confirm=confirm), detach)

@@ -25,6 +25,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from shoal.config.presets import did_you_mean
+from shoal.config.schema import Device
 from shoal.errors import ConfigError, UsageError
 from shoal.host.facts import interface_addresses
 
@@ -51,6 +52,7 @@ class Host(BaseModel):
     slots: Annotated[int, Field(ge=1)] = 1
     python: str | None = None  # unset: it is searched for
     threads: Annotated[int, Field(ge=1)] | None = None
+    device: Device | None = None  # unset: what --device says
     weight: Annotated[float, Field(gt=0)] = 1.0  # larger for a machine that should get a larger share of the work
     folder: str = DEFAULT_FOLDER  # where shoal keeps its environment and its copies there
 

@@ -99,9 +99,9 @@ def make_spec(
         **({"delay_s": parse_delay(delay)} if delay is not None else {}),
         **({"loss": parse_loss(loss)} if loss is not None else {}),
     }
-    rates = [base.rate_bps] * count if link is None else [_rate(word) for word in _per_node("--link", link, count)]
-    shares = [None] * count if cpu is None else [parse_cpu(word) for word in _per_node("--cpu", cpu, count)]
-    ranks = [1] * count if slots is None else [_slots(word) for word in _per_node("--slots", slots, count)]
+    rates = [base.rate_bps] * count if link is None else [_rate(word) for word in per_node("--link", link, count)]
+    shares = [None] * count if cpu is None else [parse_cpu(word) for word in per_node("--cpu", cpu, count)]
+    ranks = [1] * count if slots is None else [_slots(word) for word in per_node("--slots", slots, count)]
     links = [base.model_copy(update={**changes, "rate_bps": rate}) for rate in rates]
     nodes = tuple(
         LabNode(name=f"node{i}", address=f"{NETWORK}.{i}", link=node_link, cpu=share, slots=rank_count)
@@ -137,6 +137,8 @@ def _setting_fault(key: str, value: str, seen: Iterable[str]) -> str:
         return f"{key} is given twice"
     if key in _KEYS and not value:
         return f"{key} has no value"
+    if key == "device":
+        return "emulated nodes share the devices of this machine; --set run.devices=cuda/cpu gives each rank one"
     return did_you_mean(key, (*_KEYS, "sshd")) or f"the settings of a lab are {', '.join(_KEYS)} and sshd"
 
 
@@ -201,12 +203,12 @@ def _rate(word: str) -> float | None:
     return None if word == "none" else parse_rate(word)
 
 
-def _per_node(option: str, text: str, count: int) -> list[str]:
+def per_node(option: str, text: str, count: int, what: str = "nodes") -> list[str]:
     words = text.split("/")
     if len(words) not in (1, count):
         raise UsageError(
-            f"{option} {text}: {len(words)} values for {count} nodes",
-            why="give one value for all nodes, or one for each, separated by /",
+            f"{option} {text}: {len(words)} values for {count} {what}",
+            why=f"give one value for all {what}, or one for each, separated by /",
             fix=f"write for example: {option} {'/'.join([words[0]] * count)}",
         )
     return words * count if len(words) == 1 else words

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from shoal.cluster.target import first_node, parse_on, rank_count
+from shoal.cluster.target import first_nodes, on_first_ranks, parse_on, rank_count
 from shoal.config.presets import did_you_mean
 from shoal.config.schema import Config, SyncConfig
 from shoal.config.sync_choice import SYNC_METHODS, TRAINED_METHODS, WIRE_FORMATS
@@ -144,11 +144,10 @@ def plan_experiments(config: Config, levers: str, out: Path) -> dict[str, Config
     # Check that all ranks get a part of a batch; no lever makes it smaller.
     micro_batch(config.train, rank_weights(config.run, rank_count(on)))
     names = list(dict.fromkeys(name.strip() for name in levers.split(",")))
-    alone = first_node(on, out)
+    alone = first_nodes(on, 1, out)
     experiments = {}
     if alone is not None:
-        run = config.run.model_copy(update={"on": alone, "weights": None})
-        experiments[ONE_NODE] = config.model_copy(update={"run": run})
+        experiments[ONE_NODE] = on_first_ranks(config, alone)
     experiments[CEILING] = with_sync(config, {"mode": "local", "every": _NEVER})
     return experiments | {name: with_sync(config, parse_lever(name)) for name in names}
 

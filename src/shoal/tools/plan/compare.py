@@ -194,7 +194,7 @@ def sync_options(config: Config, profile: Profile, path: Path) -> list[SyncOptio
     plainest."""
     refuse_another_cluster(profile, path, config.run.on)
     is_in_memory = config.sync.inside != "gloo" and len(planned_nodes(config.run.on)) == 1
-    wires = allowed_wires(is_in_memory, config.train.device != "cuda")
+    wires = allowed_wires(is_in_memory, "cuda" not in (config.train.device, *(config.run.devices or "").split("/")))
     options: list[SyncOption] = []
     for choice in candidates(config.sync, wires, config.train.steps):
         planned = config.sync.model_copy(update={"planned": choice.text})

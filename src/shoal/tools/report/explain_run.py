@@ -12,7 +12,7 @@ from shoal.config.manifest import ChoiceRecord, PredictionRecord
 from shoal.config.schema import SyncConfig
 from shoal.config.sync_choice import choice_of_event
 from shoal.events import Event
-from shoal.tools.report.figures import ScalingPoint, efficiency, in_order
+from shoal.tools.report.figures import ScalingPoint, are_alike, efficiency, in_order
 from shoal.tools.report.rank_log import is_number, is_step
 from shoal.tools.report.summary import RunSummary
 from shoal.units import (
@@ -162,63 +162,93 @@ def compare_with_ideal(base: ScalingPoint, point: ScalingPoint) -> IdealComparis
 
 
 def explain_scaling(points: list[ScalingPoint]) -> str:
-    """Explain how fast each rank count was, what it lost against a perfect division, and the largest cause."""
+    """Explain how fast each run was, what it lost against a perfect division of the first, and the largest cause."""
     if not points:
         return "Nothing was measured yet, so there is no scaling to explain."
     base, *others = in_order(points)
     if not others:
         return (
-            f"Only a run on {name_ranks(base.ranks)} was measured: {format_speed(base.tokens_per_s)}, "
+            f"Only a run on {base.label} was measured: {format_speed(base.tokens_per_s)}, "
             f"{format_ms(base.step_s)} a step. "
-            "Why more ranks would be faster or slower needs a second rank count to compare with."
+            f"Why more ranks would be faster or slower needs a second {'cluster' if base.name else 'rank count'} to "
+            "compare with."
         )
-    sentences = [sentence for point in others for sentence in _explain_point(compare_with_ideal(base, point))]
-    if len(others) > 1:
+    sentences = [
+        sentence
+        for point in others
+        for sentence in (
+            _explain_point(compare_with_ideal(base, point)) if are_alike(point, base) else _contrast(base, point)
+        )
+    ]
+    if len(others) > 1 and not base.name:
         sentences.append(_explain_trend(base, others))
     above = [
-        f"{format_percent(efficiency(point, base))} on {name_ranks(point.ranks)}"
+        f"{format_percent(efficiency(point, base))} on {point.label}"
         for point in others
         if not is_plausible(point, base)
     ]
     if above:
         sentences.append(
             f"An efficiency above 100% ({join_words(above)}) is not plausible: something slowed down the run on "
-            f"{name_ranks(base.ranks)}. Measure again with --repeat 3."
+            f"{base.label}. Measure again with --repeat 3."
         )
     sentences.append(warn_of_load(points))
     return " ".join(sentence for sentence in sentences if sentence)
 
 
 def warn_of_load(points: list[ScalingPoint]) -> str:
-    return warn_of_other_programs({f"with {name_ranks(point.ranks)}": point.other_load for point in in_order(points)})
+    return warn_of_other_programs({f"with {point.label}": point.other_load for point in in_order(points)})
 
 
 def is_plausible(point: ScalingPoint, base: ScalingPoint) -> bool:
-    """Return false for an efficiency above 1: ranks do not speed each other up, so the measurements were unequal."""
-    return efficiency(point, base) <= 1 + _PLAUSIBLE_EXCESS
+    """Return false for an efficiency above 1: ranks do not speed each other up, so the measurements were unequal.
+
+    On other processors, or with more threads a rank, they can be faster.
+    """
+    more_threads = (point.threads or 1) > (base.threads or 1)
+    return efficiency(point, base) <= 1 + _PLAUSIBLE_EXCESS or not are_alike(point, base) or more_threads
 
 
-def _explain_point(comparison: IdealComparison) -> list[str]:
-    base, point, lost_s = comparison.base, comparison.point, comparison.lost_s
+def _compare_speeds(base: ScalingPoint, point: ScalingPoint) -> str:
+    """Return `two ranks were faster than one rank: A against B, 1.8 times the speed`."""
     ratio = point.tokens_per_s / base.tokens_per_s
     compared = "faster than" if ratio > 1 else "slower than"
     if abs(ratio - 1) < _NEGLIGIBLE:
         compared = "about as fast as"
-    figures = (
-        f"{format_speed(point.tokens_per_s)} against {format_speed(base.tokens_per_s)}, {ratio:.2f} times the speed"
-    )
-    reached = f"an efficiency of {format_percent(efficiency(point, base))}"
-    verdict = (
-        f"{name_ranks(point.ranks).capitalize()} were {compared} {name_ranks(base.ranks)}: {figures} and {reached}."
-    )
+    verb = "were" if point.label.endswith("s") else "was"
+    label = point.label if point.name else point.label.capitalize()
+    figures = f"{format_speed(point.tokens_per_s)} against {format_speed(base.tokens_per_s)}, {ratio:.2f} times"
+    return f"{label} {verb} {compared} {base.label}: {figures} the speed"
+
+
+def _contrast(base: ScalingPoint, point: ScalingPoint) -> list[str]:
+    """Compare two runs on different processors, of which none is an ideal for the other."""
+    sentences = [f"{_compare_speeds(base, point)}, on other processors ({point.processors}, not {base.processors})."]
+    parts = {"compute": point.compute_s, **{name: point.phases.get(name, 0.0) for name in ("exposed", "wait")}}
+    named = [
+        f"{format_percent(seconds / point.step_s)} into {PHASE_TEXTS[name]}"
+        for name, seconds in parts.items()
+        if seconds >= _WORTH_NAMING * point.step_s
+    ]
+    if named:
+        sentences.append(
+            f"Of its step of {format_ms(point.step_s)}, {join_words(named)}.".replace(" into", " went into", 1)
+        )
+    return sentences
+
+
+def _explain_point(comparison: IdealComparison) -> list[str]:
+    base, point, lost_s = comparison.base, comparison.point, comparison.lost_s
+    verdict = f"{_compare_speeds(base, point)} and an efficiency of {format_percent(efficiency(point, base))}."
     if abs(lost_s) < _NEGLIGIBLE * point.step_s:
         return [
             verdict,
             f"A step took {format_ms(point.step_s)} where a perfect division gives {format_ms(comparison.ideal_s)}: "
             f"the difference is under {format_percent(_NEGLIGIBLE)} of the step, too little to look for a cause.",
         ]
+    ideal = "Divided perfectly" if point.ranks > base.ranks else "At the same speed a rank"
     against_ideal = (
-        f"Divided perfectly, a step of {format_amount(point.tokens_per_step)} would take "
+        f"{ideal}, a step of {format_amount(point.tokens_per_step)} would take "
         f"{format_ms(comparison.ideal_s)}; "
         f"it took {format_ms(point.step_s)}, {format_ms(abs(lost_s))} {'more' if lost_s > 0 else 'less'}."
     )
@@ -252,9 +282,7 @@ def _compute_reason(comparison: IdealComparison) -> str:
     if base.threads is None or point.threads is None or not (base.compute_s and point.compute_s):
         return took
     before, after = base.ranks * base.threads, point.ranks * point.threads
-    per_rank = (
-        f"each rank computed with {pluralize(point.threads, 'thread')} ({base.threads} with {name_ranks(base.ranks)})"
-    )
+    per_rank = f"each rank computed with {pluralize(point.threads, 'thread')} ({base.threads} with {base.label})"
     if point.cores is not None and after > point.cores and point.compute_s > ideal_s:
         return f"{took}; {after} threads shared {pluralize(point.cores, 'core')}, so the ranks slowed each other down"
     if after > before:
@@ -287,7 +315,7 @@ def _optimizer_reason(comparison: IdealComparison) -> str:
     base_s, point_s = (point.phases.get("optimizer", 0.0) for point in (comparison.base, comparison.point))
     return (
         f"every rank updates all weights itself, so this work does not shrink with more ranks "
-        f"({format_ms(point_s)} a step, {format_ms(base_s)} with {name_ranks(comparison.base.ranks)})"
+        f"({format_ms(point_s)} a step, {format_ms(base_s)} with {comparison.base.label})"
     )
 
 
@@ -307,9 +335,9 @@ _SCALING_REASONS = {
 def _explain_trend(base: ScalingPoint, others: list[ScalingPoint]) -> str:
     first, last = others[0], others[-1]
     a, b = efficiency(first, base), efficiency(last, base)
-    ends = f"from {format_percent(a)} on {name_ranks(first.ranks)} to {format_percent(b)} on {name_ranks(last.ranks)}"
+    ends = f"from {format_percent(a)} on {first.label} to {format_percent(b)} on {last.label}"
     if abs(a - b) < _NEGLIGIBLE:
-        return f"Efficiency stays the same from {name_ranks(first.ranks)} to {name_ranks(last.ranks)}."
+        return f"Efficiency stays the same from {first.label} to {last.label}."
     if b > a:
         return f"Efficiency rises {ends}."
     if base.phases and first.phases and last.phases:

@@ -1,8 +1,10 @@
-"""Points of a scaling experiment, the scaling figure (PNG), and the colours that all figures share."""
+"""Points of a scaling experiment, its figures (PNG), and the colours that all figures share."""
 
 from __future__ import annotations
 
 import math
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from shoal.errors import DataError, ShoalError
 from shoal.run_folder import RunFolder
 from shoal.tools.report.summary import RunSummary
-from shoal.units import format_number, format_percent
+from shoal.units import format_number, format_percent, name_ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,6 +58,9 @@ STACK = {
     "other": ("data and other", "#999999"),
 }
 
+# In characters.
+_NOTE_WIDTH = 190
+_LONG_NAME = 24
 SCALING_FILE = "scaling.json"
 
 
@@ -65,13 +70,17 @@ class ScalingPoint(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     ranks: int = Field(ge=1)
+    # What the run is called where clusters are compared, as `lab:2,link=1gbit`; unset, its number of ranks names it.
+    name: str = ""
+    processors: str = ""  # the kinds of CPUs and GPUs that computed
     threads: int | None = None
-    cores: int | None = None
+    cores: int | None = None  # of all machines
     tokens_per_s: float = Field(gt=0)
     tokens_per_step: float = Field(gt=0)
     step_s: float = Field(gt=0)
     phases: dict[str, float] = {}  # averaged over the ranks; they add up to a step
     allreduce_s: float | None = None
+    allreduce_p95_s: float | None = None
     hidden_s: float | None = None  # the part of the all-reduce hidden behind backward
     other_load: float | None = None  # cores that other programs kept busy
 
@@ -79,11 +88,15 @@ class ScalingPoint(BaseModel):
     def compute_s(self) -> float:
         return self.phases.get("forward", 0.0) + self.phases.get("backward", 0.0)
 
+    @property
+    def label(self) -> str:
+        return self.name or name_ranks(self.ranks)
+
 
 _POINTS = TypeAdapter(list[ScalingPoint])
 
 
-def make_scaling_point(summary: RunSummary) -> ScalingPoint:
+def make_scaling_point(summary: RunSummary, name: str = "") -> ScalingPoint:
     """Convert a run into a point of the curve. Refuse a run that measured no step."""
     if summary.step_s is None or summary.tokens_per_s is None or summary.tokens_per_step is None:
         raise DataError(
@@ -94,6 +107,8 @@ def make_scaling_point(summary: RunSummary) -> ScalingPoint:
     threads = summary.start.get("threads")
     return ScalingPoint(
         ranks=summary.world_size,
+        name=name,
+        processors=_processors(summary),
         threads=threads if isinstance(threads, int) else None,
         cores=_cores(summary),
         tokens_per_s=summary.tokens_per_s,
@@ -101,6 +116,7 @@ def make_scaling_point(summary: RunSummary) -> ScalingPoint:
         step_s=summary.step_s.median,
         phases=summary.phases,
         allreduce_s=summary.allreduce_s.median if summary.allreduce_s else None,
+        allreduce_p95_s=summary.allreduce_s.p95 if summary.allreduce_s else None,
         hidden_s=summary.hidden_s,
         other_load=summary.other_load,
     )
@@ -111,8 +127,14 @@ def efficiency(point: ScalingPoint, base: ScalingPoint) -> float:
     return (point.tokens_per_s / point.ranks) / (base.tokens_per_s / base.ranks)
 
 
+def are_alike(point: ScalingPoint, base: ScalingPoint) -> bool:
+    """Tell whether both computed on the same kind of processor; otherwise an efficiency has no meaning."""
+    return point.processors == base.processors
+
+
 def in_order(points: list[ScalingPoint]) -> list[ScalingPoint]:
-    return sorted(points, key=lambda point: point.ranks)
+    """Sort by ranks. Points with names are compared with the first, so they keep the order in which they are given."""
+    return points if any(point.name for point in points) else sorted(points, key=lambda point: point.ranks)
 
 
 def to_json(points: list[ScalingPoint]) -> str:
@@ -136,10 +158,20 @@ def read_scaling(run: RunFolder) -> list[ScalingPoint]:
 
 
 def _cores(summary: RunSummary) -> int | None:
-    """Return the cores of all nodes together; None if any is unknown."""
-    by_node = {rank.node: rank.hardware.get("cores") for rank in summary.ranks.values()}
-    known = [cores for cores in by_node.values() if isinstance(cores, int)]
-    return sum(known) if known and len(known) == len(by_node) else None
+    """Return the cores of all machines; None if any is unknown. Emulated nodes share those of their machine."""
+    cores: dict[str, int | None] = {}
+    for rank in summary.ranks.values():
+        cores[str(rank.hardware.get("boot_id") or rank.node)] = rank.hardware.get("cores")
+    known = [count for count in cores.values() if isinstance(count, int)]
+    return sum(known) if known and len(known) == len(cores) else None
+
+
+def _processors(summary: RunSummary) -> str:
+    kinds = {
+        str(rank.hardware.get("cpu" if str(rank.start.get("device", "cpu")) == "cpu" else "gpu") or "")
+        for rank in summary.ranks.values()
+    }
+    return " + ".join(sorted(filter(None, kinds)))
 
 
 def plot_scaling(points: list[ScalingPoint], path: Path) -> None:
@@ -147,6 +179,12 @@ def plot_scaling(points: list[ScalingPoint], path: Path) -> None:
     if not points:
         raise ValueError("a scaling figure needs at least one point")
     save_figure(draw_scaling(in_order(points)), path, "the figure goes beside the other files of the run")
+
+
+def plot_clusters(points: list[ScalingPoint], path: Path, title: str, notes: Sequence[str] = ()) -> None:
+    """Write the figure of a comparison of clusters as a PNG, 1320 pixels wide. The notes stand below."""
+    why = "the picture goes beside the runs that it shows"
+    save_figure(draw_clusters(points, title, notes), path, why)
 
 
 def save_figure(figure: Figure, path: Path, why: str) -> None:
@@ -172,6 +210,24 @@ def draw_scaling(points: list[ScalingPoint]) -> Figure:
         speed, split = figure.subplots(1, 2, width_ratios=(1.25, 1))
         _draw_speed(speed, points)
         _draw_split(split, points)
+    return figure
+
+
+def draw_clusters(points: list[ScalingPoint], title: str, notes: Sequence[str] = ()) -> Figure:
+    """Draw one line a cluster: its speed with the speed-up against the first, and where the time of a step goes."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    wrapped = [line for note in notes for line in textwrap.wrap(note, _NOTE_WIDTH)]
+    with rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        height = 1.7 + 0.5 * max(2, len(points)) + 0.17 * len(wrapped)
+        figure = Figure(figsize=(11, height), layout="constrained")
+        figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=12)
+        speed, split = figure.subplots(1, 2, sharey=True)
+        _draw_cluster_speeds(speed, points)
+        _draw_cluster_steps(split, points)
+        if wrapped:
+            figure.supxlabel("\n".join(wrapped), x=0.01, ha="left", fontsize=8, color="#555555")
     return figure
 
 
@@ -255,3 +311,42 @@ def _note(axes: Axes, text: str, at: tuple[float, float], offset: int) -> None:
     vertical = "bottom" if offset > 0 else "top"
     place = axes.annotate(text, at, (0, offset), textcoords="offset points", ha="center", va=vertical, fontsize=9)
     place.set_bbox({"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85})
+
+
+def _draw_cluster_speeds(axes: Axes, points: list[ScalingPoint]) -> None:
+    names, speeds = _bar_names(points), [point.tokens_per_s for point in points]
+    colours = [IDEAL, *[MEASURED] * (len(points) - 1)]
+    bars = axes.barh(names, speeds, 0.62, color=colours)
+    labels = [f"{speed:,.0f}  ({speed / speeds[0]:.2f}×)" for speed in speeds]
+    for text in axes.bar_label(bars, labels, padding=4, fontsize=9):
+        text.set_bbox({"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85})
+    axes.axvline(speeds[0], color=IDEAL, linestyle="--", lw=1, zorder=0)
+    axes.invert_yaxis()
+    axes.set(xlabel="tokens per second", xlim=(0, 1.35 * max(speeds)))
+    axes.set_title(f"Speed (× {points[0].label})", loc="left", fontsize=10)
+    axes.locator_params(axis="x", nbins=5)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+
+
+def _bar_names(points: list[ScalingPoint]) -> list[str]:
+    """Break long names of clusters at their commas."""
+    return [point.label if len(point.label) < _LONG_NAME else point.label.replace(",", ",\n") for point in points]
+
+
+def _draw_cluster_steps(axes: Axes, points: list[ScalingPoint]) -> None:
+    names, starts = _bar_names(points), [0.0] * len(points)
+    unit, per_s = step_unit(max(point.step_s for point in points))
+    largest = per_s * max(point.step_s for point in points)
+    for part, (label, colour) in STACK.items():
+        widths = [1e-3 * per_s * step_parts(point)[part] for point in points]
+        bars = axes.barh(names, widths, 0.62, left=starts, color=colour, label=label)
+        labels = [format_number(width) if width > 0.07 * largest else "" for width in widths]
+        axes.bar_label(bars, labels, label_type="center", color="white", fontsize=9)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    axes.bar_label(bars, [format_number(total) for total in starts], padding=4, fontsize=9)
+    axes.tick_params(axis="y", left=False, labelleft=False)
+    axes.set(xlabel=f"{unit} per step", xlim=(0, 1.15 * largest))
+    axes.xaxis.set_major_formatter(lambda value, _: format_number(value))
+    axes.legend(
+        frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, handlelength=1, columnspacing=1
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 from shoal.cli.bench import explain_levers, levers_document, print_levers
-from shoal.cluster.target import first_node, parse_on
+from shoal.cluster.target import first_nodes, parse_on
 from shoal.config.load import build_config
 from shoal.errors import UsageError
 from shoal.tools.bench.levers import (
@@ -33,7 +32,6 @@ from shoal.tools.bench.levers import (
     with_sync,
 )
 from shoal.tools.report.summary import summarize
-from tests.support.programs import TINY, set_flags, shoal
 from tests.support.run_samples import all_events, end
 
 
@@ -108,10 +106,10 @@ def test_an_experiment_includes_one_node_and_the_ceiling(tmp_path: Path) -> None
 def test_the_first_node_of_a_cluster_is_extracted(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.toml"
     hosts.write_text('[[host]]\nhost = "me@one"\naddress = "10.0.0.1"\nslots = 2\n[[host]]\nhost = "two"\n')
-    assert first_node(parse_on("local:4"), tmp_path) == "local:1"
-    assert first_node(parse_on("lab:3"), tmp_path) == "lab:1"
-    assert first_node(parse_on("join:2"), tmp_path) is None
-    alone = first_node(parse_on(str(hosts)), tmp_path / "new")
+    assert first_nodes(parse_on("local:4"), 1, tmp_path) == "local:1"
+    assert first_nodes(parse_on("lab:3"), 1, tmp_path) == "lab:1"
+    assert first_nodes(parse_on("join:2"), 1, tmp_path) is None
+    alone = first_nodes(parse_on(str(hosts)), 1, tmp_path / "new")
     assert alone is not None
     single, whole = parse_on(alone), parse_on(str(hosts))
     assert single.hosts == whole.hosts[:1]  # type: ignore[union-attr]
@@ -206,20 +204,3 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     plot_levers(compare(points), tmp_path / "levers.png")
     assert imread(tmp_path / "levers.png").shape[1] == 1320
     plot_levers(compare(points[:2]), tmp_path / "levers.png")
-
-
-@pytest.mark.exhaustive
-def test_levers_are_measured_on_real_ranks(tmp_path: Path) -> None:
-    words = ("bench", "levers", "--levers", "stock,diloco:3", "--steps", "6", "--json", "--out", tmp_path)
-    result = shoal(*words, *set_flags(*TINY))
-    assert result.returncode == 0, result.stderr
-    document = json.loads(result.stdout)
-    rows = {row["lever"]: row for row in document["rows"]}
-    assert list(rows) == [ONE_NODE, CEILING, "stock", "diloco:3"]
-    assert [row["nodes"] for row in rows.values()] == [1, 2, 2, 2]
-    assert rows["stock"]["of_stock"] == 1.0
-    assert rows["diloco:3"]["theoretical_bytes_per_step"] == rows["stock"]["theoretical_bytes_per_step"] / 3
-    assert rows[CEILING]["val_loss_at_equal_tokens"] is None
-    assert 0 < rows["diloco:3"]["val_loss_at_equal_tokens"] < 10
-    assert Path(document["picture"]).is_file()
-    assert all(Path(run).is_dir() for run in document["runs"].values())

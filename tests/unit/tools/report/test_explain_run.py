@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cli.bench import scaling_document
+from shoal.config.schema import Config
 from shoal.errors import DataError
 from shoal.events import Event
+from shoal.run_folder import RunFolder
 from shoal.sync.step_stats import CommTimes
-from shoal.tools.bench.scaling import ScalingResult
+from shoal.tools.bench.scaling import ScalingResult, ScalingRow, scaling_document
 from shoal.tools.report.explain_run import compare_with_ideal, explain_scaling, explain_step_time, is_plausible
 from shoal.tools.report.figures import (
     SCALING_FILE,
@@ -315,11 +315,11 @@ def test_a_busy_machine_is_reported() -> None:
     assert "busy meanwhile (0.0 with one rank and 0.9 with two ranks, on average)" in explain_scaling(points)
     quiet = [point.model_copy(update={"other_load": 0.1}) for point in points]
     assert "busy meanwhile" not in explain_scaling(quiet)
-    result = ScalingResult(points, {}, None, Path("s.png"), Path("r.html"))  # type: ignore[arg-type]
-    document = scaling_document(result)
+    run = RunFolder(Path("run"))
+    rows = [ScalingRow(point.label, point.label, Config(), "", tries=[(point, run)]) for point in points]
+    document = scaling_document(ScalingResult(rows, Path("out"), None))
     assert "busy meanwhile" in str(document["warning"])
-    rows: Any = document["rows"]
-    assert [row["other_programs_cores"] for row in rows] == [0.04, 0.9]
+    assert [row["other_programs_cores"] for row in document["rows"]] == [0.04, 0.9]
 
 
 def test_an_efficiency_above_one_is_not_plausible() -> None:
@@ -331,3 +331,33 @@ def test_an_efficiency_above_one_is_not_plausible() -> None:
     )
     assert not is_plausible(fast, ONE)
     assert "plausible" not in explain_scaling([ONE, point(2, 49, 1, forward=15, backward=28, optimizer=6)])
+
+
+def test_clusters_are_compared_with_the_first_that_is_given() -> None:
+    base = demo_points()[1].model_copy(update={"name": "local:2", "processors": "A CPU"})
+    lab = demo_points()[2].model_copy(update={"name": "lab:4,link=1gbit", "processors": "A CPU"})
+    text = explain_scaling([lab, base])
+    assert text.startswith("local:2 was slower than lab:4,link=1gbit: 15,673 tokens/s against 16,696 tokens/s")
+    assert "At the same speed a rank, a step of" in text
+    one, two, _ = demo_points()
+    quick = two.model_copy(update={"name": "local:1,device=cuda", "processors": "A GPU", "tokens_per_s": 1e6})
+    text = explain_scaling([one.model_copy(update={"name": "local:1", "processors": "A CPU"}), quick])
+    assert "times the speed, on other processors (A GPU, not A CPU)." in text
+    assert "Of its step of 98 ms, 72% went into forward and backward, 12% into communication" in text
+    assert "plausible" not in text
+    assert "second cluster" in explain_scaling([base])
+
+
+def test_emulated_nodes_share_the_cores_of_their_machine() -> None:
+    def started(node: str, boot: str) -> Event:
+        hardware = {"cpu": "A CPU", "cores": 2, "boot_id": boot, "gpu": None}
+        return start(0, node=node, hardware=hardware)
+
+    for boots, cores in ((("a", "a"), 2), (("a", "b"), 4)):
+        events = [
+            event | ({"hardware": started(f"node{rank}", boots[rank])["hardware"]} if event["event"] == "start" else {})
+            for rank in range(2)
+            for event in rank_events(rank)
+        ]
+        made = make_scaling_point(summarize(events), "lab:2")
+        assert (made.cores, made.processors, made.name) == (cores, "A CPU", "lab:2")
