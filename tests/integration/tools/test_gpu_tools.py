@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shoal.config.load import read_profile
+from shoal.config.profile import Backend
 from shoal.errors import RunFailed
 from shoal.sync.world import gpu_runtime
 from shoal.train.gpu_speed import await_event, measure_card, time_on_gpu
@@ -55,7 +56,7 @@ def test_a_probe_measures_the_card_models_on_it_and_the_way_between_two_ranks(tm
     assert node.gpus[0].name == torch.cuda.get_device_name(0)
     timings = {(entry.name, entry.device, entry.precision) for entry in node.timings}
     assert {("small", "cpu", "fp32"), ("small", "cuda", "fp32"), ("wide", "cuda", "fp32")} <= timings
-    backend = "nccl" if torch.cuda.device_count() > 1 else "staged"
+    backend: Backend = "nccl" if torch.cuda.device_count() > 1 else "staged"
     assert profile.collective("all-reduce", backend=backend) is not None
     assert any("NCCL was not measured" in note for note in profile.notes) == (backend == "staged")
     plan = shoal("plan", "--profile", file, "--json", "--set", "train.device=cuda")
