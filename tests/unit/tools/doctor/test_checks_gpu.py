@@ -201,7 +201,7 @@ def test_an_amd_card_needs_the_rocm_build(total: int, severity: Severity) -> Non
     ],
 )
 def test_a_broken_driver_is_reported_in_its_own_words(error: str, fix: str) -> None:
-    broken = {"driver": "580.95.05", "cuda": None, "gpus": [], "error": error}
+    broken: dict[str, Any] = {"driver": "580.95.05", "cuda": None, "gpus": [], "error": error}
     finding = only(complaints(scene({"gpu": gpu(nvidia=broken)}, count=1)))
     assert (finding.id, finding.fix) == ("gpu.driver", fix)
     assert error in finding.evidence

@@ -101,7 +101,7 @@ def parse_header(text: str) -> tuple[str | None, str | None]:
 
 def parse_gpus(text: str) -> list[dict[str, Any]]:
     """Return the cards of `nvidia-smi --query-gpu`; bytes are None where it reports none (`[N/A]`)."""
-    gpus = []
+    gpus: list[dict[str, Any]] = []
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
         if len(row) == len(_QUERY):
             index, uuid, name, total, free, mode = (cell.strip() for cell in row)
@@ -116,7 +116,7 @@ def _mebibytes(text: str) -> int | None:
 
 def amd(nodes: Path = _KFD_NODES) -> dict[str, Any]:
     """Return the `gpus` that the kernel's ROCm driver (/dev/kfd) offers; empty without that driver."""
-    gpus = []
+    gpus: list[dict[str, Any]] = []
     for node in sorted(nodes.iterdir(), key=lambda path: path.name.zfill(4)) if nodes.is_dir() else ():
         words = (line.split() for line in read_text(node / "properties").splitlines())
         fields = {pair[0]: pair[1] for pair in words if len(pair) == 2}
