@@ -382,11 +382,11 @@ def agree(world: World, values: list[float]) -> list[float]:
 
 def _reduce_staged(on_gpu: Tensor, pinned: Tensor, group: dist.ProcessGroup | None) -> None:
     """Sum the buffers of GPUs as `StagedCompressor` does: copy to pinned memory, exchange there, copy back."""
-    for target, source in ((pinned, on_gpu), (on_gpu, pinned)):
-        if source is pinned:
-            dist.all_reduce(pinned, group=group)
-        target.copy_(source, non_blocking=True)
-        await_event(torch.cuda.current_stream().record_event(), "a copy")
+    pinned.copy_(on_gpu, non_blocking=True)
+    await_event(torch.cuda.current_stream().record_event(), "a copy to pinned memory")
+    dist.all_reduce(pinned, group=group)
+    on_gpu.copy_(pinned, non_blocking=True)
+    await_event(torch.cuda.current_stream().record_event(), "a copy from pinned memory")
 
 
 def _group(world: World, connections: int) -> dist.ProcessGroup:

@@ -127,10 +127,9 @@ def test_amd_cards_are_read_from_the_kernels_topology(tmp_path: Path) -> None:
         (tmp_path / name / "properties").write_text(
             f"cpu_cores_count 0\nsimd_count {simd_count}\ngfx_target_version 90402\n"
         )
-        (tmp_path / name / "name").write_text("ip discovery\n" if memory else "\n")
         (tmp_path / name / "mem_banks" / "0" / "properties").write_text(f"heap_type 1\nsize_in_bytes {memory}\n")
     cards = collector.amd(tmp_path)["gpus"]
-    assert cards == [{"index": 0, "name": "ip discovery", "total": 206141652992}]
+    assert cards == [{"index": 0, "name": "AMD GPU gfx942", "total": 206141652992}]
     assert collector.amd(tmp_path / "none") == {}
 
 

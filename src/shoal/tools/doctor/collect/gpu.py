@@ -124,9 +124,15 @@ def amd(nodes: Path = _KFD_NODES) -> dict[str, Any]:
             banks = [bank / "properties" for bank in (node / "mem_banks").glob("*")]
             sizes = [re.search(r"size_in_bytes (\d+)", read_text(bank)) for bank in banks]
             memory = sum(int(size[1]) for size in sizes if size)
-            gpus.append({"index": len(gpus), "name": read_text(node / "name") or "AMD GPU", "total": memory})
+            gpus.append({"index": len(gpus), "name": f"AMD GPU {_gfx_name(fields)}".strip(), "total": memory})
     driver = read_text("/sys/module/amdgpu/version") or None
     return {"driver": driver, "gpus": gpus, "may_open": os.access("/dev/kfd", os.R_OK | os.W_OK)} if gpus else {}
+
+
+def _gfx_name(fields: dict[str, str]) -> str:
+    """Return the architecture as ROCm writes it: 90402 is `gfx942`. The kernel often knows no product name."""
+    version = int(fields.get("gfx_target_version", "0"))
+    return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" if version else ""
 
 
 def torch_build(folder: Path | None = None) -> dict[str, str | None]:
