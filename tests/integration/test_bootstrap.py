@@ -18,14 +18,13 @@ from pathlib import Path
 
 import pytest
 
+from shoal.host.facts import ROCM_BUILD, cuda_build, torch_install_command
 from tests.support.paths import ROOT
 
 SCRIPT = ROOT / "scripts" / "bootstrap"
 TOOLS = ["cat", "cut", "flock", "grep", "id", "mkdir", "readlink", "rm", "rmdir", "sed", "sha256sum"]
 REAL_PYTHON = f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
 DEADLINE_S = 100
-
-needs_no_gpu = pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="this machine has an NVIDIA GPU")
 
 PYPROJECT = """\
 [build-system]
@@ -83,7 +82,9 @@ class Copy:
             (self.bin / tool).symlink_to(str(shutil.which(tool)))
         self.python("python3", "")
         self._write_project()
+        self.system = base / "system"
         self.env = {"PATH": str(self.bin), "HOME": str(base), "TMPDIR": str(base), **self._write_indexes(base)}
+        self.env["SHOAL_SYSTEM_ROOT"] = str(self.system)
 
     def _write_project(self) -> None:
         (self.root / "pyproject.toml").write_text(PYPROJECT)
@@ -230,13 +231,73 @@ def test_two_concurrent_bootstraps_create_one_environment(made: Made) -> None:
 
 
 @pytest.mark.long
-@needs_no_gpu
 def test_without_a_gpu_the_cpu_build_is_installed_and_reported(made: Made) -> None:
     copy, results = made
     output = max((output for _, output in results), key=len)
     assert "a CUDA build of about 3 GB, but there is no NVIDIA GPU here" in output
     assert copy.env["SHOAL_TORCH_INDEX"] in output
+    assert "pip install" not in output
     assert {"torch-2.13.0+cpu", "shoal-0.1.0"} <= copy.installed()
+
+
+def advice(copy: Copy, build: str) -> str:
+    """Run the script's own functions in a shell, as after an installation of this `build` of torch."""
+    functions = SCRIPT.read_text().removesuffix("\nmain\n")
+    (copy.root / "scripts" / "advice").write_text(f"{functions}\nbuild={build} offered=2.13.0\nadvise_gpu_build\n")
+    argv = ["/bin/sh", str(copy.root / "scripts" / "advice")]
+    done = subprocess.run(argv, env=copy.env, capture_output=True, text=True, check=True, timeout=DEADLINE_S)
+    return done.stdout
+
+
+def test_without_a_gpu_nothing_is_advised(copy: Copy) -> None:
+    assert advice(copy, "cpu") == ""
+
+
+@pytest.mark.parametrize(
+    ("header", "build", "expected"),
+    [
+        ("Driver Version: 580.95.05   CUDA Version: 13.0", "cpu", "cu130"),
+        ("KMD Version: 610.43.02     CUDA UMD Version: 13.3", "cpu", "cu130"),
+        ("Driver Version: 535.183.01   CUDA Version: 12.2", "cpu", "cu126"),
+        ("Driver Version: 535.183.01   CUDA Version: 12.2", "cuda", "cu126"),
+        ("Driver Version: 580.95.05   CUDA Version: 13.0", "cuda", None),
+    ],
+)
+def test_the_build_for_an_nvidia_gpu_follows_its_driver(
+    copy: Copy, header: str, build: str, expected: str | None
+) -> None:
+    write_program(copy.bin / "nvidia-smi", f"echo '| NVIDIA-SMI 1.2   {header}     |'")
+    output = advice(copy, build)
+    if expected is None:
+        assert output == ""
+        return
+    command = torch_install_command(f"{copy.root}/.venv/bin/python", "2.13.0", expected)
+    assert command in output
+    assert cuda_build(header.split()[-1]) == expected
+
+
+def test_a_driver_too_old_for_torch_is_reported(copy: Copy) -> None:
+    write_program(copy.bin / "nvidia-smi", "echo '| NVIDIA-SMI 470.1  Driver Version: 470.1  CUDA Version: 11.4 |'")
+    output = advice(copy, "cpu")
+    assert "too old" in output
+    assert "pip install" not in output
+
+
+def test_an_amd_gpu_gets_the_command_for_the_rocm_build(copy: Copy) -> None:
+    (copy.system / "dev").mkdir(parents=True)
+    (copy.system / "dev" / "kfd").touch()
+    output = advice(copy, "cpu")
+    assert "does not use this machine's AMD GPU" in output
+    assert torch_install_command(f"{copy.root}/.venv/bin/python", "2.13.0", ROCM_BUILD) in output
+
+
+@pytest.mark.parametrize(("class_", "is_card"), [("0x030200", True), ("0x120000", True), ("0x040300", False)])
+def test_a_card_without_a_driver_is_found_on_the_bus(copy: Copy, class_: str, is_card: bool) -> None:
+    device = copy.system / "sys/bus/pci/devices/0000:01:00.0"
+    device.mkdir(parents=True)
+    (device / "vendor").write_text("0x10de\n")
+    (device / "class").write_text(f"{class_}\n")
+    assert ("no driver that works" in advice(copy, "cpu")) == is_card
 
 
 @pytest.mark.long

@@ -33,6 +33,26 @@ def machine(**other: Any) -> dict[str, Any]:
     }
 
 
+def gpu(**other: Any) -> dict[str, Any]:
+    """Return the facts of a machine with two healthy H200."""
+    nvidia = {"driver": "580.95.05", "cuda": "13.0", "gpus": [gpu_card(0), gpu_card(1)], "error": ""}
+    return {
+        "pci": {"nvidia": 2},
+        "nvidia": nvidia,
+        "amd": {},
+        "torch": {"version": "2.13.0+cu130", "cuda": "13.0", "hip": None},
+        "variables": {},
+        "shared_memory": {"total": 64 << 30, "free": 64 << 30},
+        "adapters": [],
+        **other,
+    }
+
+
+def gpu_card(index: int = 0, **other: Any) -> dict[str, Any]:
+    memory = {"total": 143771 << 20, "free": 143154 << 20}
+    return {"index": index, "uuid": f"GPU-{index}b7c", "name": "NVIDIA H200", **memory, "mode": "Default", **other}
+
+
 def disk(**other: Any) -> dict[str, Any]:
     purposes = ["temporary files", "runs", "encoded text"]
     return {"path": "/tmp", "for": purposes, "free": 50e9, "files_free": 10**6, "read_only": False, **other}

@@ -35,7 +35,7 @@ def doctor(
     no_proof: Annotated[bool, typer.Option("--no-proof", help="Skip the real gloo exchange at the end.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON on stdout.")] = False,
 ) -> None:
-    """Check machines and network before a run. Every finding comes with its meaning and the command that fixes it.
+    """Check machines, GPUs and network before a run. Every finding has its meaning and the command that fixes it.
 
     Exit code 1: something would stop a run or make it much slower.
     """

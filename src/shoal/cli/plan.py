@@ -153,6 +153,7 @@ def plan(
     advised = {key: "--global-batch" if flag == "--tokens" else flag for key, flag in flags.items()}
     with advising_flags(advised):
         workload, strategy, notes = plan_options.what_to_plan(given, max(counts) * made_from.setting.ranks_per_node)
+        made_from = plan_options.on_devices(made_from, given)
     if simulate:
         run_simulation(_simulate_options(given, workload, strategy, made_from.setting, max(counts)), json, output)
         return

@@ -306,6 +306,7 @@ class Basis:
     on: str  # where the printed command would run
     known: int = 0  # how many nodes are known one by one; 0: all are alike
     how: str = "measured"  # or "named"
+    profile: Profile | None = None
 
 
 def basis(given: dict[str, Any]) -> Basis:
@@ -337,7 +338,24 @@ def _measured(path: Path, link: str | None, on: str | None, overrides: SheetOver
     if profile.calibration is not None:
         note += f"; learned from {profile.calibration.runs} runs"
     last = len(profile.nodes)
-    return Basis(setting, note, "1" if last == 1 else f"1..{last}", on or profile.on, last)
+    return Basis(setting, note, "1" if last == 1 else f"1..{last}", on or profile.on, last, profile=profile)
+
+
+def on_devices(made_from: Basis, given: dict[str, Any]) -> Basis:
+    """Plan for the devices that the settings give to the ranks of a measured cluster: GPUs where a run uses them."""
+    if (profile := made_from.profile) is None:
+        return made_from
+    from shoal.cost.measured import cluster_model_of, gpu_backend, rank_devices
+
+    devices = rank_devices(profile, (lambda _: "auto") if given["params"] is not None else make_config(given).device_of)
+    if (backend := gpu_backend(profile, devices)) == "gloo":
+        return made_from
+    own = cluster_model_of(profile, devices)
+    network = made_from.setting.network if given["link"] is not None else own.network
+    setting = replace(made_from.setting, speed=own.speed, network=network, staging_s_per_byte=own.staging_s_per_byte)
+    way = "NCCL" if backend == "nccl" else "gloo through pinned memory"
+    count = f"{devices.count('cuda')} of {len(devices)} ranks on GPUs"
+    return replace(made_from, setting=setting, note=f"{made_from.note}; {count}, which exchange by {way}")
 
 
 def _ranks_per_node(profile: Profile) -> int:

@@ -1,4 +1,4 @@
-"""`shoal probe`: measure links, gloo and machines of a cluster, and print the profile."""
+"""`shoal probe`: measure links, collectives, machines and GPUs of a cluster, and print the profile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from shoal.cli.output import make_console, print_json, shown, stdout_console
 from shoal.config.load import build_config, check_profile_writable, write_profile
 from shoal.config.presets import depth_overrides
-from shoal.config.profile import CollectiveProfile, LinkProfile, NodeProfile, Profile
+from shoal.config.profile import CollectiveProfile, GpuProfile, LinkProfile, NodeProfile, Profile, operation_label
 from shoal.config.schema import ModelConfig
 from shoal.cost.machines import explain_roofline
 from shoal.cost.network import format_buffer_size
@@ -26,6 +26,7 @@ from shoal.units import format_duration, format_number, format_percent, format_s
 app = typer.Typer(add_completion=False)
 
 _LEAST_WIDTH = 120
+_BACKENDS = {"gloo": "over gloo", "nccl": "over NCCL", "staged": "between GPUs, by pinned memory and gloo"}
 
 
 @app.command()
@@ -41,7 +42,10 @@ def probe(
     depth: Annotated[int | None, typer.Option(help="Also time the demo's model with this depth; 12 is GPT-2.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON on stdout.")] = False,
 ) -> None:
-    """Measure links, gloo and machines. Writes a profile, and a figure of the same name beside it."""
+    """Measure links, gloo, machines, and where there are GPUs: products, copies, NCCL. Writes a profile and a figure.
+
+    Models are timed on processors and GPUs alike. NCCL needs two GPUs; with fewer, gloo through pinned memory is timed.
+    """
     check_profile_writable(output)
     picture = picture_of(output)
     names = [*(model or []), *([f"depth:{depth}"] if depth is not None else [])]
@@ -105,12 +109,16 @@ def _tables(profile: Profile) -> list[Table]:
     if profile.links:
         titles = (f"link, by {profile.links[0].tool}", "round trip", "one stream", "four streams", "all links at once")
         tables.append(_table(titles, [_link_row(link) for link in profile.links]))
-    if profile.collectives:
-        titles = ("over gloo", "size", "time", "algorithm", "bus bandwidth", "")
-        rows = [row for entry in profile.collectives for row in _collective_rows(entry)]
-        tables.append(_table(titles, rows))
+    for backend, title in _BACKENDS.items():
+        entries = [entry for entry in profile.collectives if entry.backend == backend]
+        rows = [row for entry in entries for row in _collective_rows(entry)]
+        if rows:
+            tables.append(_table((title, "size", "time", "algorithm", "bus bandwidth", ""), rows))
     titles = ("node", "fp32 GFLOP/s", "bf16", "memory GB/s", "tokens/s by threads", "bound by")
     tables.append(_table(titles, [_node_row(node) for node in profile.nodes]))
+    if gpus := [_gpu_row(node, gpu) for node in profile.nodes for gpu in node.gpus]:
+        titles = ("GPU", "bf16 TFLOP/s", "TF32", "fp32", "memory GB/s", "to it (pageable)", "from it (pageable)")
+        tables.append(_table(titles, gpus))
     return tables
 
 
@@ -158,7 +166,7 @@ def _collective_rows(entry: CollectiveProfile) -> list[tuple[str, ...]]:
     largest = max(point.bus_gbps for point in entry.points)
     return [
         (
-            "" if number else entry.label,
+            "" if number else operation_label(entry.op, entry.element_bytes),
             format_buffer_size(point.bytes),
             format_duration(point.seconds),
             _gbps(point.algorithm_gbps),
@@ -179,6 +187,18 @@ def _node_row(node: NodeProfile) -> tuple[str, ...]:
         format_number(compute.memory_gbytes_per_s),
         training,
         compute.bound,
+    )
+
+
+def _gpu_row(node: NodeProfile, gpu: GpuProfile) -> tuple[str, ...]:
+    return (
+        f"{node.name}: {gpu.name}, {gpu.runtime}",
+        "–" if gpu.bf16_tflops is None else format_number(gpu.bf16_tflops),
+        format_number(gpu.tf32_tflops),
+        format_number(gpu.fp32_tflops),
+        format_number(gpu.memory_gbytes_per_s),
+        f"{gpu.to_gpu_gbytes_per_s:.3g} ({gpu.to_gpu_pageable_gbytes_per_s:.3g})",
+        f"{gpu.from_gpu_gbytes_per_s:.3g} ({gpu.from_gpu_pageable_gbytes_per_s:.3g})",
     )
 
 

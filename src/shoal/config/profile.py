@@ -29,6 +29,10 @@ def _round_to_six_digits(value: float) -> float:
 Above = Annotated[float, Field(gt=0), AfterValidator(_round_to_six_digits)]
 AtLeastZero = Annotated[float, Field(ge=0), AfterValidator(_round_to_six_digits)]
 Op = Literal["all-reduce", "reduce-scatter", "all-gather", "broadcast"]
+# Between processors: gloo. Between GPUs: NCCL (RCCL on AMD), or gloo on copies in pinned memory.
+Backend = Literal["gloo", "nccl", "staged"]
+DeviceKind = Literal["cpu", "cuda"]
+Precision = Literal["fp32", "bf16"]
 Bound = Literal["arithmetic", "memory", "overhead"]
 
 
@@ -51,6 +55,8 @@ class ModelTiming(Section):
     backward_s: Above  # of one micro-batch
     optimizer_s: Above
     spread: AtLeastZero  # standard deviation of the time, relative
+    device: DeviceKind = "cpu"
+    precision: Precision = "fp32"  # of matrix products; fp32 is TF32 on a GPU that has it
 
     @property
     def tokens(self) -> int:
@@ -75,6 +81,28 @@ class ComputeProfile(Section):
         return max(self.training, key=lambda point: point.tokens_per_s)
 
 
+class GpuProfile(Section):
+    """One card. Rates are medians between two events in its queue."""
+
+    name: str
+    runtime: str  # of torch's build: `CUDA 13.0` or `ROCm 7.2`
+    memory_bytes: Positive
+    bf16_tflops: Above | None = None  # None where it has no instructions for it
+    tf32_tflops: Above  # of fp32 matrices, rounded where the card can; others multiply fp32
+    fp32_tflops: Above
+    memory_gbytes_per_s: Above  # of a copy on the card; bytes read and bytes written both count
+    # Between the processor's memory and the card: from pinned pages, as a training copies, and from others.
+    to_gpu_gbytes_per_s: Above
+    from_gpu_gbytes_per_s: Above
+    to_gpu_pageable_gbytes_per_s: Above
+    from_gpu_pageable_gbytes_per_s: Above
+
+    @property
+    def staging_s_per_byte(self) -> float:
+        """The time to copy a byte of gradients to pinned memory, and its sum back."""
+        return 1e-9 / self.from_gpu_gbytes_per_s + 1e-9 / self.to_gpu_gbytes_per_s
+
+
 class NodeProfile(Section):
     name: str
     address: str
@@ -90,6 +118,7 @@ class NodeProfile(Section):
     compute: ComputeProfile
     timings: tuple[ModelTiming, ...] = ()
     fp16_s_per_parameter: Above | None = None  # to encode a gradient as fp16, and decode the sum
+    gpus: tuple[GpuProfile, ...] = ()  # those that its ranks can use
     other_programs_cores: AtLeastZero | None = None  # cores that programs other than the probe kept busy
 
 
@@ -130,8 +159,9 @@ class HeldOut(Section):
         return self.predicted_s / self.measured_s - 1
 
 
-def operation_label(op: Op, element_bytes: int) -> str:
-    return op if element_bytes == 4 else f"{op} in fp16"
+def operation_label(op: Op, element_bytes: int, backend: Backend = "gloo") -> str:
+    number = "" if element_bytes == 4 else " in fp16"
+    return op + number + {"gloo": "", "nccl": " by NCCL", "staged": " of GPU memory by gloo"}[backend]
 
 
 class CollectiveProfile(Section):
@@ -146,10 +176,11 @@ class CollectiveProfile(Section):
     cores: AtLeastZero = 0.0  # that a rank kept busy meanwhile
     points: tuple[CollectivePoint, ...] = Field(min_length=1)
     held_out: HeldOut | None = None
+    backend: Backend = "gloo"
 
     @property
     def label(self) -> str:
-        return operation_label(self.op, self.element_bytes)
+        return operation_label(self.op, self.element_bytes, self.backend)
 
     def seconds(self, buffer_bytes: float) -> float:
         return self.alpha_s + self.beta_s_per_byte * buffer_bytes
@@ -202,8 +233,9 @@ class Profile(Section):
     def link(self, source: str, target: str) -> LinkProfile | None:
         return next((link for link in self.links if (link.source, link.target) == (source, target)), None)
 
-    def collective(self, op: Op, element_bytes: int = 4) -> CollectiveProfile | None:
-        matching = (entry for entry in self.collectives if (entry.op, entry.element_bytes) == (op, element_bytes))
+    def collective(self, op: Op, element_bytes: int = 4, backend: Backend = "gloo") -> CollectiveProfile | None:
+        wanted = (op, element_bytes, backend)
+        matching = (entry for entry in self.collectives if (entry.op, entry.element_bytes, entry.backend) == wanted)
         return next(matching, None)
 
     @model_validator(mode="after")

@@ -144,8 +144,8 @@ class WireFormat:
     is_low_rank: bool = False
     # Whether a rank keeps what the format left out of a gradient, and adds it to the next one.
     has_error_feedback: bool = False
-    # Whether it needs gloo's collectives and a native kernel.
-    is_cpu_only: bool = False
+    # Whether it is exchanged by gloo, on the processor, also between GPUs that NCCL connects.
+    needs_gloo: bool = False
     # Whether a model learns with it as with fp32, except for rounding: a plan recommends only such formats.
     keeps_training: bool = False
     # Whether `--sync auto` may choose it.
@@ -186,7 +186,7 @@ WIRE_FORMATS = {
             0.27 / 124e6,
             memory_bytes=12,
             has_blocks=True,
-            is_cpu_only=True,
+            needs_gloo=True,
             keeps_training=True,
         ),
         WireFormat(
@@ -198,7 +198,7 @@ WIRE_FORMATS = {
             memory_bytes=30,
             has_blocks=True,
             has_error_feedback=True,
-            is_cpu_only=True,
+            needs_gloo=True,
             keeps_training=True,
             in_auto=True,
         ),
@@ -211,7 +211,7 @@ WIRE_FORMATS = {
             memory_bytes=40,
             is_low_rank=True,
             has_error_feedback=True,
-            is_cpu_only=True,
+            needs_gloo=True,
         ),
     )
 }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.config.profile import SMALL_GPT, Calibration, ModelTiming, NodeProfile, Profile
+from shoal.config.profile import SMALL_GPT, Backend, Calibration, DeviceKind, ModelTiming, NodeProfile, Profile
 from shoal.config.schema import ModelConfig
 from shoal.cost.model_size import flops_per_token, parameter_count
 from shoal.cost.network import LinearFit, MeasuredNetwork, Network, NoNetwork
@@ -51,6 +51,10 @@ class MeasuredSpeed:
 
     profile: Profile
     world_size: int  # ranks that take part: fewer of them on one machine disturb each other less
+    devices: tuple[DeviceKind, ...] = ("cpu",)  # of the ranks; further ranks are like the last one
+
+    def device(self, rank: int) -> DeviceKind:
+        return self.devices[min(rank, len(self.devices) - 1)]
 
     def in_world(self, world_size: int) -> MeasuredSpeed:
         return replace(self, world_size=world_size)
@@ -59,39 +63,52 @@ class MeasuredSpeed:
         ranks = [node for node in self.profile.nodes for _ in range(node.ranks)]
         return ranks[min(rank, len(ranks) - 1)]
 
-    def model_speed(self, model: ModelConfig, rank: int) -> ModelSpeed:
+    def model_speed(self, model: ModelConfig, rank: int, precision: str | None = None) -> ModelSpeed:
         node = self.node(rank)
+        if self.device(rank) == "cuda":
+            # Ranks that share a GPU take turns on it. All ranks of the node were timed together.
+            slower = self._ranks_per_gpu(node, self.world_size) / self._ranks_per_gpu(node, node.ranks)
+            return model_speed_of(_gpu_timings(node, precision), model).slower(slower)
         all_contention, neighbours = contention(self.profile, node), len(_nodes_of_machine(self.profile, node))
         used = min(neighbours, max(1, math.ceil(self.world_size / node.ranks)))
         # Between alone and all nodes of the machine, in proportion to those that take part.
         now_contention = 1 + (all_contention - 1) * (used - 1) / (neighbours - 1) if neighbours > 1 else 1.0
-        return model_speed_of(node.timings, model).slower(now_contention / all_contention)
+        return model_speed_of(_cpu_timings(node), model).slower(now_contention / all_contention)
+
+    def _ranks_per_gpu(self, node: NodeProfile, ranks: int) -> int:
+        return math.ceil(min(ranks, node.ranks) / len(node.gpus))
 
     @property
     def learned(self) -> Calibration:
         return self.profile.calibration or NOTHING_LEARNED
 
     def work(self, workload: Workload, rank: int, micro_batch: int, micro_batches: int) -> RankWork:
-        speed = self.model_speed(workload.shape, rank)
+        speed = self.model_speed(workload.shape, rank, workload.train.precision)
+        # A GPU needs no core for computing, so that an exchange slows nothing down.
+        is_gpu, node = self.device(rank) == "cuda", self.node(rank)
         return RankWork(
             micro_batches=micro_batches,
             forward_s=self.learned.compute * interpolate(speed.forward, micro_batch),
             backward_s=self.learned.compute * interpolate(speed.backward, micro_batch),
             optimizer_s=self.learned.optimizer * speed.optimizer_s,
             other_s=self.learned.other_s,
-            busy_cores=float(speed.threads),
-            spare_cores=spare_cores(self.profile, self.node(rank)),
+            busy_cores=1.0 if is_gpu else float(speed.threads),
+            spare_cores=float(node.cores) if is_gpu else spare_cores(self.profile, node),
             spread=speed.spread,
         )
 
     def encode_s(self, strategy: SyncStrategy, rank: int, parameters: int) -> float:
         node = self.node(rank)
+        if gpu_backend(self.profile, self.devices) == "nccl":
+            return 1e-9 * strategy.format.memory_bytes * parameters / node.gpus[0].memory_gbytes_per_s
         if strategy.format.number_bytes == 2 and node.fp16_s_per_parameter:
             return node.fp16_s_per_parameter * parameters
-        return cpu_encode_s(strategy, parameters, node.timings[0].threads)
+        return cpu_encode_s(strategy, parameters, _cpu_timings(node)[0].threads)
 
     def memory_bytes(self, rank: int) -> float:
         node = self.node(rank)
+        if self.device(rank) == "cuda":
+            return node.gpus[0].memory_bytes / self._ranks_per_gpu(node, self.world_size)
         return node.memory_bytes / sum(other.ranks for other in _nodes_of_machine(self.profile, node))
 
 
@@ -133,19 +150,63 @@ class ScriptSpeed:
         return self.profile.memory_bytes(rank)
 
 
-def cluster_model_of(profile: Profile) -> ClusterModel:
-    if not all(node.timings for node in profile.nodes):
+def rank_devices(profile: Profile, wanted: Callable[[int], str]) -> tuple[DeviceKind, ...]:
+    """Return where each rank computes, by the rule of a run: `auto` is a GPU for every rank of a node, or none.
+
+    `wanted` returns what is configured for a rank: `auto`, `cpu` or `cuda`.
+    """
+    devices: list[DeviceKind] = []
+    for node in profile.nodes:
+        gpus = len(node.gpus) if any(timing.device == "cuda" for timing in node.timings) else 0
+        for rank in range(len(devices), len(devices) + node.ranks):
+            choice = wanted(rank)
+            if choice == "cuda" and not gpus:
+                raise ConfigError(
+                    f"rank {rank} on {node.name} is to use a GPU, and the profile has none of that node",
+                    why="torch found none there when it was measured, or an older shoal measured it",
+                    fix=f"find out why: shoal doctor --on {profile.on}; measure again: shoal probe --on {profile.on}",
+                )
+            is_gpu = choice == "cuda" or (choice == "auto" and gpus >= node.ranks)
+            devices.append("cuda" if is_gpu else "cpu")
+    return tuple(devices)
+
+
+def gpu_backend(profile: Profile, devices: Sequence[DeviceKind]) -> Backend:
+    """Return how ranks on these devices exchange gradients: NCCL needs a GPU for each."""
+    if "cuda" not in devices:
+        return "gloo"
+    has_nccl = "cpu" not in devices and profile.collective("all-reduce", backend="nccl") is not None
+    return "nccl" if has_nccl else "staged"
+
+
+def staging_s_per_byte(profile: Profile, devices: Sequence[DeviceKind]) -> float:
+    """Return the time to copy a byte of gradients from a GPU to pinned memory and back, where gloo exchanges it."""
+    if gpu_backend(profile, devices) != "staged":
+        return 0.0
+    staged, plain = (profile.collective("all-reduce", backend=backend) for backend in ("staged", "gloo"))
+    if staged is not None and plain is not None:
+        return max(0.0, staged.beta_s_per_byte - plain.beta_s_per_byte)
+    return max(gpu.staging_s_per_byte for node in profile.nodes for gpu in node.gpus)
+
+
+def cluster_model_of(profile: Profile, devices: tuple[DeviceKind, ...] = ("cpu",)) -> ClusterModel:
+    if not all(_cpu_timings(node) for node in profile.nodes):
         raise ConfigError(
             "the profile does not contain how fast a model trains on these machines",
             why="an older shoal measured it",
             fix=f"measure them again: shoal probe --on {profile.on}",
         )
     names = tuple(node.name for node in profile.nodes)
-    return ClusterModel(MeasuredSpeed(profile, profile.world_size), measured_network(profile), node_names=names)
+    return ClusterModel(
+        MeasuredSpeed(profile, profile.world_size, devices),
+        measured_network(profile, "nccl" if gpu_backend(profile, devices) == "nccl" else "gloo"),
+        node_names=names,
+        staging_s_per_byte=staging_s_per_byte(profile, devices),
+    )
 
 
-def measured_network(profile: Profile) -> Network:
-    collectives = {size: profile.collective("all-reduce", size) for size in (4, 2)}
+def measured_network(profile: Profile, backend: Backend = "gloo") -> Network:
+    collectives = {size: profile.collective("all-reduce", size, backend) for size in (4, 2)}
     entries = {size: entry for size, entry in collectives.items() if entry is not None}
     if not entries:
         return NoNetwork()
@@ -163,13 +224,13 @@ def spare_cores(profile: Profile, node: NodeProfile) -> float:
     """Return the cores that are free for a rank's exchange while all ranks of its machine compute."""
     neighbours = _nodes_of_machine(profile, node)
     ranks = sum(other.ranks for other in neighbours)
-    computing = sum(other.ranks * other.timings[0].threads for other in neighbours)
+    computing = sum(other.ranks * _cpu_timings(other)[0].threads for other in neighbours)
     return max(0.0, max(other.cores for other in neighbours) - computing) / ranks
 
 
 def contention(profile: Profile, node: NodeProfile) -> float:
     """Return how much slower its ranks are while all nodes of its machine compute: 1 where it is the only one."""
-    speed = model_speed_of(node.timings, SMALL_GPT)
+    speed = model_speed_of(_cpu_timings(node), SMALL_GPT)
     alone = next((point for point in node.compute.training if point.threads == speed.threads), None)
     if alone is None or len(_nodes_of_machine(profile, node)) == 1:
         return 1.0
@@ -180,6 +241,17 @@ def contention(profile: Profile, node: NodeProfile) -> float:
 
 def _nodes_of_machine(profile: Profile, node: NodeProfile) -> list[NodeProfile]:
     return [other for other in profile.nodes if other.machine == node.machine]
+
+
+def _cpu_timings(node: NodeProfile) -> list[ModelTiming]:
+    return [timing for timing in node.timings if timing.device == "cpu"]
+
+
+def _gpu_timings(node: NodeProfile, precision: str | None) -> list[ModelTiming]:
+    """Return the times on the node's GPUs in this precision; by default in bf16, where they have it."""
+    on_gpu = [timing for timing in node.timings if timing.device == "cuda"]
+    wanted = "fp32" if precision == "fp32" else "bf16"
+    return [timing for timing in on_gpu if timing.precision == wanted] or on_gpu
 
 
 # The speed of a model

@@ -29,6 +29,8 @@ class ClusterModel:
     hierarchical: Network | None = None  # the same network with an all-reduce inside each node first
     ranks_per_node: int = 1
     node_names: tuple[str, ...] = ("one machine",)  # of the known nodes; further nodes are like the last one
+    # To copy a byte of gradients from a GPU to the processor's memory and its sum back, where gloo exchanges them.
+    staging_s_per_byte: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,10 @@ def _exchange_time(
     messages = 2 if strategy.format.is_low_rank else 1
 
     def exchange(bucket: BucketCost) -> ExchangeCost:
-        return network.all_reduce(world_size, parameter_bytes * bucket.parameters / messages, element).times(messages)
+        sent = network.all_reduce(world_size, parameter_bytes * bucket.parameters / messages, element).times(messages)
+        # What is copied are the gradients: they are encoded behind that.
+        staging_s = setting.staging_s_per_byte * workload.gradient_bytes * bucket.parameters
+        return replace(sent, seconds=sent.seconds + staging_s)
 
     buckets = _buckets(workload, strategy, shares.micro_batch * workload.seq_len, world_size)
     encode_s = setting.speed.encode_s(strategy, rank, workload.parameters) if is_encoded(strategy, workload) else 0.0

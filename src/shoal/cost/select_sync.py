@@ -152,12 +152,12 @@ def decide(measured: FirstSteps, exchanged: MeasuredExchange, sync: SyncConfig, 
     return SyncDecision(best.choice, best.step_s, why, False)
 
 
-def allowed_wires(is_in_memory: bool, is_cpu: bool) -> Sequence[str]:
+def allowed_wires(is_in_memory: bool, is_gloo: bool) -> Sequence[str]:
     """Return the wire formats that `--sync auto` may choose. Everything exchanged through the memory of one machine is
-    fp32; some formats work on the CPU only."""
+    fp32. Some formats need gloo: between GPUs that NCCL connects, they would leave the faster way."""
     if is_in_memory:
         return ("fp32",)
-    return [name for name in AUTO_WIRES if is_cpu or not WIRE_FORMATS[name].is_cpu_only]
+    return [name for name in AUTO_WIRES if is_gloo or not WIRE_FORMATS[name].needs_gloo]
 
 
 def candidates(sync: SyncConfig, wires: Sequence[str], steps: int) -> Iterator[SyncChoice]:

@@ -161,7 +161,7 @@ def _resources(world: World) -> list[int]:
 
 
 def _wires(world: World, inside: str) -> Sequence[str]:
-    """Return the formats to choose from: fp32 alone through shared memory, and some formats on CPUs only."""
+    """Return the formats to choose from: fp32 alone through shared memory, and some formats not with NCCL."""
     return allowed_wires(inside != "gloo" and world.local_size == world.size, world.gpu_group is None)
 
 

@@ -32,7 +32,7 @@ from shoal.run_folder import RunFolder
 from shoal.sync.fence import Fence, OpenFence
 from shoal.sync.replicas import broadcast_tensors, gather_integers, have_equal_digests
 from shoal.sync.step_stats import StepTimer, WholeStepTimer
-from shoal.sync.world import World
+from shoal.sync.world import World, gpu_runtime
 
 
 def make_engine(
@@ -178,7 +178,7 @@ def describe_hardware() -> dict[str, Any]:
         "arch": platform.machine(),
         "os": f"{platform.system()} {platform.release()}",
         "boot_id": boot_id(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": f"{torch.cuda.get_device_name()} ({gpu_runtime()})" if torch.cuda.is_available() else None,
     }
 
 

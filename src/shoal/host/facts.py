@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import socket
 import subprocess
 import time
@@ -120,6 +121,24 @@ def is_cpu_only(torch_version: str, device_names: Iterable[str]) -> bool:
 
 def this_machine_is_cpu_only() -> bool:
     return is_cpu_only(installed_version("torch") or "", (path.name for path in Path("/dev").iterdir()))
+
+
+# The newest builds of torch for GPUs by the CUDA of the driver, which runs any build of the same major version; torch
+# 2.13 has these. scripts/bootstrap has them too.
+_CUDA_BUILDS = {13: "cu130", 12: "cu126"}
+ROCM_BUILD = "rocm7.2"
+
+
+def cuda_build(driver_cuda: str | None) -> str | None:
+    """Return the build of torch for a driver that supports CUDA up to this version; None if it is too old for any."""
+    major = int((driver_cuda or "13.0").partition(".")[0])
+    return next((build for least, build in _CUDA_BUILDS.items() if major >= least), None)
+
+
+def torch_install_command(python: str, release: str | None, build: str) -> str:
+    """Return the command that installs this build of torch beside the other packages of an environment."""
+    torch = f"torch=={release}+{build}" if release else "torch"
+    return f"{shlex.quote(python)} -m pip install {torch} --index-url https://download.pytorch.org/whl/{build}"
 
 
 # Versions, identity and clock

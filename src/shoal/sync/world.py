@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from shoal.control.membership.types import NEVER, Ballot, Lineage
 from shoal.control.rank_env import Placement
 from shoal.control.rank_messages import EnterGeneration
 from shoal.errors import RunFailed, UsageError
-from shoal.host.facts import interface_to, link_mbps
+from shoal.host.facts import boot_id, interface_to, link_mbps
 from shoal.sync.communication import communication
 from shoal.sync.interruptible import GroupInterrupt, await_work
 from shoal.sync.kv_store_client import AgentStore
@@ -145,8 +146,8 @@ def choose_device(wanted: str, placement: Placement) -> torch.device:
     if wanted == "cuda" and not gpus:
         raise UsageError(
             f"rank {placement.rank} on {placement.node} is to use a GPU, but torch {torch.__version__} sees none",
-            why="the machine has none that CUDA can use, or this torch is a build without CUDA",
-            fix="look at `nvidia-smi`, or train there with --device cpu",
+            why=f"its build is for {runtime}, and finds none" if (runtime := gpu_runtime()) else "it is a CPU build",
+            fix="find out why, and which build to install: shoal doctor; or train there with --device cpu",
         )
     if wanted == "cpu" or not gpus or (wanted == "auto" and gpus < placement.local_world_size):
         return torch.device("cpu")
@@ -165,9 +166,20 @@ def choose_interface(placement: Placement) -> str | None:
     return os.environ.get("GLOO_SOCKET_IFNAME")
 
 
+def gpu_runtime() -> str | None:
+    """Return what torch was built for: `CUDA 13.0`, `ROCm 7.2.26015`, or None for the processor alone."""
+    if torch.version.hip:
+        return f"ROCm {torch.version.hip.partition('-')[0]}"
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else None
+
+
 def device_name(device: torch.device) -> str:
     """Return `cpu`, or the GPU's own name, which is the same in every process that uses it and nowhere else."""
-    return f"gpu {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else "cpu"
+    if device.type != "cuda":
+        return "cpu"
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    # Older ROCm builds know no uuid.
+    return f"gpu {uuid or f'{device.index} of {boot_id() or socket.gethostname()}'}"
 
 
 # A world with fixed membership, from the environment of a launcher.

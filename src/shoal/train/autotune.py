@@ -37,6 +37,7 @@ from shoal.run_folder import write_atomically
 from shoal.sync.step_stats import max_over_world
 from shoal.sync.world import World, barrier
 from shoal.train.compute_speed import matmul_gflops
+from shoal.train.gpu_speed import multiply_in_tf32
 from shoal.units import format_duration, format_ms
 
 # `device`: what `default_precision` says of each rank's own device.
@@ -248,8 +249,7 @@ def apply(choice: ComputeChoice, model: GPT) -> None:
         model.matmul_dtype = torch.bfloat16
     else:
         prefer_blas()
-        # On a GPU: three to eight times as fast, with the range of fp32 and 11 bits of precision.
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        multiply_in_tf32()
     if choice.compiled:
         _prepare_compiler()
         model.compile_blocks()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.config.profile import SMALL_GPT
+from shoal.config.profile import SMALL_GPT, Precision
 from shoal.config.schema import ModelConfig
 from shoal.cost.model_size import flops_per_token, intensity, parameter_count
 from shoal.host.facts import physical_cores
@@ -19,7 +19,10 @@ from shoal.model.gpt import GPT
 from shoal.model.kernels import prefer_blas
 from shoal.sync.compression.base import from_half, to_half
 from shoal.sync.gradients import clip_gradients, gradient_norm
+from shoal.sync.step_stats import Mark, mark, seconds_between
+from shoal.train.gpu_speed import await_event, multiply_in_tf32
 
+_CPU = torch.device("cpu")
 _PHASES = ("forward", "backward", "optimizer")
 _CLIP = 1.0
 # Parameters of one of DDP's buckets.
@@ -58,11 +61,16 @@ class OptimizerTimer:
 
     def __post_init__(self) -> None:
         self._means, self._squares = ([torch.zeros_like(weight) for weight in self.parameters] for _ in range(2))
-        self._steps = [torch.zeros(()) for _ in self.parameters]
+        self._steps = [torch.zeros((), device=weight.device) for weight in self.parameters]
 
     @torch.no_grad()
     def step(self) -> None:
-        clip_gradients(self.parameters, float(gradient_norm(self.parameters)), _CLIP)
+        norm = gradient_norm(self.parameters)
+        # As in a training: the processor waits here for the norm before it lets the optimizer start.
+        _await_mark(mark(norm.device))
+        clip_gradients(self.parameters, float(norm), _CLIP)
+        # Without counting, the first correction would divide by zero: a GPU multiplies such numbers faster.
+        torch._foreach_add_(self._steps, 1)
         torch._fused_adamw_(
             self.parameters,
             [weight.grad for weight in self.parameters if weight.grad is not None],
@@ -99,18 +107,33 @@ def measure_fp16_conversion_s(budget_s: float) -> float:
 
 
 class ModelTimer:
-    """Times one model on one rank, with the threads that a run gives it."""
+    """Times one model on one rank, with the threads that a run gives it, or on its GPU."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, device: torch.device = _CPU, precision: Precision = "fp32") -> None:
         # A training does the same.
         prefer_blas()
         self._config = model
-        self._model = GPT(model)
+        self._device = device
+        self._model = GPT(model).to(device)
+        if precision == "bf16":
+            self._model.matmul_dtype = torch.bfloat16
+        elif device.type == "cuda":
+            multiply_in_tf32()
         self._updates = OptimizerTimer(list(self._model.parameters()))
         self._last_s = 0.0
 
     def measure(self, budget_s: float) -> Iterator[dict[str, float]]:
-        """Yield the times of growing micro-batches, as many as fit into the time."""
+        """Yield the times of growing micro-batches, as many as fit into the time, and into the memory of a GPU."""
+        try:
+            if self._device.type == "cuda":
+                # The first step compiles kernels, for seconds that no later step takes.
+                self._run(self._tokens(1))
+            yield from self._measure_sizes(budget_s)
+        except torch.cuda.OutOfMemoryError:
+            self._model.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+
+    def _measure_sizes(self, budget_s: float) -> Iterator[dict[str, float]]:
         deadline = time.perf_counter() + budget_s
         size = 1
         while size <= _MAX_MICRO_BATCH:
@@ -122,7 +145,7 @@ class ModelTimer:
             size *= _MICRO_BATCH_GROWTH
 
     def _measure_phases(self, micro_batch: int, budget_s: float) -> dict[str, float]:
-        tokens = torch.randint(self._config.vocab_size, (micro_batch, self._config.seq_len))
+        tokens = self._tokens(micro_batch)
         self._run(tokens)
         runs: list[dict[str, float]] = []
         deadline = time.perf_counter() + budget_s
@@ -133,15 +156,26 @@ class ModelTimer:
         self._last_s = statistics.median(whole)
         return {**medians, "spread": statistics.pstdev(whole) / statistics.mean(whole)}
 
+    def _tokens(self, micro_batch: int) -> Tensor:
+        return torch.randint(self._config.vocab_size, (micro_batch, self._config.seq_len), device=self._device)
+
     def _run(self, tokens: Tensor) -> dict[str, float]:
-        marks = [time.perf_counter()]
+        marks = [mark(self._device)]
         loss = self._model(tokens, tokens) / tokens.numel()
-        marks.append(time.perf_counter())
+        marks.append(mark(self._device))
         loss.backward()
-        marks.append(time.perf_counter())
+        marks.append(mark(self._device))
         self._updates.step()
-        marks.append(time.perf_counter())
-        return {name: after - before for name, before, after in zip(_PHASES, marks, marks[1:], strict=False)}
+        marks.append(mark(self._device))
+        _await_mark(marks[-1])
+        return {
+            name: seconds_between(before, after) for name, before, after in zip(_PHASES, marks, marks[1:], strict=False)
+        }
+
+
+def _await_mark(moment: Mark) -> None:
+    if not isinstance(moment, float):
+        await_event(moment, "a training step")
 
 
 def thread_counts(cores: int) -> list[int]:

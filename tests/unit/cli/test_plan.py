@@ -14,13 +14,15 @@ import pytest
 from matplotlib.image import imread
 
 from shoal.cli.main import run
-from shoal.config.load import build_config
+from shoal.config.load import build_config, write_profile
 from shoal.config.sync_choice import BLOCK_NUMBERS, WIRE_FORMATS, WireFormat
 from shoal.cost.data_sheets import SheetOverrides, find_link, find_machines, make_cluster_model
 from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import workload_of
 from shoal.tools.plan.advise import make_plan
 from shoal.tools.plan.figures import draw_plan
+from shoal.tools.probe.run import assemble
+from tests.unit.config.test_profile import measured, with_gpus
 
 Call = Callable[..., tuple[int, str, str]]
 Plan = Callable[..., dict[str, Any]]
@@ -50,6 +52,24 @@ def plan(call: Call) -> Plan:
         return document
 
     return planned
+
+
+# GPUs of a profile
+
+
+def test_a_plan_is_for_the_gpus_of_a_profile_unless_the_settings_say_otherwise(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "profile.toml"
+    write_profile(assemble(with_gpus(measured(), "nccl"), "now", 60.0, 51.0), file)
+    on_gpus = plan("--profile", str(file))
+    assert "2 of 2 ranks on GPUs, which exchange by NCCL" in on_gpus["notes"][0]
+    on_cpus = plan("--profile", str(file), "--set", "train.device=cpu")
+    assert "GPU" not in on_cpus["notes"][0]
+    assert on_gpus["rows"][0]["tokens_per_s"] > 10 * on_cpus["rows"][0]["tokens_per_s"]
+    mixed = plan("--profile", str(file), "--set", "run.devices=cuda/cpu")
+    assert "1 of 2 ranks on GPUs, which exchange by gloo through pinned memory" in mixed["notes"][0]
+    # The slow machine does not help: every step waits for it.
+    assert mixed["rows"][1]["speedup"] < 0.2
+    assert not mixed["advice"]["distribute"]
 
 
 # The picture

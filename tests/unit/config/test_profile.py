@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,18 @@ from shoal.tools.probe.run import ProbeData, assemble, fastest, summarize
 GIGABIT = LinearFit(1e-3, 8 / 0.96e9)
 
 
-def collective(op: str, size: int, seconds: float, kind: str = "collective", element_bytes: int = 4) -> Event:
-    times = {"bytes": size, "seconds": seconds, "rounds": 5, "world_size": 2}
+def collective(
+    op: str, size: int, seconds: float, kind: str = "collective", element_bytes: int = 4, backend: str = "gloo"
+) -> Event:
+    times = {"bytes": size, "seconds": seconds, "rounds": 5, "world_size": 2, "backend": backend}
     return {"event": kind, "op": op, "element_bytes": element_bytes, "cores": size / SIZES[6], **times}
 
 
-def timing(node: str, rank: int, micro_batch: int, forward_s: float) -> Event:
+def timing(
+    node: str, rank: int, micro_batch: int, forward_s: float, device: str = "cpu", precision: str = "fp32"
+) -> Event:
     shape = {"name": "small", "model": SMALL_GPT.model_dump(), "threads": 1, "micro_batch": micro_batch}
+    shape |= {"device": device, "precision": precision}
     times = {"forward_s": forward_s, "backward_s": 2 * forward_s, "optimizer_s": 0.006, "spread": 0.01}
     return {"event": "model-time", "rank": rank, "node": node, **shape, **times}
 
@@ -67,14 +73,30 @@ def events_of(nodes: list[Node]) -> list[Event]:
     others = [*halves, *(collective("broadcast", size, 2e-3 + 9e-9 * size) for size in (4096, 1 << 20))]
     held_out = collective("all-reduce", 8 << 20, 1.02 * GIGABIT.seconds(8 << 20), kind="held-out")
     trials = [{"event": "connections", "count": count, "seconds": seconds} for count, seconds in ((1, 0.1), (4, 0.05))]
-    cut = {"event": "size-skipped", "op": "all-reduce", "element_bytes": 2, "bytes": SIZES[7], "once_s": 0.56}
+    cut = {
+        "event": "size-skipped",
+        "op": "all-reduce",
+        "element_bytes": 2,
+        "bytes": SIZES[7],
+        "once_s": 0.56,
+        "backend": "gloo",
+    }
     timings = [
         timing(node.name, rank, size, 0.01 * size * (1 + 0.1 * rank))
         for node in nodes
         for rank in (0, 1)
         for size in (1, 2, 4)
     ]
-    return [*facts, *sweep, *others, held_out, *trials, cut, *timings, *(compute(node.name) for node in nodes)]
+    return [
+        *facts,
+        *sweep,
+        *others,
+        held_out,
+        *trials,
+        cut | {"once_s": 0.56},
+        *timings,
+        *(compute(node.name) for node in nodes),
+    ]
 
 
 def link(source: str, target: str, together_gbps: float = 0.96) -> LinkProfile:
@@ -134,6 +156,85 @@ def test_a_profile_has_the_measurements(profile: Profile) -> None:
         "left out for lack of time, a larger --budget has room for them: all-reduce in fp16 from 64 MiB on "
         "(560 ms a time)",
     )
+
+
+def gpu(node: str, **changes: object) -> Event:
+    """Return the figures of an H200 that its ranks measured; rates of an earlier generation where they differ."""
+    figures = {
+        "name": "NVIDIA H200",
+        "runtime": "CUDA 13.0",
+        "memory_bytes": 150_000_000_000,
+        "bf16_tflops": 675.0,
+        "tf32_tflops": 390.0,
+        "fp32_tflops": 51.0,
+        "memory_gbytes_per_s": 4100.0,
+        "to_gpu_gbytes_per_s": 55.0,
+        "from_gpu_gbytes_per_s": 52.0,
+        "to_gpu_pageable_gbytes_per_s": 11.0,
+        "from_gpu_pageable_gbytes_per_s": 6.0,
+    }
+    return {"event": "gpu", "node": node, **figures, **changes}
+
+
+def with_gpus(data: ProbeData, *backends: str) -> ProbeData:
+    extra = [
+        *(gpu(node.name) for node in data.nodes),
+        *(timing(node.name, 0, 8, 1e-3, "cuda", precision) for node in data.nodes for precision in ("bf16", "fp32")),
+        *(
+            collective("all-reduce", size, 1e-5 + size * 1e-11, backend=backend)
+            for backend in backends
+            for size in SIZES[:7]
+        ),
+    ]
+    return replace(data, events=[*data.events, *extra])
+
+
+def test_gpus_are_in_the_profile_and_its_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assembled = assemble(with_gpus(measured(), "nccl"), "now", 60.0, 51.0)
+    write_profile(assembled, tmp_path / "profile.toml")
+    profile = read_profile(tmp_path / "profile.toml")
+    assert profile == assembled
+    assert profile.node("node1").gpus[0].bf16_tflops == 675
+    on_gpu = [entry for entry in profile.node("node1").timings if entry.device == "cuda"]
+    assert [(entry.precision, entry.micro_batch) for entry in on_gpu] == [("bf16", 8), ("fp32", 8)]
+    nccl, over_gloo = profile.collective("all-reduce", backend="nccl"), profile.collective("all-reduce")
+    assert nccl is not None
+    assert over_gloo is not None
+    assert nccl.seconds(1 << 20) < over_gloo.seconds(1 << 20) / 100
+    assert profile.summary.bus_gbps == pytest.approx(over_gloo.points[-1].bus_gbps)
+    print_profile(profile)
+    printed = capsys.readouterr().out
+    assert "node1: NVIDIA H200, CUDA 13.0" in printed
+    assert "over NCCL" in printed
+    assert not any("NCCL" in note for note in profile.notes)
+
+
+def test_gpus_that_ranks_share_are_noted_and_a_full_one_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    data = with_gpus(measured(), "staged")
+    full = {"event": "gpu-skipped", "node": "node2", "gpu": "cuda:0", "free_bytes": 20_000_000}
+    others = [event for event in data.events if not (event["event"] == "gpu" and event["node"] == "node2")]
+    profile = assemble(replace(data, events=[*others, full]), "now", 60.0, 51.0)
+    assert profile.node("node2").gpus == ()
+    assert "a GPU of node2 was left out: it has 20 MB of free memory" in profile.notes
+    assert any("NCCL was not measured: it needs two ranks" in note for note in profile.notes)
+    print_profile(profile)
+    assert "between GPUs, by pinned memory and gloo" in capsys.readouterr().out
+
+
+def test_a_card_without_bf16_has_no_rate_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    data = measured()
+    old = gpu("node1", name="AMD Instinct MI60", runtime="ROCm 7.2.26015", bf16_tflops=None)
+    print_profile(assemble(replace(data, events=[*data.events, old]), "now", 60.0, 51.0))
+    row = next(line for line in capsys.readouterr().out.splitlines() if "ROCm" in line)
+    assert row.split("ROCm 7.2.26015")[1].split()[:2] == ["–", "390"]
+
+
+def test_a_profile_of_an_older_shoal_is_read(profile: Profile, tmp_path: Path) -> None:
+    newer = ("backend = ", "device = ", "precision = ")
+    lines = [line for line in profile_to_toml(profile).splitlines() if not line.startswith(newer)]
+    file = tmp_path / "profile.toml"
+    file.write_text("\n".join(lines) + "\n")
+    assert read_profile(file) == profile
 
 
 def test_shared_machines_slow_links_and_other_programs_are_noted() -> None:

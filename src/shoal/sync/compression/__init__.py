@@ -34,7 +34,7 @@ _FACTORIES: dict[str, Callable[[World, Parameters, WireChoice], Compressor]] = {
 def make_compressor(text: str, world: World, parameters: Parameters) -> Compressor:
     """Return the compressor of a wire format. `parameters`, named as in the model, are those of all later buckets."""
     choice = parse_wire(text)
-    if world.gpu_group is not None and not choice.format.is_cpu_only:
+    if world.gpu_group is not None and not choice.format.needs_gloo:
         # A guarded future does not know a GPU's streams. When the generation ends, NCCL's group is aborted.
         return _FACTORIES[choice.name](replace(world, group=world.gpu_group), parameters, choice)
     compressor = _FACTORIES[choice.name](world, parameters, choice)

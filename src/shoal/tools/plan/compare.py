@@ -18,7 +18,7 @@ from shoal.config.profile import Calibration, Profile
 from shoal.config.schema import Config, TrainConfig
 from shoal.config.sync_choice import choice_of_event
 from shoal.cost.batch_plan import rank_weights
-from shoal.cost.measured import MeasuredSpeed, ScriptSpeed, cluster_model_of
+from shoal.cost.measured import MeasuredSpeed, ScriptSpeed, cluster_model_of, gpu_backend, rank_devices
 from shoal.cost.predict import Prediction, predict
 from shoal.cost.select_sync import SyncOption, allowed_wires, candidates, explain_choice, pick
 from shoal.cost.strategy import strategy_of_config
@@ -46,7 +46,8 @@ def predict_run(config: Config, path: Path) -> PredictionRecord:
     profile = read_profile(path)
     refuse_another_cluster(profile, path, config.run.on)
     prediction = _predict(config, profile)
-    is_measured = MeasuredSpeed(profile, profile.world_size).model_speed(workload_of(config).shape, 0).is_measured
+    speed = MeasuredSpeed(profile, profile.world_size, rank_devices(profile, config.device_of))
+    is_measured = speed.model_speed(workload_of(config).shape, 0).is_measured
     return _record(prediction, profile, path, is_measured=is_measured, tokens_per_s=prediction.tokens_per_s)
 
 
@@ -95,9 +96,17 @@ def predict_script(settings: Mapping[str, Any], alone: Path, path: Path) -> Pred
     before = load_settings(run.config).model_dump(exclude_unset=True)
     config = validate_session(merge([before, {"run": {"weights": None}}, settings]))
     refuse_another_cluster(profile, path, config.run.on)
-    model = cluster_model_of(profile)
+    devices = rank_devices(profile, config.device_of)
+    model = cluster_model_of(profile, devices)
+    device = str(start.get("device", "cpu")).partition(":")[0]
+    if device != devices[0]:
+        raise ConfigError(
+            f"the run {alone} was measured on {device}",
+            why=f"the first rank of {profile.on} computes on {devices[0]} (by {path})",
+            fix=f"measure one rank like that: shoal run --on local:1 --set train.device={devices[0]} --steps 30 SCRIPT",
+        )
     threads, cpu = profile.nodes[0].timings[0].threads, start.get("hardware", {}).get("cpu")
-    if start.get("threads") != threads or cpu != profile.nodes[0].cpu:
+    if device == "cpu" and (start.get("threads") != threads or cpu != profile.nodes[0].cpu):
         raise ConfigError(
             f"the run {alone} was measured with {start.get('threads')} threads on {cpu}",
             why=f"a rank of {profile.on} has {pluralize(threads, 'thread')} on {profile.nodes[0].cpu} (by {path})",
@@ -105,7 +114,7 @@ def predict_script(settings: Mapping[str, Any], alone: Path, path: Path) -> Pred
         )
     samples, phases = float(summary.samples_per_step or 1), summary.phases
     speed = ScriptSpeed(
-        MeasuredSpeed(profile, profile.world_size),
+        MeasuredSpeed(profile, profile.world_size, devices),
         forward_s=phases.get("forward", 0.0) / samples,
         backward_s=phases.get("backward", 0.0) / samples,
         optimizer_s=phases.get("optimizer", 0.0),
@@ -139,7 +148,7 @@ def _predict(config: Config, profile: Profile) -> Prediction:
     return predict(
         workload_of(config),
         strategy_of_config(config.sync),
-        cluster_model_of(profile),
+        cluster_model_of(profile, rank_devices(profile, config.device_of)),
         size,
         rank_weights(config.run, size),
     )
@@ -193,8 +202,9 @@ def sync_options(config: Config, profile: Profile, path: Path) -> list[SyncOptio
     """Return the choices of a run with predicted times; those that do not fit into memory are left out, except the
     plainest."""
     refuse_another_cluster(profile, path, config.run.on)
-    is_in_memory = config.sync.inside != "gloo" and len(planned_nodes(config.run.on)) == 1
-    wires = allowed_wires(is_in_memory, "cuda" not in (config.train.device, *(config.run.devices or "").split("/")))
+    has_nccl = gpu_backend(profile, rank_devices(profile, config.device_of)) == "nccl"
+    is_in_memory = not has_nccl and config.sync.inside != "gloo" and len(planned_nodes(config.run.on)) == 1
+    wires = allowed_wires(is_in_memory, is_gloo=not has_nccl)
     options: list[SyncOption] = []
     for choice in candidates(config.sync, wires, config.train.steps):
         planned = config.sync.model_copy(update={"planned": choice.text})

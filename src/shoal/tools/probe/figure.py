@@ -89,13 +89,14 @@ def _draw_times(axes: Axes, entry: CollectiveProfile) -> None:
 
 
 def _draw_bus(axes: Axes, profile: Profile) -> None:
-    colours = zip(profile.collectives, (MEASURED, *_NODES[1:]), _MARKS, strict=False)
+    entries = [entry for entry in profile.collectives if entry.backend == "gloo"]
+    colours = zip(entries, (MEASURED, *_NODES[1:]), _MARKS, strict=False)
     for entry, colour, mark in colours:
         values = [point.bus_gbps for point in entry.points]
         axes.plot([point.bytes for point in entry.points], values, marker=mark, ms=5, color=colour, label=entry.label)
     if wire := profile.summary.wire_gbps:
         axes.axhline(wire, color=IDEAL, linestyle="--", label=f"the wire: {format_si(1e9 * wire, 'bit/s')}")
-    sizes = [point.bytes for point in profile.collectives[0].points]
+    sizes = [point.bytes for point in entries[0].points]
     axes.set(xscale="log", xlabel="size of the buffer", ylabel="Gbit/s", ylim=(0, None))
     axes.set_xticks(sizes, [format_buffer_size(size) for size in sizes], rotation=35, ha="right", fontsize=8)
     axes.minorticks_off()

@@ -18,10 +18,12 @@ from shoal.cluster.node import Node, RunFiles
 from shoal.config.profile import (
     SMALL_GPT,
     WIDE_GPT,
+    Backend,
     CollectivePoint,
     CollectiveProfile,
     ComputeProfile,
     ConnectionTrial,
+    GpuProfile,
     HeldOut,
     LinkProfile,
     ModelTiming,
@@ -41,7 +43,7 @@ from shoal.launch.launcher import run_module
 from shoal.run_folder import RunFolder
 from shoal.tools.probe.links import LINK_METER, Report, measure_links, plan_flows
 from shoal.tools.report.summary import busy_cores_of_others
-from shoal.units import format_duration, format_percent, warn_of_other_programs
+from shoal.units import format_duration, format_percent, format_si, warn_of_other_programs
 
 RANKS = "shoal.tools.probe.worker"
 SMALL = {"small": SMALL_GPT}
@@ -164,7 +166,7 @@ def summarize(
     trials: Sequence[ConnectionTrial],
 ) -> ProfileSummary:
     wires = [link.together_gbps for link in links if link.together_gbps]
-    reduce_ = next((entry for entry in collectives if entry.op == "all-reduce"), None)
+    reduce_ = next((entry for entry in collectives if (entry.op, entry.backend) == ("all-reduce", "gloo")), None)
     if not wires or reduce_ is None:
         return ProfileSummary(nodes=len(nodes))
     largest = max(reduce_.points, key=lambda point: point.bytes)
@@ -188,24 +190,28 @@ def fastest(trials: Sequence[ConnectionTrial]) -> int:
 def _collectives(data: ProbeData) -> list[CollectiveProfile]:
     events = data.of_kind("collective")
     held_out = {_kind(event): event for event in data.of_kind("held-out")}
-    kinds = sorted({_kind(event) for event in events}, key=lambda kind: (get_args(Op).index(kind[0]), -kind[1]))
+    kinds = sorted(
+        {_kind(event) for event in events},
+        key=lambda kind: (get_args(Backend).index(kind[2]), get_args(Op).index(kind[0]), -kind[1]),
+    )
     return [
         _collective(kind, [event for event in events if _kind(event) == kind], held_out.get(kind)) for kind in kinds
     ]
 
 
-def _kind(event: Event) -> tuple[Op, int]:
-    return event["op"], event["element_bytes"]
+def _kind(event: Event) -> tuple[Op, int, Backend]:
+    return event["op"], event["element_bytes"], event["backend"]
 
 
-def _collective(kind: tuple[Op, int], events: Sequence[Event], held_out: Event | None) -> CollectiveProfile:
-    op, element_bytes = kind
+def _collective(kind: tuple[Op, int, Backend], events: Sequence[Event], held_out: Event | None) -> CollectiveProfile:
+    op, element_bytes, backend = kind
     samples = [(int(event["bytes"]), float(event["seconds"])) for event in events]
     line = fit_alpha_beta(samples)
     world_size = int(events[0]["world_size"])
     return CollectiveProfile(
         op=op,
         element_bytes=element_bytes,
+        backend=backend,
         world_size=world_size,
         cores=max(events, key=lambda event: int(event["bytes"]))["cores"],
         alpha_s=line.alpha_s,
@@ -260,6 +266,11 @@ def _node(node: Node, data: ProbeData) -> NodeProfile:
             (event["fp16_s_per_parameter"] for event in data.of_kind("fp16-conversion") if event["node"] == node.name),
             default=None,
         ),
+        gpus=tuple(
+            GpuProfile(**{name: event[name] for name in GpuProfile.model_fields})
+            for event in data.of_kind("gpu")
+            if event["node"] == node.name
+        ),
         other_programs_cores=busy_cores_of_others(
             [event for event in data.of_kind("load") if event["node"] in same_machine]
         ),
@@ -269,8 +280,12 @@ def _node(node: Node, data: ProbeData) -> NodeProfile:
 def _timings(node: str, data: ProbeData) -> Iterator[ModelTiming]:
     """Take the times of the node's slowest rank: the others wait for it."""
     events = [event for event in data.of_kind("model-time") if event["node"] == node]
-    for key in dict.fromkeys((event["name"], event["micro_batch"]) for event in events):
-        ranks = [event for event in events if (event["name"], event["micro_batch"]) == key]
+
+    def key_of(event: Event) -> tuple[Any, ...]:
+        return event["device"], event["precision"], event["name"], event["micro_batch"]
+
+    for key in dict.fromkeys(map(key_of, events)):
+        ranks = [event for event in events if key_of(event) == key]
         slowest = max(ranks, key=lambda event: float(event["forward_s"] + event["backward_s"]))
         yield ModelTiming(**{name: slowest[name] for name in ModelTiming.model_fields})
 
@@ -305,6 +320,15 @@ def _notes(data: ProbeData, nodes: Sequence[NodeProfile]) -> list[str]:
             f"links slow each other down: together they reach {format_percent(min(ratios))} of alone. "
             "They share something: a switch's uplink, a daisy chain, the air, or the cores of one machine"
         )
+    notes += [
+        f"a GPU of {event['node']} was left out: it has {format_si(event['free_bytes'], 'B')} of free memory"
+        for event in data.of_kind("gpu-skipped")
+    ]
+    if any(node.gpus for node in nodes) and not any(event["backend"] == "nccl" for event in data.of_kind("collective")):
+        notes.append(
+            "NCCL was not measured: it needs two ranks or more, each with a GPU of its own. Ranks that share a GPU, or "
+            "have none, exchange by gloo through pinned memory"
+        )
     if warning := warn_of_other_programs({f"on {node.name}": node.other_programs_cores for node in nodes}):
         notes.append(warning)
     return notes
@@ -312,4 +336,4 @@ def _notes(data: ProbeData, nodes: Sequence[NodeProfile]) -> list[str]:
 
 def _describe_cut(event: Event) -> str:
     takes = f" ({format_duration(event['once_s'])} a time)" if event["once_s"] else ""
-    return f"{operation_label(event['op'], event['element_bytes'])} from {format_buffer_size(event['bytes'])} on{takes}"
+    return f"{operation_label(*_kind(event))} from {format_buffer_size(event['bytes'])} on{takes}"

@@ -1,6 +1,7 @@
-"""`python -m shoal.tools.probe.worker`: one rank of `shoal probe`. Time models, gloo's collectives, then each machine.
+"""`python -m shoal.tools.probe.worker`: one rank of `shoal probe`. Time models, gloo's collectives, each machine, GPUs.
 
-The figures are events: `model-time` of each model, those of `Collectives`, and a `compute` event for each machine.
+The figures are events: `model-time` of each model, those of `Collectives`, a `compute` event for each machine, and a
+`gpu` event for each GPU.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -22,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.config.profile import Op
+from shoal.config.profile import Backend, Op, Precision
 from shoal.config.schema import ModelConfig
 from shoal.control.rank_env import Placement, use_private_caches
 from shoal.cost.network import (
@@ -41,15 +44,22 @@ from shoal.errors import ShoalError
 from shoal.events import EventLog
 from shoal.host.facts import boot_id
 from shoal.run_folder import RunFolder
-from shoal.sync.world import World, barrier, join_world, leave_world, with_second_group
+from shoal.sync.world import World, barrier, choose_device, join_world, leave_world, with_second_group
+from shoal.train.autotune import default_precision
 from shoal.train.compute_speed import ComputePeaks, ModelTimer, measure_fp16_conversion_s
+from shoal.train.gpu_speed import await_event, measure_card, time_on_gpu
 
 _MODELS_SHARE = 0.25
 _FP16_CONVERSION_SHARE = 0.02
 _COLLECTIVES_SHARE = 0.65
+# Of all the time, where a rank has a GPU; and of that for each card by itself, and for models. The rest: collectives.
+_GPU_SHARE = 0.35
+_CARD_SHARE = 0.2
+_GPU_MODELS_SHARE = 0.5
 # Measure at least this long, however long starting took.
 _LEAST_S = 2.0
 _TURN_TIMEOUT_S = 600.0
+_CPU = torch.device("cpu")
 
 
 def main() -> int:
@@ -77,7 +87,9 @@ def main() -> int:
 
 def measure(placement: Placement, log: EventLog, budget_s: float, models: Mapping[str, ModelConfig]) -> None:
     peaks = ComputePeaks() if placement.local_rank == 0 else None
-    world = join_world(placement, torch.device("cpu"), "gloo")
+    # A GPU even where ranks must share it: a run may ask for that.
+    device = choose_device("cuda" if torch.cuda.is_available() else "cpu", placement)
+    world = join_world(placement, device)
     load = LoadMeter()
     log.write(
         "facts", node=world.node, interface=world.interface, versions=describe_versions(), hardware=describe_hardware()
@@ -85,6 +97,8 @@ def measure(placement: Placement, log: EventLog, budget_s: float, models: Mappin
     turns, own_turn = _turns(world)
     [age_s] = agree(world, [time.time() - psutil.Process().create_time()])
     left_s = max(_LEAST_S, budget_s - age_s)
+    gpu_s = _GPU_SHARE * left_s if world.has_gpus else 0.0
+    left_s -= gpu_s
     # Models first: large buffers of collectives fragment the heap, and everything after them is some per cent slower.
     began = time.monotonic()
     for name, model in models.items():
@@ -107,17 +121,64 @@ def measure(placement: Placement, log: EventLog, budget_s: float, models: Mappin
             log.write("doing", text=f"what {placement.node} computes")
             log.write("compute", node=placement.node, turns=turns, **peaks.measure(left_s / turns))
         _wait_for_all(world, f"turn/{turn}")
+    if world.has_gpus:
+        measure_gpus(world, log, gpu_s, models)
     log.write("load", node=world.node, **load.since_start())
     leave_world(world)
 
 
-def _time_model(world: World, log: EventLog, name: str, model: ModelConfig, budget_s: float) -> None:
-    timer = ModelTimer(model)
-    _wait_for_all(world, f"model-time/{name}")
-    for times in timer.measure(budget_s):
-        shape = model.model_dump(mode="json")
-        log.write("model-time", node=world.node, name=name, model=shape, threads=torch.get_num_threads(), **times)
-    _wait_for_all(world, f"model-time-end/{name}")
+def _time_model(
+    world: World,
+    log: EventLog,
+    name: str,
+    model: ModelConfig,
+    budget_s: float,
+    device: torch.device = _CPU,
+    precision: Precision = "fp32",
+) -> None:
+    timer = None
+    # A model that does not fit into a GPU has no times there.
+    with suppress(torch.cuda.OutOfMemoryError):
+        timer = ModelTimer(model, device, precision)
+    turn = f"model-time/{name}/{device.type}/{precision}"
+    _wait_for_all(world, turn)
+    fields = {"node": world.node, "name": name, "model": model.model_dump(mode="json"), "device": device.type}
+    for times in timer.measure(budget_s) if timer else ():
+        log.write("model-time", **fields, precision=precision, threads=torch.get_num_threads(), **times)
+    _wait_for_all(world, f"{turn}/end")
+
+
+def measure_gpus(world: World, log: EventLog, budget_s: float, models: Mapping[str, ModelConfig]) -> None:
+    """Measure each GPU alone, then models on all of them together, then how gradients get from one to another.
+
+    Every rank takes part, also one without a GPU: it waits where others measure theirs.
+    """
+    is_first = world.devices.index(world.devices[world.rank]) == world.rank
+    if world.device.type == "cuda" and is_first:
+        log.write("doing", text=f"the GPU of {world.node}")
+        try:
+            log.write("gpu", node=world.node, **measure_card(world.device, _CARD_SHARE * budget_s))
+        except torch.cuda.OutOfMemoryError:
+            free_bytes = torch.cuda.mem_get_info(world.device)[0]
+            log.write("gpu-skipped", node=world.node, gpu=str(world.device), free_bytes=free_bytes)
+        torch.cuda.empty_cache()
+    _wait_for_all(world, "gpus")
+    # The precision that a run takes by default, and the other that it may ask for.
+    precisions: tuple[Precision, ...] = ("bf16", "fp32")
+    for name, model in models.items():
+        for precision in precisions:
+            log.write("doing", text=f"how fast {name} trains on GPUs in {precision}")
+            share = _GPU_MODELS_SHARE * budget_s / len(models) / len(precisions)
+            if world.device.type == "cuda" and (precision == "fp32" or default_precision(world.device) == "bf16"):
+                _time_model(world, log, name, model, share, world.device, precision)
+            else:
+                turn = f"model-time/{name}/cuda/{precision}"
+                _wait_for_all(world, turn)
+                _wait_for_all(world, f"{turn}/end")
+    if world.size > 1:
+        backend: Backend = "staged" if world.gpu_group is None else "nccl"
+        log.write("doing", text="collectives over NCCL" if backend == "nccl" else "gloo between GPUs, by pinned memory")
+        Collectives(world, log, (1 - _CARD_SHARE - _GPU_MODELS_SHARE) * budget_s, backend).measure()
 
 
 def _turns(world: World) -> tuple[int, int]:
@@ -150,6 +211,8 @@ _PARALLEL_ALL_REDUCES = 4
 _TRIAL_ROUNDS = 7
 _MOST_TRIAL_BYTES = 4 << 20
 _TIMEOUT_S = 60.0
+# NCCL's calls in a row, so that the ranks' different starts count for little.
+_NCCL_CALLS = 4
 
 FP32, FP16 = torch.float32, torch.float16
 
@@ -158,12 +221,13 @@ _ALL_REDUCE_SHARE = 0.5
 _FP16_SHARE = 0.4
 _OTHER_SHARES: dict[Op, float] = {"reduce-scatter": 0.25, "all-gather": 0.33, "broadcast": 0.5}
 
+# Returns the seconds, where the GPU measured them itself.
 Call = Callable[[], object]
 
 
 @dataclass
 class Collectives:
-    """Time gloo's collectives within a budget; write an event for each measured size.
+    """Time a backend's collectives within a budget; write an event for each measured size.
 
     Events: `collective`, `held-out`, `connections`, and `cut` for the first size that was too large for the time. All
     ranks use the same figures, those of the slowest rank, so they decide alike without further messages.
@@ -172,15 +236,21 @@ class Collectives:
     world: World
     log: EventLog
     budget_s: float
+    backend: Backend = "gloo"
     began: float = field(default_factory=time.monotonic)
     _cores: dict[int, float] = field(default_factory=dict)
 
     def measure(self) -> None:
+        if self.backend == "staged":
+            # Formats with fewer bytes are encoded behind the copy, which stays the same.
+            self._sweep("all-reduce", FP32, SIZES, 1.0, holds_out=True)
+            return
         tries = self._sweep("all-reduce", FP32, SIZES, _ALL_REDUCE_SHARE, holds_out=True)
         self._sweep("all-reduce", FP16, FEW_SIZES, _FP16_SHARE)
         for op, share in _OTHER_SHARES.items():
             self._sweep(op, FP32, FEW_SIZES, share)
-        self._try_connections(tries)
+        if self.backend == "gloo":
+            self._try_connections(tries)
 
     def _sweep(
         self, op: Op, dtype: torch.dtype, sizes: tuple[int, ...], share: float, holds_out: bool = False
@@ -190,7 +260,7 @@ class Collectives:
         tries, calls = self._try_sizes(op, dtype, sizes, keep_s)
         expected = dict(tries)
         if holds_out:
-            held_out, call = _prepare(op, dtype, held_out_size(list(expected)), self.world)
+            held_out, call = self._prepare(op, dtype, held_out_size(list(expected)))
             expected[held_out], calls[held_out] = expected_s(held_out, tries), call
         times = self._repeat(expected, calls, self._left_s() - keep_s)
         for size, seconds in times.items() if self.world.is_main else ():
@@ -203,6 +273,7 @@ class Collectives:
                 world_size=self.world.size,
                 element_bytes=dtype.itemsize,
                 cores=self._cores[size],
+                backend=self.backend,
             )
         return tries
 
@@ -212,7 +283,7 @@ class Collectives:
         tries: list[Sample] = []
         calls: dict[int, Call] = {}
         for size in sizes:
-            buffer_bytes, call = _prepare(op, dtype, size, self.world)
+            buffer_bytes, call = self._prepare(op, dtype, size)
             once_s = self._try(call, expected_s(size, tries), tries, keep_s)
             if once_s is None:
                 self._cut(op, dtype, size, tries)
@@ -267,8 +338,8 @@ class Collectives:
         for _ in range(rounds):
             barrier(self.world)
             began = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - began)
+            gpu_s = call()
+            times.append(gpu_s if isinstance(gpu_s, float) else time.perf_counter() - began)
         return agree(self.world, times)
 
     def _left_s(self) -> float:
@@ -277,7 +348,29 @@ class Collectives:
     def _cut(self, op: Op, dtype: torch.dtype, size: int, tries: list[Sample]) -> None:
         if self.world.is_main:
             once_s = expected_s(size, tries)
-            self.log.write("size-skipped", op=op, element_bytes=dtype.itemsize, bytes=size, once_s=once_s)
+            fields = {"op": op, "element_bytes": dtype.itemsize, "bytes": size, "backend": self.backend}
+            self.log.write("size-skipped", **fields, once_s=once_s)
+
+    def _prepare(self, op: Op, dtype: torch.dtype, size: int) -> tuple[int, Call]:
+        """Return the bytes of the whole buffer, a multiple of the world size, and the operation on it."""
+        world = self.world
+        device = _CPU if self.backend == "gloo" else world.device
+        group = world.gpu_group if self.backend == "nccl" else world.group
+        part = max(1, size // dtype.itemsize // world.size)
+        whole = torch.zeros(part * world.size, dtype=dtype, device=device)
+        own = torch.zeros(part, dtype=dtype, device=device)
+        calls: dict[Op, Call] = {
+            "all-reduce": lambda: dist.all_reduce(whole, group=group),
+            "reduce-scatter": lambda: dist.reduce_scatter_tensor(own, whole, group=group),
+            "all-gather": lambda: dist.all_gather_into_tensor(whole, own, group=group),
+            "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+        }
+        call = calls[op]
+        if self.backend == "nccl":
+            call = partial(time_on_gpu, calls[op], _NCCL_CALLS, f"{op} by NCCL")
+        elif device.type == "cuda":
+            call = partial(_reduce_staged, whole, torch.empty_like(whole, device=_CPU, pin_memory=True), group)
+        return dtype.itemsize * part * world.size, call
 
 
 def agree(world: World, values: list[float]) -> list[float]:
@@ -287,18 +380,13 @@ def agree(world: World, values: list[float]) -> list[float]:
     return [float(value) for value in largest]
 
 
-def _prepare(op: Op, dtype: torch.dtype, size: int, world: World) -> tuple[int, Call]:
-    """Return the bytes of the whole buffer, a multiple of the world size, and the operation on it."""
-    part = max(1, size // dtype.itemsize // world.size)
-    whole, own = torch.zeros(part * world.size, dtype=dtype), torch.zeros(part, dtype=dtype)
-    group = world.group
-    calls: dict[Op, Call] = {
-        "all-reduce": lambda: dist.all_reduce(whole, group=group),
-        "reduce-scatter": lambda: dist.reduce_scatter_tensor(own, whole, group=group),
-        "all-gather": lambda: dist.all_gather_into_tensor(whole, own, group=group),
-        "broadcast": lambda: dist.broadcast(whole, 0, group=group),
-    }
-    return dtype.itemsize * part * world.size, calls[op]
+def _reduce_staged(on_gpu: Tensor, pinned: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Sum the buffers of GPUs as `StagedCompressor` does: copy to pinned memory, exchange there, copy back."""
+    pinned.copy_(on_gpu, non_blocking=True)
+    await_event(torch.cuda.current_stream().record_event(), "a copy to pinned memory")
+    dist.all_reduce(pinned, group=group)
+    on_gpu.copy_(pinned, non_blocking=True)
+    await_event(torch.cuda.current_stream().record_event(), "a copy from pinned memory")
 
 
 def _group(world: World, connections: int) -> dist.ProcessGroup:

@@ -18,10 +18,13 @@ from shoal.cost.measured import (
     MeasuredSpeed,
     cluster_model_of,
     contention,
+    gpu_backend,
     interpolate,
     measured_network,
     model_speed_of,
+    rank_devices,
     spare_cores,
+    staging_s_per_byte,
 )
 from shoal.cost.model_size import flops_per_token
 from shoal.cost.predict import predict
@@ -29,12 +32,12 @@ from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import StepTime, workload_of
 from shoal.errors import ConfigError
 from shoal.events import Event
-from shoal.tools.plan.compare import ComparedRun, calibrate, predict_script, refuse_another_cluster
+from shoal.tools.plan.compare import ComparedRun, calibrate, predict_script, refuse_another_cluster, sync_options
 from shoal.tools.probe.run import assemble
 from shoal.tools.report.explain_run import explain_prediction, prediction_line
 from shoal.tools.report.summary import MeanMedianP95, RunSummary, summarize
 from tests.support.run_samples import all_events, make_session_run, session_events
-from tests.unit.config.test_profile import measured
+from tests.unit.config.test_profile import measured, with_gpus
 
 TIMES = ((1, 0.3), (2, 0.5), (8, 1.7))
 
@@ -299,3 +302,91 @@ def test_a_prediction_for_another_model_is_not_compared(profile: Profile, profil
     same, other = (summarize(alone_events(profile, grad_bytes=size)) for size in (4_000_000, 5_000_000))
     assert "was predicted to take" in (explain_prediction(record, same) or "")
     assert "this one has 5 MB: they cannot be compared" in (explain_prediction(record, other) or "")
+
+
+# GPUs
+
+
+def gpu_profile(*backends: str) -> Profile:
+    return assemble(with_gpus(measured(), *backends), "now", 60.0, 51.0)
+
+
+def test_ranks_compute_where_a_run_would(profile: Profile) -> None:
+    gpus = gpu_profile("nccl")
+    assert rank_devices(gpus, lambda _: "auto") == ("cuda", "cuda")
+    assert rank_devices(gpus, ["cuda", "cpu"].__getitem__) == ("cuda", "cpu")
+    # One GPU for two ranks: `auto` takes it for none of them.
+    shared = with_nodes(gpus, ranks=2).model_copy(update={"world_size": 4})
+    assert rank_devices(shared, lambda _: "auto") == ("cpu",) * 4
+    assert rank_devices(shared, lambda _: "cuda") == ("cuda",) * 4
+    assert rank_devices(profile, lambda _: "auto") == ("cpu", "cpu")
+    with pytest.raises(ConfigError, match="rank 0 on node1 is to use a GPU, and the profile has none"):
+        rank_devices(profile, lambda _: "cuda")
+
+
+def test_gradients_go_by_nccl_only_where_every_rank_has_a_gpu() -> None:
+    nccl, staged = gpu_profile("nccl"), gpu_profile("staged")
+    assert gpu_backend(nccl, ("cuda", "cuda")) == "nccl"
+    assert gpu_backend(nccl, ("cuda", "cpu")) == "staged"
+    assert gpu_backend(nccl, ("cpu", "cpu")) == "gloo"
+    assert gpu_backend(staged, ("cuda", "cuda")) == "staged"
+    assert staging_s_per_byte(nccl, ("cuda", "cuda")) == 0
+    # Where it was not measured: by the rates of copies from pinned memory.
+    assert staging_s_per_byte(nccl, ("cuda", "cpu")) == pytest.approx(1e-9 / 52 + 1e-9 / 55)
+
+
+def test_a_step_on_gpus_is_predicted_from_their_times() -> None:
+    profile = gpu_profile("nccl")
+    config = build_config(sets=["train.global_batch=16", "train.micro_batch=8"])
+    config = config.model_copy(update={"model": SMALL_GPT})
+    workload = workload_of(config)
+    by_nccl = predict(workload, SyncStrategy(), cluster_model_of(profile, ("cuda", "cuda")), 2)
+    # One micro-batch of 8 takes 1 ms forward and 2 ms backward.
+    assert by_nccl.step.compute_s == pytest.approx(3e-3)
+    grad_bytes = 4 * workload.parameters
+    assert by_nccl.step.comm_s == pytest.approx(1e-11 * grad_bytes, rel=0.9)
+    on_cpus = predict(workload, SyncStrategy(), cluster_model_of(profile), 2)
+    assert on_cpus.step.compute_s > 50 * by_nccl.step.compute_s
+    mixed = predict(workload, SyncStrategy(), cluster_model_of(profile, ("cuda", "cpu")), 2)
+    assert mixed.step.compute_s == pytest.approx(on_cpus.step.compute_s)
+    copied_s = staging_s_per_byte(profile, ("cuda", "cpu")) * grad_bytes
+    assert mixed.step.comm_s == pytest.approx(on_cpus.step.comm_s + copied_s)
+    # A format with fewer bytes does not shorten the copies.
+    half = SyncStrategy(wire="fp16")
+    halves = [predict(workload, half, cluster_model_of(profile, devices), 2) for devices in (("cuda", "cpu"), ("cpu",))]
+    assert halves[0].step.comm_s - halves[1].step.comm_s == pytest.approx(copied_s)
+
+
+def test_ranks_that_share_a_gpu_take_turns_and_divide_its_memory() -> None:
+    profile = with_nodes(gpu_profile("staged"), ranks=2).model_copy(update={"world_size": 4})
+    alone, both = (MeasuredSpeed(profile, size, ("cuda",)) for size in (1, 4))
+    workload = workload_of(build_config().model_copy(update={"model": SMALL_GPT}))
+    assert both.work(workload, 0, 8, 1).compute_s == pytest.approx(2 * alone.work(workload, 0, 8, 1).compute_s)
+    assert both.memory_bytes(0) == alone.memory_bytes(0) / 2
+
+
+def test_the_configured_precision_chooses_the_times() -> None:
+    profile = gpu_profile("nccl")
+    node = profile.nodes[0]
+    slower = [
+        timing.model_copy(update={"forward_s": 5e-3}) if timing.precision == "fp32" else timing
+        for timing in node.timings
+        if timing.device == "cuda"
+    ]
+    cpu = [timing for timing in node.timings if timing.device == "cpu"]
+    speed = MeasuredSpeed(with_nodes(profile, timings=(*cpu, *slower)), 1, ("cuda",))
+    times = {
+        precision: speed.model_speed(SMALL_GPT, 0, precision).forward[0][1] for precision in (None, "bf16", "fp32")
+    }
+    assert times == {None: 1e-3, "bf16": 1e-3, "fp32": 5e-3}
+
+
+@pytest.mark.parametrize(("backend", "wires"), [("nccl", ["fp32", "fp16"]), ("staged", ["fp32", "fp16", "int8"])])
+def test_a_plan_tries_every_wire_format_where_gloo_exchanges_for_gpus(
+    backend: str, wires: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.tools.plan.compare.refuse_another_cluster", lambda *_: None)
+    settings = ["train.device=cuda", "sync.mode=auto", "run.on=local:2", "sync.inside=gloo", "train.steps=10"]
+    config = build_config(sets=settings).model_copy(update={"model": SMALL_GPT})
+    options = sync_options(config, gpu_profile(backend), Path("profile.toml"))
+    assert [option.choice.wire for option in options if option.choice.mode == "ddp"] == wires

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from shoal.cluster.node import Node
-from shoal.tools.doctor.checks import machine, network, processes, reach
+from shoal.tools.doctor.checks import gpu, machine, network, processes, reach
 from shoal.tools.doctor.facts import ClusterFacts, Finding, Severity
 
 Check = Callable[[ClusterFacts], Iterator[Finding]]
@@ -74,6 +74,31 @@ CHECKS: tuple[tuple[Check, dict[str, str]], ...] = (
             "sameness.python": "the same Python",
             "sameness.torch": "torch is installed, and the same version everywhere",
             "sameness.shoal": "the same shoal",
+        },
+    ),
+    (gpu.check_driver, {"gpu.driver": "a GPU has a driver that works, and this user may open it"}),
+    (
+        gpu.check_torch_build,
+        {
+            "gpu.torch": "torch is a build for the GPU and its driver; otherwise, which one to install",
+            "sameness.build": "the same build of torch everywhere: CPU, CUDA or ROCm",
+        },
+    ),
+    (gpu.check_visible, {"gpu.visible": "every GPU is visible to torch, and every rank has one"}),
+    (
+        gpu.check_cards,
+        {
+            "gpu.memory": "no other program fills a GPU's memory",
+            "gpu.mode": "a GPU's compute mode lets ranks use it",
+        },
+    ),
+    (gpu.check_shared_memory, {"memory.shm": "a machine with GPUs has enough /dev/shm for NCCL"}),
+    (
+        gpu.check_nccl,
+        {
+            "nccl.interface": "NCCL_SOCKET_IFNAME names an interface that is there and reaches the other machines",
+            "nccl.adapter": "NCCL_IB_HCA names an InfiniBand adapter that is there",
+            "nccl.debug": "NCCL_DEBUG has a level that NCCL knows",
         },
     ),
     (machine.check_clocks, {"clock.offset": "the clocks agree; torchrun's rendezvous fails where they do not"}),

@@ -11,10 +11,11 @@ import time
 from typing import Any
 
 from shoal.cluster.node_program import answer_requests
-from shoal.tools.doctor.collect import machine, network, trials
+from shoal.tools.doctor.collect import gpu, machine, network, trials
 
 TOPICS = {
     "machine": machine.observe,
+    "gpu": gpu.observe,
     "names": network.observe_names,
     "network": network.observe,
     "processes": machine.observe_processes,

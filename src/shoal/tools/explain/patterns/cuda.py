@@ -11,7 +11,7 @@ CUDA = (
         cause="the GPU's memory is full: batch, sequences or model are too large for it, or another process uses it",
         fix="see which process uses it: nvidia-smi; then use a smaller micro-batch (shoal: --micro-batch) with more "
         "accumulation",
-        check="memory.free",
+        check="gpu.memory",
     ),
     Pattern(
         "cuda.missing",
@@ -25,6 +25,7 @@ CUDA = (
         "CUDA_VISIBLE_DEVICES is empty",
         fix="see: nvidia-smi; python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'; to "
         "train without one: device = 'cpu' (shoal: --device cpu)",
+        check="gpu.torch",
     ),
     Pattern(
         "cuda.nccl",
@@ -58,7 +59,7 @@ CUDA = (
         cause="NCCL found no network interface to use: NCCL_SOCKET_IFNAME names one that this machine does not have, "
         "or only loopback is up",
         fix="see the names with: ip -br addr; then: export NCCL_SOCKET_IFNAME=NAME   (or: unset NCCL_SOCKET_IFNAME)",
-        check="interface.address",
+        check="nccl.interface",
         covers=("cuda.nccl-internal",),
     ),
     Pattern(
