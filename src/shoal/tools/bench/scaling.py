@@ -333,8 +333,8 @@ def _title(rows: list[ScalingRow]) -> str:
     config = rows[0].config
     model, train = config.model, config.train
     batch = f"{train.global_batch} × {model.seq_len} tokens a step"
-    each = " and rank" if train.scaling == "weak" else ""
-    return f"{config.run.preset}: {model.layers} layers of width {model.width}, {batch}{each}"
+    per_rank = " and rank" if train.scaling == "weak" else ""
+    return f"{config.run.preset}: {model.layers} layers of width {model.width}, {batch}{per_rank}"
 
 
 def _picture_notes(rows: list[ScalingRow]) -> list[str]:
