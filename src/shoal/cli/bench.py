@@ -9,20 +9,15 @@ import typer
 from rich.table import Table
 
 from shoal.cli.output import given_settings, print_json, print_scaling, shown, stdout_console
-from shoal.cli.progress import make_display
-from shoal.config.load import build_config, refuse_duplicate_settings, refuse_without_effect, typed_settings
 from shoal.config.presets import Overrides
-from shoal.config.schema import Config
 from shoal.config.sync_choice import OUTER_METHODS, WIRE_FORMATS, WireChoice
 from shoal.errors import UsageError
-from shoal.runs.start import default_out
-from shoal.tools.bench.scaling import ScalingResult, measure_scaling
-from shoal.tools.report.explain_run import explain_scaling, is_plausible, warn_of_load
-from shoal.tools.report.figures import efficiency
 from shoal.units import format_count, format_duration, format_share, format_si, join_words, warn_of_other_programs
 
 if TYPE_CHECKING:
+    from shoal.config.schema import Config
     from shoal.tools.bench.levers import LeverRow, LeversResult, LeverTable
+    from shoal.tools.bench.scaling import ScalingResult
 
 
 _TITLES = ("lever", "tokens/s", "×node", "×stock", "×top", "sent", "exposed", "loss", "timed")
@@ -51,6 +46,10 @@ def scaling(
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
 ) -> None:
     """Measure tokens per second on 1, 2, 4 … ranks, and explain what limits the speed-up."""
+    from shoal.cli.progress import make_display
+    from shoal.runs.start import default_out
+    from shoal.tools.bench.scaling import measure_scaling
+
     config = scaling_config(context, preset, {"train": {"steps": steps}}, set_ or [])
     result = measure_scaling(config, parse_ranks(ranks), out or default_out("scaling"), make_display, repeat)
     if json:
@@ -82,6 +81,9 @@ def levers(
     A lever is one way to exchange gradients or weights between ranks: DDP, a smaller number format, fewer exchanges.
     For comparison, one node alone and, as the upper limit, all nodes without any exchange are measured too.
     """
+    from shoal.cli.progress import make_display
+    from shoal.config.load import build_config, refuse_duplicate_settings
+    from shoal.runs.start import default_out
     from shoal.tools.bench.levers import measure_levers
 
     flags: dict[str, dict[str, Any]] = {"train": {"steps": steps, "eval_every": max(1, steps // 10)}, "run": {"on": on}}
@@ -98,6 +100,8 @@ def levers(
 
 def scaling_config(context: typer.Context, preset: str, flags: Overrides, sets: list[str]) -> Config:
     """Build the settings of a comparison of rank counts. Refuse settings that it would ignore."""
+    from shoal.config.load import build_config, refuse_duplicate_settings, refuse_without_effect, typed_settings
+
     refuse_duplicate_settings(given_settings(context, {"steps": "train.steps"}), sets)
     if "run.on" in typed_settings(None, sets):
         raise UsageError(
@@ -118,6 +122,9 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def scaling_document(result: ScalingResult) -> dict[str, object]:
+    from shoal.tools.report.explain_run import explain_scaling, is_plausible, warn_of_load
+    from shoal.tools.report.figures import efficiency
+
     base = result.points[0]
     rows = [
         {

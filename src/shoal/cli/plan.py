@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from rich.markup import escape
@@ -20,20 +20,20 @@ from shoal.cli.simulate import run_simulation
 from shoal.config.presets import PRESET_NAMES
 from shoal.config.sync_choice import PLAN_USAGES, WIRE_USAGES, join_or
 from shoal.cost.data_sheets import LINKS, MACHINES
-from shoal.cost.predict import ClusterModel, Prediction, predict
-from shoal.cost.strategy import SyncStrategy, bytes_per_parameter
-from shoal.cost.workload import Workload
 from shoal.errors import ConfigError, UsageError
-from shoal.tools.plan.advise import Advice, Plan, PlanOption, PlanRow, advise, explain_plan, make_plan
 from shoal.units import format_amount, format_count, format_duration, format_percent, format_si, format_speed
 
 if TYPE_CHECKING:
     from shoal.config.profile import Profile
+    from shoal.cost.predict import ClusterModel, Prediction
+    from shoal.cost.strategy import SyncStrategy
+    from shoal.cost.workload import Workload
+    from shoal.tools.plan.advise import Advice, Plan, PlanOption, PlanRow
     from shoal.tools.plan.compare import CalibrationResult
 
 app = typer.Typer(add_completion=False)
 
-Commands = Mapping[SyncStrategy, str | None]
+Commands: TypeAlias = "Mapping[SyncStrategy, str | None]"
 
 _TITLES = ("nodes", "payload", "comm", "compute", "exposed", "wait", "step", "tokens/s", "speed-up", "eff.", "memory")
 _OPTION_TITLES = ("strategy", "tokens/s", "speed-up", "what it costs")
@@ -127,7 +127,9 @@ def plan(
 
     With --simulate: the effect of failures, stragglers and checkpoints over hours or months.
     """
-    given = locals()
+    given = dict(locals())
+    from shoal.tools.plan.advise import make_plan
+
     _refuse_without_effect(context, calibrate, simulate)
     if calibrate:
         _calibrate(preset or [], profile, json)
@@ -198,6 +200,8 @@ def _simulate_options(
     given: dict[str, Any], workload: Workload, strategy: SyncStrategy, setting: ClusterModel, nodes: int
 ) -> options.SimulateOptions:
     """Return the simulator's options, with the plan's prediction for every number of remaining nodes."""
+    from shoal.cost.predict import predict
+
     own = {field.name for field in fields(options.SimulateOptions)} - {"nodes", "step_s", "tokens_per_step", "scaling"}
     values = {name: given[name] for name in own} | {"ranks_per_node": setting.ranks_per_node}
 
@@ -229,6 +233,8 @@ def _calibrate(runs: list[str], profile: Path | None, json: bool) -> None:
 
 
 def _show(made: Plan, notes: list[str], given: dict[str, Any]) -> None:
+    from shoal.tools.plan.advise import advise
+
     advice = advise(made)
     choices = (*advice.options, advice.best, advice.other_training)
     commands = {option.strategy: _command(given, made, option) for option in choices if option is not None}
@@ -252,6 +258,8 @@ def _command(given: dict[str, Any], made: Plan, option: PlanOption) -> str | Non
 
 
 def _print_plan(plan: Plan, advice: Advice, notes: Sequence[str], commands: Commands) -> None:
+    from shoal.tools.plan.advise import explain_plan
+
     console = stdout_console()
     console.width = max(console.width, _LEAST_WIDTH)
     for line in (_describe(plan.workload, plan.strategy, plan.rows[-1]), *notes):
@@ -275,6 +283,8 @@ def _print_plan(plan: Plan, advice: Advice, notes: Sequence[str], commands: Comm
 
 
 def _plan_document(plan: Plan, advice: Advice, notes: Sequence[str], commands: Commands) -> dict[str, Any]:
+    from shoal.tools.plan.advise import explain_plan
+
     workload = plan.workload
     return {
         "workload": {
@@ -300,6 +310,8 @@ def _plan_document(plan: Plan, advice: Advice, notes: Sequence[str], commands: C
 
 def _describe(workload: Workload, strategy: SyncStrategy, last: PlanRow) -> str:
     """Return for example `gpt2-124m: 124.44M parameters, 498 MB of gradients (ddp); 4,096 tokens a step, 4 × 1,024`."""
+    from shoal.cost.strategy import bytes_per_parameter
+
     sent = bytes_per_parameter(strategy, workload) * workload.parameters
     sequences = last.prediction.batch_plan.global_batch
     size = "" if workload.model is None else f"{format_count(workload.parameters)} parameters, "

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from shoal.cli.output import make_console, print_json, shown, stdout_console
-from shoal.config.load import build_config, check_profile_writable, write_profile
 from shoal.config.presets import depth_overrides
-from shoal.config.profile import CollectiveProfile, LinkProfile, NodeProfile, Profile
-from shoal.config.schema import ModelConfig
-from shoal.cost.machines import explain_roofline
-from shoal.cost.network import format_buffer_size
-from shoal.cost.workload import workload_of
 from shoal.errors import DataError, UsageError
-from shoal.tools.probe.figure import plot_probe
-from shoal.tools.probe.run import probe as measure
 from shoal.units import format_duration, format_number, format_percent, format_si
+
+if TYPE_CHECKING:
+    from shoal.config.profile import CollectiveProfile, LinkProfile, NodeProfile, Profile
+    from shoal.config.schema import ModelConfig
+
 
 app = typer.Typer(add_completion=False)
 
@@ -41,6 +38,10 @@ def probe(
     json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON on stdout.")] = False,
 ) -> None:
     """Measure links, gloo and machines. Writes a profile, and a figure of the same name beside it."""
+    from shoal.config.load import check_profile_writable, write_profile
+    from shoal.tools.probe.figure import plot_probe
+    from shoal.tools.probe.run import probe as measure
+
     check_profile_writable(output)
     picture = picture_of(output)
     models = {name: _find_model(name) for name in model or []}
@@ -76,6 +77,9 @@ def picture_of(profile: Path) -> Path:
 
 def _find_model(name: str) -> ModelConfig:
     """Return a preset's model or, for `depth:6`, the demo's with another depth; its text sets the vocabulary."""
+    from shoal.config.load import build_config
+    from shoal.cost.workload import workload_of
+
     preset, _, depth = name.partition(":")
     if depth and (preset != "depth" or not depth.isdigit()):
         raise UsageError(f"--model {name}: no such model", fix="write a preset, such as gpt2-124m, or depth:6")
@@ -113,6 +117,8 @@ def _tables(profile: Profile) -> list[Table]:
 
 
 def verdicts(profile: Profile) -> list[str]:
+    from shoal.cost.machines import explain_roofline
+
     lines = []
     summary, reduce_ = profile.summary, profile.collective("all-reduce")
     if reduce_ is not None:
@@ -131,6 +137,8 @@ def verdicts(profile: Profile) -> list[str]:
 
 
 def _fit_line(entry: CollectiveProfile) -> str:
+    from shoal.cost.network import format_buffer_size
+
     gbps = f", {8e-9 / entry.beta_s_per_byte:.3g} Gbit/s" if entry.beta_s_per_byte else ""
     line = (
         f"{entry.op} of {entry.world_size} ranks takes {format_duration(entry.alpha_s)} + bytes × "
@@ -153,6 +161,8 @@ def _link_row(link: LinkProfile) -> tuple[str, ...]:
 
 
 def _collective_rows(entry: CollectiveProfile) -> list[tuple[str, ...]]:
+    from shoal.cost.network import format_buffer_size
+
     largest = max(point.bus_gbps for point in entry.points)
     return [
         (

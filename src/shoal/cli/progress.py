@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from shoal.cli.output import make_console
-from shoal.config.schema import EngineConfig
-from shoal.control.membership.types import NEVER
 from shoal.events import Event
-from shoal.runs.start import TrainDisplay
 from shoal.step_line import StepLine
-from shoal.tools.report.rank_log import logged_values, read_entered
 from shoal.units import TOKENS, format_amount, format_count, format_value, pluralize, unit_of
+
+if TYPE_CHECKING:
+    from shoal.config.schema import EngineConfig
+    from shoal.runs.start import TrainDisplay
+
 
 _PLAIN_EVERY_S = 10.0
 # Values of a program's own in one line.
@@ -101,6 +103,8 @@ class EventPrinter:
     """
 
     def __init__(self, title: str, rank: int | None = None) -> None:
+        from shoal.control.membership.types import NEVER
+
         self._title = title
         self._is_fixed = rank is not None
         self._lead = rank or 0
@@ -112,6 +116,8 @@ class EventPrinter:
         return bool(event["event"] == kind and event["rank"] == self._lead)
 
     def announce(self, event: Event) -> Iterator[str]:
+        from shoal.tools.report.rank_log import logged_values, read_entered
+
         match event["event"]:
             case "membership":
                 entered = read_entered(event)

@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -27,34 +27,18 @@ from shoal.cli.output import (
     shown,
     stdout_console,
 )
-from shoal.cli.progress import make_display, make_plain_display
-from shoal.cluster.hosts.spec import HostsSpec, read_hosts
-from shoal.config.load import load_settings
+from shoal.config.defaults import ASK_S
 from shoal.config.presets import Overrides
 from shoal.control.processes import find_processes
 from shoal.errors import ShoalError, UsageError
 from shoal.events import Event
-from shoal.launch.logs import LogFollower
 from shoal.run_folder import RunFolder, user_name
-from shoal.runs.follow import RunEvents, SupervisorLog
-from shoal.runs.manage import (
-    ASK_S,
-    RunState,
-    StopResult,
-    as_json,
-    attach_script,
-    attach_training,
-    cluster_of,
-    read_opening,
-    running_runs,
-    runs_on,
-    stop_on,
-)
-from shoal.runs.manage import stop_run as stop_run
-from shoal.runs.start import TrainDisplay, WatchScript, require_manifest, resume_script
-from shoal.runs.supervisor import has_session_events, is_script
-from shoal.tools.report.manifest import read_manifest
 from shoal.units import format_duration
+
+if TYPE_CHECKING:
+    from shoal.runs.manage import RunState, StopResult
+    from shoal.runs.start import TrainDisplay, WatchScript
+
 
 app = typer.Typer(add_completion=False)
 
@@ -72,6 +56,9 @@ def ps(
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """List the runs, their ranks, and processes left over from earlier runs."""
+    from shoal.cluster.hosts.spec import read_hosts
+    from shoal.runs.manage import as_json, running_runs, runs_on
+
     if on is not None:
         _print_hosts(runs_on(read_hosts(on)), json)
         return
@@ -139,6 +126,8 @@ def logs(
     With --follow, progress goes to stderr: steps, losses and warnings of a training (not with --rank), and for any run
     which members left or joined and how it ended.
     """
+    from shoal.launch.logs import LogFollower
+
     folder = RunFolder.find(run)
     display = LineDisplay(make_console(soft_wrap=True))
     follower = LogFollower(folder, rank, shows_current=display.is_live)
@@ -176,6 +165,8 @@ class RunEventPrinter:
 
     def __init__(self, run: RunFolder, lines: LineDisplay, with_progress: bool, is_new: bool = False) -> None:
         """With `is_new` the run is about to be launched, and its folder may have settings of an earlier launch."""
+        from shoal.runs.follow import RunEvents, SupervisorLog
+
         self._keeping = SupervisorLog.from_now(run)
         self._news = RunEvents(run)
         self._lines = lines
@@ -187,6 +178,10 @@ class RunEventPrinter:
 
     def _open_display(self) -> None:
         """Show progress as soon as the run is a training: a script becomes one when it makes its `shoal.Session`."""
+        from shoal.cli.progress import make_plain_display
+        from shoal.config.load import load_settings
+        from shoal.runs.manage import read_opening
+
         if self._display is None and self._with_progress and self._run.config.is_file():
             self._display = make_plain_display(load_settings(self._run.config))
             # Without `shard`: each rank prints its own part of the data.
@@ -221,11 +216,15 @@ def watch_script(with_progress: bool) -> tuple[LineDisplay, WatchScript]:
 
 def resume_session(path: Path, changes: Overrides, detach: bool, json: bool = False) -> None:
     """Continue the session of a script's run from its newest checkpoint."""
+    from shoal.runs.start import resume_script
+
     display, watch = watch_script(with_progress=not detach)
     print_script_end(resume_script(path, dict(changes), detach, display, watch), detach, json)
 
 
 def print_script_end(run: RunFolder, detach: bool, json: bool = False) -> None:
+    from shoal.tools.report.manifest import read_manifest
+
     if detach:
         print_detached(run, json)
     elif (manifest := read_manifest(run)) is not None:
@@ -239,6 +238,11 @@ def attach(
     json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON on stdout.")] = False,
 ) -> None:
     """Watch a run as if it had been started here. Ctrl-C leaves it running; shoal stop ends it."""
+    from shoal.cli.progress import make_display
+    from shoal.runs.manage import attach_script, attach_training
+    from shoal.runs.start import require_manifest
+    from shoal.runs.supervisor import is_script
+
     folder = RunFolder.find(run)
     try:
         if not folder.config.is_file() and json:
@@ -283,6 +287,11 @@ def stop(
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Ask a run to finish its step and save. If it does not, end its own processes and no others."""
+    from shoal.cluster.hosts.spec import HostsSpec
+    from shoal.runs.manage import StopResult, cluster_of, stop_on
+    from shoal.runs.manage import stop_run as stop_run
+    from shoal.runs.supervisor import is_script
+
     if now and is_given(context, "wait_s"):
         raise UsageError("--wait has no effect with --now", why="--now waits for nothing", fix="leave one of them out")
     folder = RunFolder(run.resolve()) if find_processes(run.resolve()) else RunFolder.find(run)
@@ -311,5 +320,8 @@ def stop(
 
 def _outcome_text(outcome: StopResult, run: RunFolder) -> str:
     """Describe the outcome. Of a script without a session only its exit is known, not that it saved."""
+    from shoal.runs.manage import StopResult
+    from shoal.runs.supervisor import has_session_events, is_script
+
     is_plain = is_script(run) and not has_session_events(run)
     return "stopped when it was asked to" if is_plain and outcome is StopResult.STOPPED else outcome.value

@@ -6,12 +6,11 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from shoal.cli.bench import scaling_config, scaling_document
 from shoal.cli.output import (
     advising_flags,
     command,
@@ -26,37 +25,15 @@ from shoal.cli.output import (
     shown,
     stdout_console,
 )
-from shoal.cli.progress import make_display
-from shoal.cli.runs import resume_session
-from shoal.cluster.cluster import planned_nodes
-from shoal.cluster.node import Rendezvous
-from shoal.cluster.target import parse_on
-from shoal.config.load import (
-    build_config,
-    merge,
-    parse_set,
-    refuse_duplicate_settings,
-    refuse_fixed,
-    refuse_without_effect,
-    typed_settings,
-)
 from shoal.config.presets import PRESET_NAMES, Overrides, depth_overrides
-from shoal.config.schema import Config
 from shoal.config.sync_choice import OUTER_METHODS, ROUND_STEPS_TEXT, SYNC_HELP, WIRE_HELP
 from shoal.errors import ShoalError, UsageError
-from shoal.launch.plan import plan_ranks
 from shoal.run_folder import RunFolder
-from shoal.runs.manage import end_processes, leftovers, running_runs
-from shoal.runs.start import (
-    default_out,
-    refuse_confirm,
-    resume_training,
-    start_training,
-)
-from shoal.runs.supervisor import is_script
-from shoal.tools.bench.scaling import ScalingResult, measure_scaling
-from shoal.tools.plan.compare import NO_PLAN, store_prediction, store_sync_plan
-from shoal.tools.report.explain_run import prediction_line
+
+if TYPE_CHECKING:
+    from shoal.config.schema import Config
+    from shoal.tools.bench.scaling import ScalingResult
+
 
 app = typer.Typer(add_completion=False)
 
@@ -166,7 +143,12 @@ def train(
     Every setting can be given as --set section.key=value; the sections are model, data, train, sync, run, members.
     With --resume only settings that no finished step depends on: steps, weights, threads, intervals, measure, members.
     """
-    given = locals()
+    given = dict(locals())
+    from shoal.cli.progress import make_display
+    from shoal.cli.runs import resume_session
+    from shoal.runs.start import default_out, refuse_confirm, resume_training, start_training
+    from shoal.runs.supervisor import is_script
+
     if lineage and resume is None:
         raise UsageError(
             "--lineage goes with --resume",
@@ -212,6 +194,9 @@ def train(
 
 def new_run_config(given: dict[str, Any]) -> Config:
     """Build the settings of a new run. Refuse a given setting that would have no effect."""
+    from shoal.cluster.target import parse_on
+    from shoal.config.load import build_config, refuse_duplicate_settings, refuse_without_effect, typed_settings
+
     flags, sets = flags_to_overrides(given), given["set_"] or []
     refuse_duplicate_settings(named_flags(given), sets)
     with advising_flags(named_flags(given)):
@@ -228,6 +213,8 @@ def named_flags(given: dict[str, Any]) -> dict[str, str]:
 
 def resume_changes(given: dict[str, Any]) -> Overrides:
     """Return the settings that change with a resume. Refuse those that cannot change."""
+    from shoal.config.load import merge, parse_set, refuse_duplicate_settings, refuse_fixed, typed_settings
+
     sets, flags = given["set_"] or [], named_flags(given)
     refuse_duplicate_settings(flags, sets)
     refuse_fixed({key: key for key in typed_settings(None, sets)} | flags)
@@ -239,6 +226,9 @@ def before_start(settings: Config, profile: Path | None, plan: bool) -> Callable
 
     `--sync auto` uses ./profile.toml if it exists; a profile of another cluster is only refused if it was named.
     """
+    from shoal.tools.plan.compare import store_prediction, store_sync_plan
+    from shoal.tools.report.explain_run import prediction_line
+
     named = profile or PROFILE if plan or profile else None
 
     def before(run: RunFolder) -> None:
@@ -251,6 +241,8 @@ def before_start(settings: Config, profile: Path | None, plan: bool) -> Callable
 
 
 def _default_sync_plan(run: RunFolder) -> str:
+    from shoal.tools.plan.compare import NO_PLAN, store_sync_plan
+
     if not PROFILE.exists():
         return NO_PLAN
     try:
@@ -295,6 +287,10 @@ def refuse_with_dry_run(given: dict[str, Any]) -> None:
 
 def print_plan(config: Config, out: Path, json: bool) -> None:
     """Print the commands as they could be typed. The port is a placeholder: the real one is chosen at launch."""
+    from shoal.cluster.cluster import planned_nodes
+    from shoal.cluster.node import Rendezvous
+    from shoal.launch.plan import plan_ranks
+
     nodes = planned_nodes(config.run.on)
     rendezvous = Rendezvous(nodes[0].address, 0)
     commands = plan_ranks(config.run, lambda node: str(out), nodes, rendezvous, resume=False)
@@ -322,6 +318,11 @@ def demo(
 
     It takes under two minutes on two cores.
     """
+    from shoal.cli.bench import scaling_config, scaling_document
+    from shoal.cli.progress import make_display
+    from shoal.runs.start import default_out
+    from shoal.tools.bench.scaling import measure_scaling
+
     # Over gloo, to show an exchange: ranks of one machine would use shared memory instead.
     flags: dict[str, dict[str, Any]] = {"train": {"steps": steps}, "sync": {"inside": "gloo"}}
     config = scaling_config(context, "grammar", flags, set_ or [])
@@ -351,6 +352,8 @@ def _print_demo(result: ScalingResult) -> None:
 
 def clear_leftovers(clean: bool) -> None:
     """Show processes that earlier runs left behind, and end them if `clean`: they take cores and memory."""
+    from shoal.runs.manage import end_processes, leftovers, running_runs
+
     processes = leftovers(running_runs())
     if not processes:
         return

@@ -17,6 +17,7 @@ from shoal.cluster.hosts.spec import Host, HostsSpec
 from shoal.cluster.hosts.ssh import on_each, run_script, values_or_raise
 from shoal.cluster.node import RunFiles
 from shoal.cluster.target import On, parse_on
+from shoal.config.defaults import ASK_S
 from shoal.config.load import load_settings
 from shoal.config.schema import Config, EngineConfig
 from shoal.control.processes import (
@@ -43,8 +44,6 @@ from shoal.tools.report.membership import last_members
 from shoal.tools.report.rank_log import read_rank_logs
 from shoal.tools.report.summary import summarize
 
-# How long a run may take to stop: a step of a large model on a slow machine, and the checkpoint after it.
-ASK_S = 60.0
 _END_S = 8.0
 _STEP_TAIL_BYTES = 16384
 _JOURNAL_TAIL_BYTES = 1 << 16
