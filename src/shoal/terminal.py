@@ -6,11 +6,9 @@ could rewrite the reader's screen, window title or clipboard.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any, TextIO
 
 # Whole sequences first, so that no half of one remains as text: OSC, DCS, SOS, PM and APC up to their terminator,
@@ -83,14 +81,3 @@ def protect_terminal() -> None:
 def raw_stream(stream: Any) -> Any:
     """Return the stream behind a protected one, for text that is known to be clean."""
     return stream.raw if isinstance(stream, PrintableStream) else stream
-
-
-@contextlib.contextmanager
-def styled_output() -> Iterator[None]:
-    """Unprotect stdout and stderr for a library that styles only shoal's own texts, such as the command line's help."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = raw_stream(sys.stdout), raw_stream(sys.stderr)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before

@@ -12,6 +12,7 @@ from shoal.cli.output import given_settings, print_json, print_scaling, shown, s
 from shoal.config.presets import Overrides
 from shoal.config.sync_choice import OUTER_METHODS, WIRE_FORMATS, WireChoice
 from shoal.errors import UsageError
+from shoal.run_folder import default_out
 from shoal.units import format_count, format_duration, format_share, format_si, join_words, warn_of_other_programs
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ def scaling(
 ) -> None:
     """Measure tokens per second on 1, 2, 4 … ranks, and explain what limits the speed-up."""
     from shoal.cli.progress import make_display
-    from shoal.runs.start import default_out
     from shoal.tools.bench.scaling import measure_scaling
 
     config = scaling_config(context, preset, {"train": {"steps": steps}}, set_ or [])
@@ -83,7 +83,6 @@ def levers(
     """
     from shoal.cli.progress import make_display
     from shoal.config.load import build_config, refuse_duplicate_settings
-    from shoal.runs.start import default_out
     from shoal.tools.bench.levers import measure_levers
 
     flags: dict[str, dict[str, Any]] = {"train": {"steps": steps, "eval_every": max(1, steps // 10)}, "run": {"on": on}}

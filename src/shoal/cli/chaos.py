@@ -20,6 +20,7 @@ from rich.table import Table
 from shoal.cli.output import make_console, print_json, shown, stdout_console
 from shoal.config.sync_choice import TRAINED_METHODS
 from shoal.errors import UsageError
+from shoal.run_folder import default_out
 from shoal.units import format_duration
 
 if TYPE_CHECKING:
@@ -101,7 +102,6 @@ def run(
 
     Exit code 0: all assertions held. Exit code 1: at least one did not.
     """
-    from shoal.runs.start import default_out
     from shoal.tools.chaos.run import FIGURES, choose_scenarios, figures_document, play_all, scenarios_left_out
 
     folder = (out or default_out("chaos")).absolute()
@@ -155,7 +155,6 @@ def soak(
     """
     from shoal.cluster.lab.spec import LabSpec
     from shoal.cluster.target import parse_on
-    from shoal.runs.start import default_out
     from shoal.tools.chaos.run import new_folder
     from shoal.tools.chaos.soak import FIGURES as SOAK_FIGURES
     from shoal.tools.chaos.soak import SoakOrder, read_kinds, read_modes, soak_document

@@ -31,7 +31,7 @@ from shoal.cli.output import (
 from shoal.config.presets import PRESET_NAMES, PRESETS, Overrides
 from shoal.errors import ShoalError, UsageError
 from shoal.events import EventTail
-from shoal.run_folder import RunFolder
+from shoal.run_folder import RunFolder, default_out
 
 if TYPE_CHECKING:
     from shoal.cluster.hosts.setup import SetupResult
@@ -88,7 +88,7 @@ def host(
     from shoal.cli.progress import make_display
     from shoal.cli.train import DEFAULT_PRESET, clear_leftovers
     from shoal.runs.invite import invite
-    from shoal.runs.start import default_out, refuse_confirm, start_training
+    from shoal.runs.start import refuse_confirm, start_training
 
     name = preset or DEFAULT_PRESET
     if name not in PRESETS and Path(name).is_dir():
@@ -178,7 +178,6 @@ def join(
     from shoal.cluster.join import parse_invitation
     from shoal.runs.join import join as take_part
     from shoal.runs.join import rejoin
-    from shoal.runs.start import default_out
 
     code = " ".join(context.args) if context.args and script is None else None
     if Path(invitation).is_dir():

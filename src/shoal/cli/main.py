@@ -15,42 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
+from shoal import __version__
+from shoal.cli.help import VERBS, print_command_help, print_overview
 from shoal.config.presets import did_you_mean
 from shoal.control.processes import restore_signals
 from shoal.errors import Interrupted, ShoalError, UsageError
 from shoal.run_folder import no_access_error
-from shoal.terminal import protect_terminal, styled_output
-
-VERBS = {
-    "demo": "Start here: train on one rank, then on two; measure, verify and explain both.",
-    "train": "Train a model data-parallel: every rank computes on its own samples, and gradients are averaged.",
-    "run": "Start your own torchrun-style script on the cluster.",
-    "ps": "List the runs on this machine, their ranks, and processes left over from earlier runs.",
-    "logs": "Print the output of all ranks of a run, in order, coloured by rank.",
-    "attach": "Watch a run that was started in the background.",
-    "stop": "Stop a run: it finishes its step and saves a checkpoint.",
-    "host": "Train with machines that join without SSH; prints the command to type on each of them.",
-    "join": "Join a run that another machine hosts.",
-    "emit": "Write the training for other launchers: torchrun commands, a Slurm script, a Kubernetes manifest.",
-    "doctor": "Check machines and network before a run; every problem comes with a fix.",
-    "probe": "Measure links, gloo and machines in a minute; writes the profile that shoal plan reads.",
-    "plan": "Predict step time and speed on 1, 2, 3 … machines, and which sync method helps; starts nothing.",
-    "explain": "Explain an error log of torch, gloo, torchrun, ssh or shoal: cause and fix.",
-    "verify": "Check that all replicas are equal bit for bit, and that every sample was used exactly once.",
-    "report": "Write one self-contained HTML page about a run.",
-    "sample": "Generate text with a trained model.",
-    "lab": "Emulate a cluster on this machine: nodes with limited links and CPUs, and faults on demand.",
-    "chaos": "Inject scripted faults into a small real training and check the outcome.",
-    "setup": "Prepare machines over SSH: environment, shoal and your project; safe to repeat.",
-    "bench": "Measure speed by number of ranks, or by sync method.",
-}
+from shoal.terminal import protect_terminal
 
 # The module of a verb has the verb's name, except for these.
 _MODULE_OF = {
     "demo": "train",
     "emit": "run",
+    "completion": "config",
     "ps": "runs",
     "logs": "runs",
     "attach": "runs",
@@ -61,6 +40,9 @@ _MODULE_OF = {
     "verify": "report",
     "sample": "report",
 }
+# Other names of verbs, which users of other tools type.
+_SYNONYMS = {"status": "ps", "list": "ps", "history": "runs", "settings": "config"}
+_HELP_OPTIONS = ["-h", "--help"]
 
 
 def load_verb(verb: str) -> Any:
@@ -73,39 +55,56 @@ def load_verb(verb: str) -> Any:
 class Verbs(TyperGroup):
     """The group of all verbs, which imports the module of a verb only when it is called."""
 
-    _is_listing = False
-
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in VERBS:
+        verb = _SYNONYMS.get(cmd_name, cmd_name)
+        if verb not in VERBS:
             raise UsageError(f"there is no verb {cmd_name!r}", why=did_you_mean(cmd_name, VERBS), fix="shoal --help")
-        if self._is_listing:
-            return TyperCommand(cmd_name, help=VERBS[cmd_name])
-        return _with_styled_help(load_verb(cmd_name))
+        return _with_own_help(load_verb(verb))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        self._is_listing = True
-        with styled_output():
-            super().format_help(ctx, formatter)
+        print_overview()
 
 
-def _with_styled_help(command: Any) -> Any:
-    """Allow styles in help texts: typer prints them with its own console, which the terminal protection would strip."""
-    plain = command.format_help
+def find_command(words: list[str]) -> list[Any] | None:
+    """Return the commands that these words name one after the other: of a verb, and of a command within it.
+
+    None if a word is anything else, such as an option or a script, whose own `--help` may follow it.
+    """
+    path: list[Any] = []
+    for word in words:
+        if path:
+            command = getattr(path[-1], "commands", {}).get(word)
+        else:
+            verb = _SYNONYMS.get(word, word)
+            command = load_verb(verb) if verb in VERBS else None
+        if command is None:
+            return None
+        path.append(command)
+    return path
+
+
+def _with_own_help(command: Any) -> Any:
+    """Print shoal's own help for the command and the commands within it; `-h` asks for it too."""
 
     def format_help(ctx: Any, formatter: Any) -> None:
-        with styled_output():
-            plain(ctx, formatter)
+        print_command_help(command, ctx.command_path)
 
     command.format_help = format_help
+    command.context_settings["help_option_names"] = _HELP_OPTIONS
     for child in getattr(command, "commands", {}).values():
-        _with_styled_help(child)
+        _with_own_help(child)
     return command
 
 
-app = typer.Typer(cls=Verbs, no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
+app = typer.Typer(
+    cls=Verbs,
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": _HELP_OPTIONS},
+)
 
 
 @app.callback(invoke_without_command=True)
@@ -115,8 +114,6 @@ def shoal(
 ) -> None:
     """Train a PyTorch model data-parallel on the computers you already have."""
     if version:
-        from shoal import __version__
-
         typer.echo(f"shoal {__version__}")
         raise typer.Exit
 
@@ -140,6 +137,15 @@ def main() -> None:
 
 def run(arguments: list[str], debug: bool) -> int:
     """Run a command line and return its exit code. Errors are printed on stderr."""
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    if arguments == ["--version"]:
+        typer.echo(f"shoal {__version__}")
+        return 0
+    if arguments[-1:] in (["-h"], ["--help"]) and (path := find_command(arguments[:-1])) is not None:
+        # Not by typer, which imports pydantic to read any option.
+        print_overview() if path == [] else print_command_help(path[-1], " ".join(["shoal", *arguments[:-1]]))
+        return 0
     try:
         code = app(args=arguments, prog_name="shoal", standalone_mode=False)
     except BrokenPipeError:

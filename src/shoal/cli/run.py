@@ -17,7 +17,7 @@ from shoal.config.defaults import DEFAULT_CLAIM, DEFAULT_MEMORY, GRACE_S, MOUNT
 from shoal.config.presets import PRESETS, Overrides, did_you_mean
 from shoal.config.sync_choice import SYNC_HELP, WIRE_HELP
 from shoal.errors import UsageError
-from shoal.run_folder import RunFolder, write_atomically
+from shoal.run_folder import RunFolder, default_out, write_atomically
 
 if TYPE_CHECKING:
     from shoal.config.schema import Config
@@ -106,7 +106,7 @@ def run(
     from shoal.cli.train import clear_leftovers
     from shoal.cluster.target import JoinSpec, parse_on
     from shoal.config.load import refuse_duplicate_settings, validate
-    from shoal.runs.start import default_out, start_script
+    from shoal.runs.start import start_script
     from shoal.runs.supervisor import RunJob
     from shoal.tools.plan.compare import predict_script
     from shoal.tools.report.explain_run import prediction_line
@@ -263,7 +263,6 @@ def torchrun(
 ) -> None:
     """Print one torchrun command for each node; type it there."""
     from shoal.launch.emit import slug, torchrun_commands, torchrun_text
-    from shoal.runs.start import default_out
 
     config = _config(runconfig, on, set_)
     job = _job(config, out or default_out(slug(config.run.preset)), python)

@@ -56,10 +56,11 @@ def ps(
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """List the runs, their ranks, and processes left over from earlier runs."""
-    from shoal.cluster.hosts.spec import read_hosts
     from shoal.runs.manage import as_json, running_runs, runs_on
 
     if on is not None:
+        from shoal.cluster.hosts.spec import read_hosts
+
         _print_hosts(runs_on(read_hosts(on)), json)
         return
     states = running_runs()

@@ -28,7 +28,7 @@ from shoal.cli.output import (
 from shoal.config.presets import PRESET_NAMES, Overrides, depth_overrides
 from shoal.config.sync_choice import OUTER_METHODS, ROUND_STEPS_TEXT, SYNC_HELP, WIRE_HELP
 from shoal.errors import ShoalError, UsageError
-from shoal.run_folder import RunFolder
+from shoal.run_folder import RunFolder, default_out
 
 if TYPE_CHECKING:
     from shoal.config.schema import Config
@@ -146,7 +146,7 @@ def train(
     given = dict(locals())
     from shoal.cli.progress import make_display
     from shoal.cli.runs import resume_session
-    from shoal.runs.start import default_out, refuse_confirm, resume_training, start_training
+    from shoal.runs.start import refuse_confirm, resume_training, start_training
     from shoal.runs.supervisor import is_script
 
     if lineage and resume is None:
@@ -320,7 +320,6 @@ def demo(
     """
     from shoal.cli.bench import scaling_config, scaling_document
     from shoal.cli.progress import make_display
-    from shoal.runs.start import default_out
     from shoal.tools.bench.scaling import measure_scaling
 
     # Over gloo, to show an exchange: ranks of one machine would use shared memory instead.

@@ -6,20 +6,14 @@ import contextlib
 import json
 import shlex
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shoal.cluster.hosts.cluster import HostsCluster
-from shoal.cluster.hosts.spec import Host, HostsSpec
-from shoal.cluster.hosts.ssh import on_each, run_script, values_or_raise
-from shoal.cluster.node import RunFiles
-from shoal.cluster.target import On, parse_on
 from shoal.config.defaults import ASK_S
-from shoal.config.load import load_settings
-from shoal.config.schema import Config, EngineConfig
 from shoal.control.processes import (
     AGENT,
     SUPERVISOR,
@@ -34,15 +28,17 @@ from shoal.control.processes import (
 )
 from shoal.errors import HostError, Interrupted, RunFailed, ShoalError, from_dict
 from shoal.events import RANK_EVENTS, Event, parse_event, read_last_events
-from shoal.launch.logs import LogFollower
 from shoal.run_folder import RunFolder
-from shoal.runs.follow import POLL_S, RunEvents, SupervisorLog
-from shoal.runs.start import MakeDisplay, ScriptDisplay
-from shoal.runs.supervisor import is_script, read_job
 from shoal.terminal import printable_json
-from shoal.tools.report.membership import last_members
-from shoal.tools.report.rank_log import read_rank_logs
-from shoal.tools.report.summary import summarize
+
+if TYPE_CHECKING:
+    from shoal.cluster.hosts.cluster import HostsCluster
+    from shoal.cluster.hosts.spec import Host, HostsSpec
+    from shoal.cluster.target import On
+    from shoal.config.schema import EngineConfig
+    from shoal.runs.follow import SupervisorLog
+    from shoal.runs.start import MakeDisplay, ScriptDisplay
+
 
 _END_S = 8.0
 _STEP_TAIL_BYTES = 16384
@@ -92,6 +88,9 @@ def describe(path: Path, processes: list[RunProcess]) -> RunState:
 
 def cluster_of(run: RunFolder) -> On | None:
     """Return the cluster of a run, if its folder still names one."""
+
+    from shoal.cluster.target import parse_on
+
     _, on, _ = _read_purpose(run)
     with contextlib.suppress(ShoalError):
         return parse_on(on)
@@ -99,16 +98,21 @@ def cluster_of(run: RunFolder) -> On | None:
 
 
 def _read_purpose(run: RunFolder) -> tuple[str, str, int | None]:
-    """Return what the run trains or executes, where, and for how many steps, as far as its folder still holds that."""
+    """Return what the run trains or executes, where, and for how many steps, as far as its folder still holds that.
+
+    The files are read as they are: to check them takes longer than the whole of `shoal ps`.
+    """
     # LookupError: the folder of a training that is being removed may have lost its config.toml and still have a
     # job.json, which names no script.
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, ShoalError):
-        config = load_settings(run.config) if run.config.is_file() else None
-        if isinstance(config, Config) or (config is not None and not run.job.is_file()):
-            return config.run.preset, config.run.on, config.train.steps
-        job = read_job(run)
-        word = job.script[1] if job.script[0] == "-m" else job.script[0]
-        return Path(word).name, job.on, config.train.steps if config is not None else None
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        config = tomllib.loads(run.config.read_text(encoding="utf-8")) if run.config.is_file() else {}
+        steps = config.get("train", {}).get("steps")
+        steps = steps if isinstance(steps, int) else None
+        if config.keys() & {"model", "data"} or (config and not run.job.is_file()):
+            return str(config["run"]["preset"]), str(config["run"]["on"]), steps
+        job = json.loads(run.job.read_bytes())
+        script = job["script"]
+        return Path(script[1] if script[0] == "-m" else script[0]).name, str(job["on"]), steps
     return "", "", None
 
 
@@ -159,6 +163,9 @@ def stop_run(run: RunFolder, wait_s: float | None = None) -> StopResult:
 
     By default wait as long as a step and a checkpoint may take, or as long as the ranks of a script may take to end.
     """
+
+    from shoal.runs.supervisor import is_script
+
     if not find_processes(run.path):
         return StopResult.NOT_RUNNING
     if wait_s is None:
@@ -215,6 +222,8 @@ def runs_on(spec: HostsSpec) -> dict[str, list[dict[str, Any]] | ShoalError]:
 def stop_on(spec: HostsSpec, run: RunFolder, now: bool) -> dict[str, str]:
     """Stop the run on each host and return the outcomes. Raise, after all were asked, if a host did not answer."""
 
+    from shoal.cluster.hosts.ssh import values_or_raise
+
     def words(cluster: HostsCluster) -> Sequence[str]:
         return ("stop", "--here", cluster.folder(cluster.nodes[0], run.path), *(("--now",) if now else ()))
 
@@ -224,6 +233,10 @@ def stop_on(spec: HostsSpec, run: RunFolder, now: bool) -> dict[str, str]:
 
 def _ask_hosts(spec: HostsSpec, words_for: Callable[[HostsCluster], Sequence[str]]) -> dict[str, Any | ShoalError]:
     """Run `shoal … --json` on each host over SSH and return the replies. A host that is off delays no other."""
+
+    from shoal.cluster.hosts.cluster import HostsCluster
+    from shoal.cluster.hosts.ssh import on_each, run_script
+    from shoal.cluster.node import RunFiles
 
     def ask_host(host: Host) -> Any:
         cluster = HostsCluster.prepare(spec.model_copy(update={"hosts": (host,)}), RunFiles(), lambda text: None)
@@ -245,6 +258,10 @@ def _ask_hosts(spec: HostsSpec, words_for: Callable[[HostsCluster], Sequence[str
 
 def attach_training(run: RunFolder, watch: MakeDisplay) -> None:
     """Show a training from now to its end and raise its error; also for a run that has ended already."""
+
+    from shoal.config.load import load_settings
+    from shoal.runs.follow import RunEvents, SupervisorLog
+
     config = load_settings(run.config)
     if not run.supervisor.exists():
         _attach_unsupervised(run, config, watch)
@@ -260,6 +277,9 @@ def attach_training(run: RunFolder, watch: MakeDisplay) -> None:
 
 def _attach_unsupervised(run: RunFolder, config: EngineConfig, watch: MakeDisplay) -> None:
     """Follow a training that torchrun or a shell started: its rank 0 holds the folder's lock until the end."""
+
+    from shoal.runs.follow import POLL_S, RunEvents
+
     rank_events = RunEvents(run)
     with contextlib.closing(watch(config)) as display:
         display(read_opening(run))
@@ -274,6 +294,10 @@ def _attach_unsupervised(run: RunFolder, config: EngineConfig, watch: MakeDispla
 
 def raise_recorded_end(run: RunFolder, config: EngineConfig) -> None:
     """Raise how a training without a supervisor ended, unless it finished. Only its events say so."""
+
+    from shoal.config.schema import Config
+    from shoal.tools.report.summary import summarize
+
     summary = summarize(run.read_all_events())
     steps = f"step {summary.steps_done} of {config.train.steps}"
     resume = f'start it again with shoal.Session(..., out="{run.path}")'
@@ -296,6 +320,10 @@ def raise_recorded_end(run: RunFolder, config: EngineConfig) -> None:
 
 def attach_script(run: RunFolder, display: ScriptDisplay, show_events: Callable[[list[Event]], None]) -> None:
     """Show a script's output and its end, and raise its error; `show_events` shows the notes and what else happens."""
+
+    from shoal.launch.logs import LogFollower
+    from shoal.runs.follow import SupervisorLog
+
     log, supervisor = SupervisorLog(run), find_supervisor(run.path)
     logs = LogFollower(run, shows_current=display.is_live)
     with contextlib.closing(display):
@@ -308,6 +336,9 @@ def attach_script(run: RunFolder, display: ScriptDisplay, show_events: Callable[
 
 def _poll_notes(log: SupervisorLog, supervisor: RunProcess | None) -> Iterator[list[Event]]:
     """Yield the supervisor's new notes at each poll, and once more after its end."""
+
+    from shoal.runs.follow import POLL_S
+
     while supervisor is not None and is_alive(supervisor):
         yield log.poll()
         time.sleep(POLL_S)
@@ -316,6 +347,10 @@ def _poll_notes(log: SupervisorLog, supervisor: RunProcess | None) -> Iterator[l
 
 def read_opening(run: RunFolder) -> list[Event]:
     """Return how the newest launch began on each member: its start, its shard of the data and its last generation."""
+
+    from shoal.tools.report.membership import last_members
+    from shoal.tools.report.rank_log import read_rank_logs
+
     events = [event for rank in run.event_files() for event in _opening_of(run, rank)]
     members = last_members(read_rank_logs(events))
     return [event for event in events if event["rank"] in members]

@@ -18,7 +18,6 @@ import termios
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
@@ -274,13 +273,6 @@ def require_manifest(run: RunFolder) -> Manifest:
             fix=f"make it again: python -m shoal.tools.report.manifest {run.path}",
         )
     return manifest
-
-
-def default_out(name: str) -> Path:
-    """Return `runs/grammar-20260131-235959`, with a number appended when two start in the same second."""
-    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    candidates = (Path("runs") / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 1000))
-    return next(path for path in candidates if not path.exists())
 
 
 class ScriptDisplay(Protocol):
