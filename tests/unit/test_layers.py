@@ -13,7 +13,8 @@ import pytest
 import typer.main
 
 import shoal
-from shoal.cli.main import VERBS, load_verb
+from shoal.cli.help import VERBS
+from shoal.cli.main import load_verb
 
 SOURCE = Path(shoal.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))

@@ -23,7 +23,7 @@ from shoal.config.presets import did_you_mean
 from shoal.control.processes import restore_signals
 from shoal.errors import Interrupted, ShoalError, UsageError
 from shoal.run_folder import no_access_error
-from shoal.terminal import protect_terminal
+from shoal.terminal import begin_stage, end_stage, protect_terminal
 
 # The module of a verb has the verb's name, except for these.
 _MODULE_OF = {
@@ -42,6 +42,8 @@ _MODULE_OF = {
 }
 # Other names of verbs, which users of other tools type.
 _SYNONYMS = {"status": "ps", "list": "ps", "history": "runs", "settings": "config"}
+# Verbs that may be silent for a while before they print anything. They read nothing from the terminal until then.
+_SLOW_VERBS = set(VERBS) - {"ps", "join", "logs", "attach", "sample", "lab", "config", "completion"}
 _HELP_OPTIONS = ["-h", "--help"]
 
 
@@ -146,6 +148,8 @@ def run(arguments: list[str], debug: bool) -> int:
         # Not by typer, which imports pydantic to read any option.
         print_overview() if path == [] else print_command_help(path[-1], " ".join(["shoal", *arguments[:-1]]))
         return 0
+    if arguments and arguments[0] in _SLOW_VERBS:
+        begin_stage(f"shoal {arguments[0]}: starting")
     try:
         code = app(args=arguments, prog_name="shoal", standalone_mode=False)
     except BrokenPipeError:
@@ -156,6 +160,8 @@ def run(arguments: list[str], debug: bool) -> int:
         if debug:
             traceback.print_exc()
         return _print_error(error)
+    finally:
+        end_stage()
     return code if isinstance(code, int) else 0
 
 

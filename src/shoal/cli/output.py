@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 import typer
 from rich.cells import set_cell_size
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.control import Control
 from rich.errors import MarkupError
 from rich.markup import escape
 from rich.segment import Segment
@@ -24,7 +25,7 @@ from rich.text import Text
 
 from shoal.errors import ShoalError, UsageError
 from shoal.run_folder import RunFolder
-from shoal.terminal import printable, printable_json, printable_line, raw_stream
+from shoal.terminal import end_stage, printable, printable_json, printable_line, raw_stream
 from shoal.units import Unit, format_duration, format_loss, format_percent, format_si, format_speed, format_value
 
 if TYPE_CHECKING:
@@ -64,6 +65,14 @@ class SafeConsole(Console):
     @file.setter
     def file(self, stream: IO[str]) -> None:
         Console.file.fset(self, stream)  # type: ignore[attr-defined]
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        end_stage()
+        super().print(*objects, **options)
+
+    def control(self, *control: Control) -> None:
+        end_stage()
+        super().control(*control)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

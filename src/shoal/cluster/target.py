@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.cluster.hosts.spec import HostsSpec, is_file, read_hosts
-from shoal.cluster.lab.lab import Lab
 from shoal.cluster.lab.spec import LabNode, LabSpec, parse_lab
 from shoal.errors import UsageError
 
@@ -102,6 +101,8 @@ def weights_of(on: On) -> str | None:
 
 def rank_count(on: On) -> int:
     """Count ranks: as many as there are slots on the nodes of a lab or of a hosts file."""
+    from shoal.cluster.lab.lab import Lab
+
     match on:
         case LocalSpec():
             return on.ranks
@@ -120,6 +121,8 @@ def first_node(on: On, folder: Path) -> str | None:
 
     A file that this needs is written into `folder`. None for `join`, whose machines are not known beforehand.
     """
+    from shoal.cluster.lab.lab import Lab
+
     match on:
         case LocalSpec():
             return "local:1"

@@ -10,16 +10,19 @@ import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
 from shoal.config.presets import Overrides, did_you_mean, preset
-from shoal.config.profile import VERSION, Profile
 from shoal.config.schema import Config, DataConfig, EngineConfig
 from shoal.config.sync_choice import SYNC_METHODS
 from shoal.errors import ConfigError, DataError, ShoalError
 from shoal.run_folder import write_atomically
+
+if TYPE_CHECKING:
+    from shoal.config.profile import Profile
+
 
 AnyConfig = TypeVar("AnyConfig", bound=EngineConfig)
 
@@ -263,6 +266,8 @@ def change_settings(config: AnyConfig, changes: Overrides) -> tuple[AnyConfig, l
 
 
 def read_profile(path: Path) -> Profile:
+    from shoal.config.profile import VERSION, Profile
+
     document = _read_profile_document(path)
     version = document.get("shoal_profile")
     if version is None:

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -18,6 +19,9 @@ from shoal.runs import confirm
 from shoal.runs.supervisor import END_SIGNALS, blocked_signals
 
 POLL_S = 0.05
+# The answers to Ctrl-C. They begin on a new line: the terminal has printed ^C in the current one.
+STOPPING = b"\nstopping after this step; Ctrl-C again quits now\n"
+QUITTING = b"\nquitting now\n"
 
 Supervisor = subprocess.Popen[bytes]
 Look = Callable[[list[Event]], None]
@@ -107,7 +111,15 @@ def _poll_while(condition: Callable[[], bool], supervisor: Supervisor, log: Supe
 def forwarding_signals(start: Callable[[], Supervisor]) -> Iterator[Supervisor]:
     """Start a supervisor and pass Ctrl-C on to it, also one that comes while it is being started."""
 
+    count = 0
+
     def pass_on(signum: int, frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        if signum == signal.SIGINT:
+            # Not by print: the handler may have interrupted a print.
+            with contextlib.suppress(OSError):
+                os.write(sys.stderr.fileno(), STOPPING if count == 1 else QUITTING)
         with contextlib.suppress(ProcessLookupError):
             os.kill(supervisor.pid, signal.SIGINT)
 

@@ -88,7 +88,6 @@ def describe(path: Path, processes: list[RunProcess]) -> RunState:
 
 def cluster_of(run: RunFolder) -> On | None:
     """Return the cluster of a run, if its folder still names one."""
-
     from shoal.cluster.target import parse_on
 
     _, on, _ = _read_purpose(run)
@@ -163,7 +162,6 @@ def stop_run(run: RunFolder, wait_s: float | None = None) -> StopResult:
 
     By default wait as long as a step and a checkpoint may take, or as long as the ranks of a script may take to end.
     """
-
     from shoal.runs.supervisor import is_script
 
     if not find_processes(run.path):
@@ -221,7 +219,6 @@ def runs_on(spec: HostsSpec) -> dict[str, list[dict[str, Any]] | ShoalError]:
 
 def stop_on(spec: HostsSpec, run: RunFolder, now: bool) -> dict[str, str]:
     """Stop the run on each host and return the outcomes. Raise, after all were asked, if a host did not answer."""
-
     from shoal.cluster.hosts.ssh import values_or_raise
 
     def words(cluster: HostsCluster) -> Sequence[str]:
@@ -233,7 +230,6 @@ def stop_on(spec: HostsSpec, run: RunFolder, now: bool) -> dict[str, str]:
 
 def _ask_hosts(spec: HostsSpec, words_for: Callable[[HostsCluster], Sequence[str]]) -> dict[str, Any | ShoalError]:
     """Run `shoal … --json` on each host over SSH and return the replies. A host that is off delays no other."""
-
     from shoal.cluster.hosts.cluster import HostsCluster
     from shoal.cluster.hosts.ssh import on_each, run_script
     from shoal.cluster.node import RunFiles
@@ -258,7 +254,6 @@ def _ask_hosts(spec: HostsSpec, words_for: Callable[[HostsCluster], Sequence[str
 
 def attach_training(run: RunFolder, watch: MakeDisplay) -> None:
     """Show a training from now to its end and raise its error; also for a run that has ended already."""
-
     from shoal.config.load import load_settings
     from shoal.runs.follow import RunEvents, SupervisorLog
 
@@ -277,7 +272,6 @@ def attach_training(run: RunFolder, watch: MakeDisplay) -> None:
 
 def _attach_unsupervised(run: RunFolder, config: EngineConfig, watch: MakeDisplay) -> None:
     """Follow a training that torchrun or a shell started: its rank 0 holds the folder's lock until the end."""
-
     from shoal.runs.follow import POLL_S, RunEvents
 
     rank_events = RunEvents(run)
@@ -294,7 +288,6 @@ def _attach_unsupervised(run: RunFolder, config: EngineConfig, watch: MakeDispla
 
 def raise_recorded_end(run: RunFolder, config: EngineConfig) -> None:
     """Raise how a training without a supervisor ended, unless it finished. Only its events say so."""
-
     from shoal.config.schema import Config
     from shoal.tools.report.summary import summarize
 
@@ -320,7 +313,6 @@ def raise_recorded_end(run: RunFolder, config: EngineConfig) -> None:
 
 def attach_script(run: RunFolder, display: ScriptDisplay, show_events: Callable[[list[Event]], None]) -> None:
     """Show a script's output and its end, and raise its error; `show_events` shows the notes and what else happens."""
-
     from shoal.launch.logs import LogFollower
     from shoal.runs.follow import SupervisorLog
 
@@ -336,7 +328,6 @@ def attach_script(run: RunFolder, display: ScriptDisplay, show_events: Callable[
 
 def _poll_notes(log: SupervisorLog, supervisor: RunProcess | None) -> Iterator[list[Event]]:
     """Yield the supervisor's new notes at each poll, and once more after its end."""
-
     from shoal.runs.follow import POLL_S
 
     while supervisor is not None and is_alive(supervisor):
@@ -347,7 +338,6 @@ def _poll_notes(log: SupervisorLog, supervisor: RunProcess | None) -> Iterator[l
 
 def read_opening(run: RunFolder) -> list[Event]:
     """Return how the newest launch began on each member: its start, its shard of the data and its last generation."""
-
     from shoal.tools.report.membership import last_members
     from shoal.tools.report.rank_log import read_rank_logs
 
