@@ -163,6 +163,7 @@ for words in json.loads(sys.argv[1]):
         main()
         answers["no exit"] = words
     answers[" ".join(words)] = output.getvalue()
+answers["loaded"] = [name for name in ("numpy", "pydantic", "psutil", "rich.markdown") if name in sys.modules]
 try:
     import torch
 except ImportError:

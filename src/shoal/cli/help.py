@@ -27,6 +27,7 @@ GROUPS = {
     },
     "Look at runs": {
         "ps": "List the runs on this machine, their ranks, and processes left over from earlier runs.",
+        "runs": "List past and present runs with their results; delete those that are no longer needed.",
         "logs": "Print the output of all ranks of a run, in order, coloured by rank.",
         "attach": "Watch a run that was started in the background.",
         "stop": "Stop a run: it finishes its step and saves a checkpoint.",
@@ -39,6 +40,8 @@ GROUPS = {
         "setup": "Prepare machines over SSH: environment, shoal and your project; safe to repeat.",
         "probe": "Measure links, gloo and machines in a minute; writes the profile that shoal plan reads.",
         "plan": "Predict step time and speed on 1, 2, 3 … machines, and which sync method helps; starts nothing.",
+        "config": "Show, explain and write settings.",
+        "completion": "Print the completion script for bash, zsh or fish.",
     },
     "Learn and test": {
         "explain": "Explain an error log of torch, gloo, torchrun, ssh or shoal: cause and fix.",
@@ -203,13 +206,15 @@ def _title(text: str) -> str:
 
 def _paragraphs(text: str, width: int) -> list[str]:
     parts = [" ".join(part.split()) for part in text.split("\n\n")]
-    wrapped = [_wrap(part, width - _INDENT) for part in parts if part]
+    wrapped = [wrap(part, width - _INDENT) for part in parts if part]
     indented = [[" " * _INDENT + line for line in lines] for lines in wrapped]
     return [line for number, lines in enumerate(indented) for line in ([""] if number else []) + lines]
 
 
-def _wrap(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+def wrap(text: str, width: int, indent: str = "") -> list[str]:
+    """Wrap at words; `indent` is that of all lines but the first."""
+    lines = textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return lines or [""]
 
 
 def _columns(rows: Iterable[tuple[str, str]], width: int) -> Iterator[str]:
@@ -217,7 +222,7 @@ def _columns(rows: Iterable[tuple[str, str]], width: int) -> Iterator[str]:
     rows = list(rows)
     start = _INDENT + 2 + max((len(name) for name, _ in rows if len(name) <= _MOST_NAME), default=0)
     for name, text in rows:
-        lines = _wrap(text, width - start)
+        lines = wrap(text, width - start)
         head = " " * _INDENT + name
         if len(name) > _MOST_NAME:
             yield head
@@ -273,6 +278,9 @@ def _meaning(parameter: Any) -> str:
     if default is None and parameter.show_default and parameter.default not in (None, "", False, ()):
         value = parameter.default
         default = f"{value:g}" if isinstance(value, float) else None if callable(value) else str(value)
+    if default and len(default) > _MOST_NAME:
+        # A list without spaces could not be wrapped.
+        default = ", ".join(part.strip() for part in default.split(","))
     notes = [f"default: {default}"] if default else []
     if parameter.param_type_name == "option" and parameter.required:
         notes.append("required")

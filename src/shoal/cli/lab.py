@@ -50,7 +50,9 @@ def up_(
     loss: Loss = None,
     cpu: Annotated[str | None, typer.Option(help="Cores of each node: 0.5, or 1/1/0.5.")] = None,
     slots: Annotated[str | None, typer.Option(help="Ranks on each node: 2, or 2/1/1.", show_default="1")] = None,
-    profile: Annotated[str | None, typer.Option(help=f"A kind of link: {', '.join(LAB_LINKS)}.")] = None,
+    profile: Annotated[
+        str | None, typer.Option("--kind", "--profile", help=f"A kind of link: {', '.join(LAB_LINKS)}.")
+    ] = None,
     name: Annotated[str, typer.Option(help="The lab's name, if you have several.")] = LAB_NAME,
     sshd: Annotated[bool, typer.Option("--sshd", help="Run a real SSH server on each node (needs root).")] = False,
     dry_run: DryRun = False,

@@ -8,9 +8,11 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import shlex
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,21 @@ _MODULE_OF = {
 _SYNONYMS = {"status": "ps", "list": "ps", "history": "runs", "settings": "config"}
 # Verbs that may be silent for a while before they print anything. They read nothing from the terminal until then.
 _SLOW_VERBS = set(VERBS) - {"ps", "join", "logs", "attach", "sample", "lab", "config", "completion"}
+# Options of other launchers and trainers, and what they are here.
+OTHER_WORDS = {
+    **dict.fromkeys(
+        ("--ranks", "--nproc-per-node", "--nproc_per_node", "--num-processes", "--num_processes", "--world-size"),
+        "--on local:{}",
+    ),
+    **dict.fromkeys(("--np", "--nprocs", "--workers", "--gpus"), "--on local:{}"),
+    **dict.fromkeys(("--hosts", "--hostfile", "--host-file"), "--on {}"),
+    **dict.fromkeys(("--max-steps", "--max-iters", "--iterations", "--iters"), "--steps {}"),
+    **dict.fromkeys(("--batch-size", "--batch", "--batch_size"), "--global-batch {}"),
+    **dict.fromkeys(("--output", "--output-dir", "--run-dir", "--log-dir"), "--out {}"),
+    **dict.fromkeys(("--text", "--dataset", "--corpus", "--input"), "--data {}"),
+    "--learning-rate": "--set train.lr={}",
+    "--compress": "--wire {}",
+}
 _HELP_OPTIONS = ["-h", "--help"]
 
 
@@ -159,7 +176,7 @@ def run(arguments: list[str], debug: bool) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        return _print_error(error)
+        return _print_error(error, arguments)
     finally:
         end_stage()
     return code if isinstance(code, int) else 0
@@ -172,7 +189,7 @@ def take_debug(arguments: list[str]) -> tuple[list[str], bool]:
     return [argument for argument in own if argument != "--debug"] + rest, "--debug" in own
 
 
-def _print_error(error: Exception) -> int:
+def _print_error(error: Exception, arguments: Sequence[str] = ()) -> int:
     if isinstance(error, ShoalError):
         sys.stderr.write(error.render())
         return error.exit_code
@@ -180,8 +197,14 @@ def _print_error(error: Exception) -> int:
         # Typer's own complaint about the command line; without a message it has printed the help instead.
         context = getattr(error, "ctx", None)
         if message := error.format_message():
-            fix = f"{context.command_path if context else 'shoal'} --help"
-            sys.stderr.write(UsageError(message, fix=fix).render())
+            fix, why = f"{context.command_path if context else 'shoal'} --help", ""
+            if context is not None and (name := getattr(error, "option_name", "")):
+                message = f"No such option: {name}"
+                why, fix = suggest_option(name, context.command, arguments) or (
+                    did_you_mean(name, [option for one in context.command.params for option in one.opts]),
+                    fix,
+                )
+            sys.stderr.write(UsageError(message, why=why, fix=fix).render())
         return UsageError.exit_code
     if isinstance(error, PermissionError) and error.errno == errno.EACCES and isinstance(error.filename, str):
         return _print_error(no_access_error(Path(error.filename)))
@@ -191,6 +214,33 @@ def _print_error(error: Exception) -> int:
         fix="run the same command with --debug and report what it prints",
     )
     return _print_error(bug)
+
+
+def suggest_option(name: str, command: Any, arguments: Sequence[str]) -> tuple[str, str] | None:
+    """Return why an option is unknown and the command line that was meant, for the words of other tools and settings.
+
+    None where the command has nothing like it.
+    """
+    known = {option: parameter for parameter in command.params for option in parameter.opts}
+    pattern = OTHER_WORDS.get(name, "")
+    if not pattern and "--set" in known:
+        # Imported here: only a wrong command line needs the settings.
+        from shoal.config.load import known_keys
+
+        wanted = name.lstrip("-").replace("-", "_")
+        pattern = next((f"--set {key}={{}}" for key in known_keys() if key.partition(".")[2] == wanted), "")
+    option, _, form = pattern.partition(" ")
+    # The `--on` of `ps` is a file.
+    if option not in known or (form.startswith("local:") and known[option].type_descriptor.annotation is Path):
+        return None
+    words = list(arguments)
+    place = next(number for number, word in enumerate(words) if word.partition("=")[0] == name)
+    _, equals, value = words[place].partition("=")
+    rest = words[place + 1 :]
+    if not equals and rest and not rest[0].startswith("-"):
+        value, rest = rest[0], rest[1:]
+    meant = pattern.format(value or "…").split(" ", 1)
+    return f"here it is {pattern.format(value or '…')}", shlex.join(["shoal", *words[:place], *meant, *rest])
 
 
 def _handle_closed_pipe() -> int:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 # A note may come from another machine's journal.
 _LONGEST_NOTE = 4_000
 _REDRAW_S = 0.1
+_WIDE = 1000
 # Of a user's own values, in the summary of a run.
 _MOST_LOGGED = 12
 # Show the current lines of at most so many ranks.
@@ -46,6 +47,7 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 # The only tags that are markup here. Any other, such as a link, is text.
 _STYLES = {"bold", "dim", "red", "green", "yellow", "cyan"}
+_PADDING = re.compile(r" +\n")
 _TAG = re.compile(r"(?<!\\)\[([a-z#/@][^\[]*?)\]")
 
 
@@ -77,6 +79,11 @@ class SafeConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        text = super()._render_buffer(buffer)
+        # Tables are padded to their width, which only a terminal needs.
+        return text if self.is_terminal else _PADDING.sub("\n", text)
 
     def render_str(self, text: str, **options: Any) -> Text:
         # Before rich, which would remove single characters of a control sequence.
@@ -190,6 +197,19 @@ def _members_verdict(manifest: Manifest) -> str:
         f"{manifest.abandoned_steps} steps abandoned" if manifest.abandoned_steps else "",
     ]
     return "; ".join(part for part in parts if part)
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table on stdout: on a terminal fitted to its width, elsewhere with whole cells, for programs."""
+    console = stdout_console()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    if not console.is_terminal:
+        console.width = _WIDE
+    console.print(table)
 
 
 def print_scaling(points: list[ScalingPoint]) -> None:
@@ -342,7 +362,7 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 def flag_of(name: str) -> str:
     """Return the flag of a parameter: `--step-s` for `step_s`, `--set` for `set_`."""
-    return "--" + name.rstrip("_").replace("_", "-")
+    return "--" + ("out" if name == "output" else name.rstrip("_")).replace("_", "-")
 
 
 def given_settings(context: typer.Context, settings: dict[str, str]) -> dict[str, str]:
@@ -368,4 +388,6 @@ def advising_flags(flags: Mapping[str, str]) -> Iterator[None]:
     except ShoalError as error:
         for key, flag in flags.items():
             error.fix = error.fix.replace(f"--set {key}=", f"{flag} ")
+            # In the words of the command line: `--data`, not `data.path`.
+            error.seen, error.why = (re.sub(rf"\b{re.escape(key)}\b", flag, text) for text in (error.seen, error.why))
         raise

@@ -100,7 +100,7 @@ def plan(
             help="Where the printed command would run; shoal plan does not look there.", show_default="hosts.toml"
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write a figure (PNG).")] = None,
+    output: Annotated[Path | None, typer.Option("--out", "--output", "-o", help="Also write a figure (PNG).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON on stdout.")] = False,
     simulate: options.Simulate = False,
     hours: options.Hours = DEFAULTS.hours,

@@ -28,7 +28,9 @@ _LEAST_WIDTH = 120
 @app.command()
 def probe(
     on: Annotated[str, typer.Option(help="What to measure: local:N, lab[:N], or a hosts file.")] = "local:2",
-    output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")] = Path("profile.toml"),
+    output: Annotated[Path, typer.Option("--out", "--output", "-o", help="The profile to write.")] = Path(
+        "profile.toml"
+    ),
     budget: Annotated[
         float, typer.Option(min=5, help="Seconds it may take; slow links are measured with smaller messages.")
     ] = 60.0,

@@ -206,7 +206,7 @@ def session_settings(flags: Overrides, sets: list[str], on: str | None) -> dict[
 
 def script_command(words: list[str]) -> tuple[list[str], str]:
     """Return the command to start and a name for its folder."""
-    from shoal.cli.main import load_verb
+    from shoal.cli.main import load_verb, suggest_option
 
     if words[0] == "-m":
         if len(words) < 2:
@@ -214,10 +214,13 @@ def script_command(words: list[str]) -> tuple[list[str], str]:
         return words, words[1].rpartition(".")[2]
     if words[0].startswith("-"):
         name = words[0].partition("=")[0]
-        known = [option for parameter in load_verb("run").params for option in parameter.opts]
-        raise UsageError(
-            f"shoal run has no option {name}", why=did_you_mean(name, known), fix="see its options: shoal run --help"
+        verb = load_verb("run")
+        known = [option for parameter in verb.params for option in parameter.opts]
+        why, fix = suggest_option(name, verb, ["run", *words]) or (
+            did_you_mean(name, known),
+            "see its options: shoal run --help",
         )
+        raise UsageError(f"shoal run has no option {name}", why=why, fix=fix)
     script = Path(words[0])
     if not script.is_file():
         raise UsageError(

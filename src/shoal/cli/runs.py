@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import sys
 import time
+from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from shoal.cli.output import (
     LineDisplay,
@@ -23,26 +24,26 @@ from shoal.cli.output import (
     print_json,
     print_note,
     print_run,
+    print_table,
     process_lines,
     shown,
-    stdout_console,
 )
 from shoal.config.defaults import ASK_S
-from shoal.config.presets import Overrides
+from shoal.config.presets import Overrides, did_you_mean
 from shoal.control.processes import find_processes
 from shoal.errors import ShoalError, UsageError
 from shoal.events import Event
 from shoal.run_folder import RunFolder, user_name
-from shoal.units import format_duration
+from shoal.units import Unit, format_duration, format_loss, format_si, format_speed
 
 if TYPE_CHECKING:
-    from shoal.runs.manage import RunState, StopResult
+    from shoal.runs.manage import PastRun, RunState, StopResult
     from shoal.runs.start import TrainDisplay, WatchScript
 
 
 app = typer.Typer(add_completion=False)
 
-_WIDE = 1000
+_STATES = ("running", "finished", "interrupted", "failed", "unfinished", "unsupervised", "left over")
 # Outcomes of a stop on several machines: the last of these that any machine reports counts.
 _STOP_ORDER = ("not_running", "stopped", "ended")
 
@@ -75,19 +76,12 @@ def ps(
 
 
 def _print_runs(states: list[RunState]) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for title in ("run", "what", "on", "state", "step", "for", "processes"):
-        table.add_column(title, overflow="fold")
+    rows = []
     for state in states:
         step = "–" if state.step is None else f"{state.step:,}" + (f" of {state.steps:,}" if state.steps else "")
         age, count = format_duration(state.age_s), str(len(state.processes))
-        texts = (shown(state.run), state.what, state.on, state.state, step, age, count)
-        table.add_row(*map(escape, texts))
-    console = stdout_console()
-    if not console.is_terminal:
-        # Do not wrap names: a program may read the pipe.
-        console.width = _WIDE
-    console.print(table)
+        rows.append((shown(state.run), state.what, state.on, state.state, step, age, count))
+    print_table(("run", "what", "on", "state", "step", "for", "processes"), rows)
 
 
 def _print_hosts(replies: dict[str, list[dict[str, Any]] | ShoalError], json: bool) -> None:
@@ -114,6 +108,81 @@ def _print_processes(states: list[RunState]) -> None:
         sys.stdout.write(f"\n{shown(state.run)}\n")
         for line in process_lines(state.processes):
             sys.stdout.write(f"  {line}\n")
+
+
+@app.command()
+def runs(
+    text: Annotated[
+        str, typer.Argument(help="Only runs with this in their name, preset or place.", show_default="")
+    ] = "",
+    folder: Annotated[Path, typer.Option("--in", help="Where the run folders are.")] = Path("runs"),
+    state: Annotated[
+        str | None, typer.Option(help=f"Only runs in this state: {', '.join(_STATES)}.", show_default="any")
+    ] = None,
+    delete: Annotated[list[Path] | None, typer.Option(help="Delete this run folder; may be repeated.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="With --delete: do not ask.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """List past and present runs, the newest first: where, steps, loss, speed and state. Delete those not needed."""
+    from shoal.runs.manage import past_runs, running_runs
+
+    if delete:
+        _delete_runs([RunFolder.find(path) for path in delete], yes)
+        return
+    if state is not None and state not in _STATES:
+        raise UsageError(f"there is no state {state!r}", why=did_you_mean(state, _STATES), fix="shoal runs --help")
+    listed = [
+        run
+        for run in past_runs(folder, running_runs())
+        if text in f"{run.run} {run.what} {run.on}" and state in (None, run.state)
+    ]
+    if json:
+        print_json({"runs": [{**asdict(run), "run": str(run.run)} for run in listed]})
+    elif not listed:
+        sys.stdout.write(f"no such run in {shown(folder)}/; another folder: shoal runs --in FOLDER\n")
+    else:
+        _print_past_runs(listed)
+
+
+def _print_past_runs(runs: list[PastRun]) -> None:
+    rows = []
+    for run in runs:
+        created = datetime.fromisoformat(run.created).astimezone().strftime("%Y-%m-%d %H:%M") if run.created else "–"
+        steps = "–" if run.step is None else f"{run.step:,}" + (f" of {run.steps:,}" if run.steps != run.step else "")
+        loss = "–" if run.loss is None else format_loss(run.loss)
+        speed = "–" if run.speed is None else format_speed(run.speed, Unit(run.unit))
+        rows.append((shown(run.run), created, run.on, steps, loss, speed, run.state))
+    print_table(("run", "started", "on", "steps", "loss", "speed", "state"), rows)
+
+
+def _delete_runs(folders: list[RunFolder], yes: bool) -> None:
+    """Delete run folders after a confirmation; refuse one whose run is going on."""
+    from shoal.runs.manage import read_past_run
+
+    for folder in folders:
+        if find_processes(folder.path) or folder.is_held():
+            raise UsageError(
+                f"{shown(folder.path)} is running",
+                why="its processes still write to the folder",
+                fix=f"stop it first: {command('stop', shown(folder.path))}",
+            )
+    for folder in folders:
+        run = read_past_run(folder)
+        what = f"{shown(folder.path)} ({run.state}, {run.step or 0:,} steps, {format_si(run.size_bytes, 'B')})"
+        if not yes:
+            if not sys.stdin.isatty():
+                raise UsageError(
+                    f"{what} was not deleted",
+                    why="there is no terminal to ask at",
+                    fix="if you are sure, add --yes",
+                )
+            sys.stderr.write(f"delete {what} with its checkpoints? [y/N] ")
+            sys.stderr.flush()
+            if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+                sys.stdout.write(f"kept {shown(folder.path)}\n")
+                continue
+        shutil.rmtree(folder.path)
+        sys.stdout.write(f"deleted {what}\n")
 
 
 @app.command()

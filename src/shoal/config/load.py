@@ -357,7 +357,7 @@ def _table_lines(name: str, values: Mapping[str, Any]) -> Iterator[str]:
     tables = {key: value for key, value in values.items() if _is_table(value) or (not name and _is_table_list(value))}
     for key, value in values.items():
         if key not in tables:
-            yield f"{key} = {_value_text(value)}"
+            yield f"{key} = {toml_value(value)}"
     for key, value in tables.items():
         full_name = f"{name}.{key}" if name else key
         for entry in value if isinstance(value, list) else [value]:
@@ -374,10 +374,10 @@ def _is_table_list(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_table, value))
 
 
-def _value_text(value: Any) -> str:
+def toml_value(value: Any) -> str:
     if _is_table(value):
-        return "{" + ", ".join(f"{key} = {_value_text(part)}" for key, part in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {toml_value(part)}" for key, part in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + "".join(f"\n  {_value_text(part)}," for part in value) + "\n]" if value else "[]"
+        return "[" + "".join(f"\n  {toml_value(part)}," for part in value) + "\n]" if value else "[]"
     # JSON's strings, booleans and numbers are valid TOML, except DEL, which TOML wants escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

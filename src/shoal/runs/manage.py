@@ -9,6 +9,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,6 +121,72 @@ def _last_step(run: RunFolder) -> int | None:
     with contextlib.suppress(OSError):
         events = read_last_events(run.events(0), _STEP_TAIL_BYTES)
         return next((int(event["step"]) for event in reversed(events) if event["event"] == "step"), None)
+    return None
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run folder, as its manifest or what else is in it describes it. None: not known."""
+
+    run: Path
+    what: str  # the preset or the script
+    on: str
+    state: str  # finished, interrupted, failed or unfinished; of one that is going on, that of `RunState`
+    created: str | None  # in UTC
+    step: int | None
+    steps: int | None
+    loss: float | None
+    speed: float | None  # of the last number of ranks
+    unit: str  # what the speed counts: tokens or samples
+    size_bytes: int
+
+
+def past_runs(folder: Path, states: Iterable[RunState]) -> list[PastRun]:
+    """Return the runs in a folder and in the folders within it, the newest first. `states` are those going on."""
+    going_on = {state.run: state for state in states}
+    found = [
+        read_past_run(RunFolder(path), going_on.get(path.resolve()))
+        for pattern in ("*", "*/*")
+        for path in sorted(folder.glob(pattern))
+        if any((path / name).is_file() for name in ("config.toml", "job.json"))
+    ]
+    return sorted(found, key=lambda run: run.created or "", reverse=True)
+
+
+def read_past_run(run: RunFolder, going_on: RunState | None = None) -> PastRun:
+    manifest: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        document = json.loads(run.manifest.read_bytes())
+        manifest = document if isinstance(document, dict) else {}
+    what, on, steps = _read_purpose(run)
+    unit = str(manifest.get("unit", "tokens"))
+    speeds = manifest.get(f"{unit}_per_sec")
+    speed = speeds.get(str(manifest.get("world_size"))) if isinstance(speeds, dict) else None
+    state = going_on.state if going_on else str(manifest.get("status", "unfinished"))
+    has_ended = going_on is None and manifest
+    return PastRun(
+        run.path,
+        str(manifest.get("preset") or what),
+        str(manifest.get("on") or on),
+        state,
+        manifest.get("created") or _created(run),
+        manifest.get("steps") if has_ended else _last_step(run),
+        manifest.get("steps_planned") or steps,
+        _number(manifest.get("final_loss")),
+        _number(speed),
+        unit,
+        sum(path.lstat().st_size for path in run.path.rglob("*") if path.is_file() and not path.is_symlink()),
+    )
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _created(run: RunFolder) -> str | None:
+    with contextlib.suppress(OSError):
+        files = [path.stat().st_mtime for path in (run.config, run.job) if path.is_file()]
+        return datetime.fromtimestamp(min(files), UTC).isoformat(timespec="seconds") if files else None
     return None
 
 

@@ -242,7 +242,7 @@ def test_an_unexpected_exception_is_reported_as_a_bug(call: Call, monkeypatch: p
     def fail(*_: object) -> None:
         raise ZeroDivisionError("unexpected")
 
-    monkeypatch.setattr("shoal.cli.train.build_config", fail)
+    monkeypatch.setattr("shoal.config.load.build_config", fail)
     output = call("train")
     assert output.code == 3
     assert "shoal failed unexpectedly: ZeroDivisionError: unexpected" in output.err
