@@ -85,14 +85,14 @@ def explain(
 ) -> None:
     """Explain one setting: its meaning, its values, its default, and when to change it."""
     settings = list_settings()
-    found = [setting for setting in settings if key in (setting.key, setting.key.partition(".")[2])]
-    if not found:
+    named = [setting for setting in settings if key in (setting.key, setting.key.partition(".")[2])]
+    if not named:
         keys = [setting.key for setting in settings]
         raise ConfigError(f"there is no setting {key!r}", why=did_you_mean(key, keys), fix="shoal config show")
     if json:
-        print_json({"settings": [asdict(setting) for setting in found]})
+        print_json({"settings": [asdict(setting) for setting in named]})
         return
-    texts = (f"{_entry(setting, help_width())}\n\n  shoal train --set {setting.key}=…\n" for setting in found)
+    texts = (f"{_entry(setting, help_width())}\n\n  shoal train --set {setting.key}=…\n" for setting in named)
     sys.stdout.write("\n".join(texts))
 
 

@@ -14,6 +14,7 @@ from rich.markup import escape
 from shoal.cli.output import make_console, print_json, stdout_console
 from shoal.errors import UsageError
 from shoal.run_folder import RunFolder
+from shoal.units import pluralize
 
 if TYPE_CHECKING:
     from shoal.tools.doctor.facts import Finding
@@ -84,7 +85,23 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
     result = "gloo failed" if failed else "gloo exchanged between every pair"
     proof = result if diagnosis.proved else "gloo was not tried"
     verdict = "[green]ready[/]" if diagnosis.healthy else "[red]not ready[/]"
-    console.print(f"{verdict}: {names}; {proof} ({diagnosis.took_s:.1f} s)", soft_wrap=True)
+    console.print(f"{verdict}: {names}; {proof} ({diagnosis.took_s:.1f} s)")
+    console.print(count_checks(diagnosis))
+
+
+def count_checks(diagnosis: Diagnosis) -> str:
+    """Return how many kinds of checks passed; a note does not count as a problem."""
+    from shoal.tools.doctor.checks import CHECK_MEANINGS
+
+    tried = {check for check in CHECK_MEANINGS if diagnosis.proved or not check.startswith("proof.")}
+    by_severity = {
+        severity: {finding.id for finding in diagnosis.findings if finding.severity == severity}
+        for severity in ("error", "warning")
+    }
+    problems = [pluralize(len(ids), severity) for severity, ids in by_severity.items() if ids]
+    failed = by_severity["error"] | by_severity["warning"]
+    parts = [f"{len(tried - failed)} of {len(tried | failed)} checks passed", *problems]
+    return ", ".join(parts)
 
 
 def _print_finding(console: Console, finding: Finding) -> None:

@@ -143,7 +143,15 @@ def link(
     def update(link: LabLink) -> LabLink:
         return link.model_copy(update=changes)
 
-    _perform(name, lab_changes.set_link(node, update), dry_run)
+    _perform(
+        name, lab_changes.set_link(node, update), dry_run, f"the link of {node} is {_link_text(rate, delay, loss)}"
+    )
+
+
+def _link_text(rate: str | None, delay: str | None, loss: str | None) -> str:
+    words = [f"{rate}" if rate not in (None, "none") else "unlimited" if rate else ""]
+    words += [f"delay {delay}" if delay is not None else "", f"loss {loss}" if loss is not None else ""]
+    return "now " + ", ".join(word for word in words if word)
 
 
 @app.command()
@@ -157,7 +165,8 @@ def cpu(
     from shoal.cluster.lab import lab as lab_changes
     from shoal.cluster.lab.spec import parse_cpu
 
-    _perform(name, lab_changes.set_cpu(node, parse_cpu(cores)), dry_run)
+    done = f"{node} has no CPU limit" if cores == "none" else f"{node} may keep {cores} cores busy"
+    _perform(name, lab_changes.set_cpu(node, parse_cpu(cores)), dry_run, done)
 
 
 @app.command()
@@ -170,7 +179,8 @@ def kill(
     """End every process of a node and take it off the network."""
     from shoal.cluster.lab import lab as lab_changes
 
-    _perform(name, lab_changes.kill_node(node, silent), dry_run)
+    done = f"{node} is killed; start it again: shoal lab start {node}"
+    _perform(name, lab_changes.kill_node(node, silent), dry_run, done)
 
 
 @app.command()
@@ -178,7 +188,7 @@ def start(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
     """Start a killed node again, without processes, with the link and limits it had."""
     from shoal.cluster.lab import lab as lab_changes
 
-    _perform(name, lab_changes.restart_node(node), dry_run)
+    _perform(name, lab_changes.restart_node(node), dry_run, f"{node} is up again, without processes")
 
 
 @app.command()
@@ -186,7 +196,12 @@ def freeze(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
     """Pause all processes of a node, as closing a laptop's lid does."""
     from shoal.cluster.lab import lab as lab_changes
 
-    _perform(name, lab_changes.set_frozen(node, frozen=True), dry_run)
+    _perform(
+        name,
+        lab_changes.set_frozen(node, frozen=True),
+        dry_run,
+        f"{node} is frozen; continue it: shoal lab thaw {node}",
+    )
 
 
 @app.command()
@@ -194,7 +209,7 @@ def thaw(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
     """Continue a frozen node."""
     from shoal.cluster.lab import lab as lab_changes
 
-    _perform(name, lab_changes.set_frozen(node, frozen=False), dry_run)
+    _perform(name, lab_changes.set_frozen(node, frozen=False), dry_run, f"{node} continues")
 
 
 @app.command()
@@ -210,7 +225,10 @@ def cut(
     from shoal.cluster.lab.kernel import need_tools
 
     need_tools({"nft": "nftables"})
-    _perform(name, lab_changes.cut_off(node, other, one_way), dry_run)
+    others = other or "all others"
+    done = f"{others} receive nothing from {node}" if one_way else f"{node} is cut off from {others}"
+    done += f"; undo it: shoal lab heal {node}"
+    _perform(name, lab_changes.cut_off(node, other, one_way), dry_run, done)
 
 
 @app.command()
@@ -223,7 +241,8 @@ def heal(
     """Undo cuts."""
     from shoal.cluster.lab import lab as lab_changes
 
-    _perform(name, lab_changes.heal_cuts(node, other), dry_run)
+    done = f"the cuts of {node}{f' and {other}' if other else ''} are undone" if node else "all cuts are undone"
+    _perform(name, lab_changes.heal_cuts(node, other), dry_run, done)
 
 
 @app.command()
@@ -246,7 +265,8 @@ def firewall(
             fix=f"shoal lab firewall {node} --off",
         )
     need_tools({"nft": "nftables"})
-    _perform(name, lab_changes.set_firewall(node, None if off else parse_ports(allow)), dry_run)
+    done = f"{node} has no firewall" if off else f"{node} accepts connections at {allow or 'no port'}"
+    _perform(name, lab_changes.set_firewall(node, None if off else parse_ports(allow)), dry_run, done)
 
 
 @app.command()
@@ -284,7 +304,8 @@ def _lab_to_remove() -> str:
     return choose_lab(names) if any(not has_owner(name) for name in names) else LAB_NAME
 
 
-def _perform(name: str | None, change: Change, dry_run: bool) -> None:
+def _perform(name: str | None, change: Change, dry_run: bool, done: str) -> None:
+    """Change a lab and print what was done, or print only the commands."""
     from shoal.cluster.lab.lab import Lab
 
     opened = Lab.open(name)
@@ -292,6 +313,7 @@ def _perform(name: str | None, change: Change, dry_run: bool) -> None:
         _print_script(opened.plan(change)[1])
     else:
         opened.perform(change)
+        typer.echo(f"lab {opened.name}: {done}")
 
 
 def _print_script(steps: Iterable[Step]) -> None:

@@ -26,7 +26,16 @@ from rich.text import Text
 from shoal.errors import ShoalError, UsageError
 from shoal.run_folder import RunFolder
 from shoal.terminal import end_stage, printable, printable_json, printable_line, raw_stream
-from shoal.units import Unit, format_duration, format_loss, format_percent, format_si, format_speed, format_value
+from shoal.units import (
+    Unit,
+    format_duration,
+    format_loss,
+    format_ms,
+    format_percent,
+    format_si,
+    format_speed,
+    format_value,
+)
 
 if TYPE_CHECKING:
     from shoal.config.manifest import Manifest
@@ -230,9 +239,9 @@ def print_scaling(points: list[ScalingPoint]) -> None:
             f"{point.tokens_per_s:,.0f}",
             f"{point.tokens_per_s / base.tokens_per_s:.2f}×",
             format_percent(efficiency(point, base)),
-            f"{1e3 * point.step_s:.0f} ms",
-            f"{1e3 * point.allreduce_s:.1f} ms" if point.ranks > 1 and point.allreduce_s is not None else "–",
-            f"{1e3 * waiting_s:.1f} ms" if point.ranks > 1 else "–",
+            format_ms(point.step_s),
+            format_ms(point.allreduce_s) if point.ranks > 1 and point.allreduce_s is not None else "–",
+            format_ms(waiting_s) if point.ranks > 1 else "–",
         )
     console.print(table)
     sys.stdout.write(f"\n{explain_scaling(points)}\n")
@@ -241,7 +250,8 @@ def print_scaling(points: list[ScalingPoint]) -> None:
 def _allreduce(manifest: Manifest) -> str:
     if manifest.allreduce_p50_ms is None:
         return "not measured"
-    return f"{manifest.allreduce_p50_ms:.1f} ms a step, p95 {_number(manifest.allreduce_p95_ms, '.1f')} ms"
+    slow = "–" if manifest.allreduce_p95_ms is None else format_ms(manifest.allreduce_p95_ms / 1e3)
+    return f"{format_ms(manifest.allreduce_p50_ms / 1e3)} a step, p95 {slow}"
 
 
 def _wire(manifest: Manifest) -> str:
@@ -389,5 +399,6 @@ def advising_flags(flags: Mapping[str, str]) -> Iterator[None]:
         for key, flag in flags.items():
             error.fix = error.fix.replace(f"--set {key}=", f"{flag} ")
             # In the words of the command line: `--data`, not `data.path`.
-            error.seen, error.why = (re.sub(rf"\b{re.escape(key)}\b", flag, text) for text in (error.seen, error.why))
+            texts = (text.replace(f"{key}=", f"{flag} ") for text in (error.seen, error.why))
+            error.seen, error.why = (re.sub(rf"\b{re.escape(key)}\b", flag, text) for text in texts)
         raise

@@ -13,7 +13,7 @@ from rich.table import Table
 from shoal.cli.output import make_console, print_json, shown, stdout_console
 from shoal.config.presets import depth_overrides
 from shoal.errors import DataError, UsageError
-from shoal.units import format_duration, format_number, format_percent, format_si
+from shoal.units import format_change, format_duration, format_number, format_percent, format_si
 
 if TYPE_CHECKING:
     from shoal.config.profile import CollectiveProfile, LinkProfile, NodeProfile, Profile
@@ -150,7 +150,8 @@ def _fit_line(entry: CollectiveProfile) -> str:
         return line
     return (
         f"{line}; test on another size: {format_buffer_size(test.bytes)} "
-        f"should take {format_duration(test.predicted_s)}, took {format_duration(test.measured_s)} ({test.error:+.1%})"
+        f"should take {format_duration(test.predicted_s)}, took {format_duration(test.measured_s)} "
+        f"({format_change(test.error)})"
     )
 
 

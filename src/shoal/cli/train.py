@@ -171,7 +171,8 @@ def train(
         if is_of_script:
             resume_session(resume, changes, detach, json)
             return
-        run, manifest = resume_training(resume, make_display, changes, detach, lineage or "", confirm)
+        with advising_flags(named_flags(given)):
+            run, manifest = resume_training(resume, make_display, changes, detach, lineage or "", confirm)
     else:
         settings, folder = new_run_config(given), out or default_out(preset or DEFAULT_PRESET)
         if dry_run:

@@ -21,6 +21,7 @@ from shoal.runs.supervisor import END_SIGNALS, blocked_signals
 POLL_S = 0.05
 # The answers to Ctrl-C. They begin on a new line: the terminal has printed ^C in the current one.
 STOPPING = b"\nstopping after this step; Ctrl-C again quits now\n"
+STOPPING_SCRIPT = b"\nasking the ranks to stop; Ctrl-C again quits now\n"
 QUITTING = b"\nquitting now\n"
 
 Supervisor = subprocess.Popen[bytes]
@@ -108,8 +109,8 @@ def _poll_while(condition: Callable[[], bool], supervisor: Supervisor, log: Supe
 
 
 @contextlib.contextmanager
-def forwarding_signals(start: Callable[[], Supervisor]) -> Iterator[Supervisor]:
-    """Start a supervisor and pass Ctrl-C on to it, also one that comes while it is being started."""
+def forwarding_signals(start: Callable[[], Supervisor], answer: bytes = STOPPING) -> Iterator[Supervisor]:
+    """Start a supervisor and pass Ctrl-C on to it, also one that comes while it is being started; print `answer`."""
 
     count = 0
 
@@ -119,7 +120,7 @@ def forwarding_signals(start: Callable[[], Supervisor]) -> Iterator[Supervisor]:
         if signum == signal.SIGINT:
             # Not by print: the handler may have interrupted a print.
             with contextlib.suppress(OSError):
-                os.write(sys.stderr.fileno(), STOPPING if count == 1 else QUITTING)
+                os.write(sys.stderr.fileno(), answer if count == 1 else QUITTING)
         with contextlib.suppress(ProcessLookupError):
             os.kill(supervisor.pid, signal.SIGINT)
 

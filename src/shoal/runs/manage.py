@@ -144,13 +144,13 @@ class PastRun:
 def past_runs(folder: Path, states: Iterable[RunState]) -> list[PastRun]:
     """Return the runs in a folder and in the folders within it, the newest first. `states` are those going on."""
     going_on = {state.run: state for state in states}
-    found = [
+    runs = [
         read_past_run(RunFolder(path), going_on.get(path.resolve()))
         for pattern in ("*", "*/*")
         for path in sorted(folder.glob(pattern))
         if any((path / name).is_file() for name in ("config.toml", "job.json"))
     ]
-    return sorted(found, key=lambda run: run.created or "", reverse=True)
+    return sorted(runs, key=lambda run: run.created or "", reverse=True)
 
 
 def read_past_run(run: RunFolder, going_on: RunState | None = None) -> PastRun:

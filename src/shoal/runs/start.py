@@ -44,7 +44,7 @@ from shoal.events import Event
 from shoal.launch.logs import LogFollower, LogLine
 from shoal.run_folder import RunFolder
 from shoal.runs.confirm import require_terminal
-from shoal.runs.follow import RunEvents, SupervisorLog, await_running, follow, forwarding_signals
+from shoal.runs.follow import STOPPING_SCRIPT, RunEvents, SupervisorLog, await_running, follow, forwarding_signals
 from shoal.runs.supervisor import RunJob, is_script, read_job, start_supervisor
 from shoal.tools.report.manifest import read_manifest
 from shoal.tools.report.membership import last_members
@@ -361,7 +361,7 @@ def start_script(
     with contextlib.ExitStack() as lock_scope, contextlib.ExitStack() as relay_scope:
         lock = lock_scope.enter_context(run.held())
         stdin = relay_scope.enter_context(relay_terminal()) if source is StdinSource.TERMINAL else None
-        with forwarding_signals(lambda: start_supervisor(run, job, lock, stdin)) as supervisor:
+        with forwarding_signals(lambda: start_supervisor(run, job, lock, stdin), STOPPING_SCRIPT) as supervisor:
             lock_scope.close()
             if stdin is not None:
                 os.close(stdin)
