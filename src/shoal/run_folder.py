@@ -16,6 +16,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from shoal.errors import ControlError, DataError, RunFailed, UsageError
@@ -400,3 +401,10 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
         return {}
     matches = ((pattern.fullmatch(path.name), path) for path in folder.iterdir())
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def default_out(name: str) -> Path:
+    """Return `runs/grammar-20260131-235959`, with a number appended when two start in the same second."""
+    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    candidates = (Path("runs") / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 1000))
+    return next(path for path in candidates if not path.exists())

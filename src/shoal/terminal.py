@@ -6,11 +6,12 @@ could rewrite the reader's screen, window title or clipboard.
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import re
 import sys
-from collections.abc import Iterator
+import threading
+import time
 from typing import Any, TextIO
 
 # Whole sequences first, so that no half of one remains as text: OSC, DCS, SOS, PM and APC up to their terminator,
@@ -58,6 +59,7 @@ class PrintableStream:
         self.raw = raw
 
     def write(self, text: str) -> int:
+        end_stage()
         self.raw.write(printable(text))
         return len(text)
 
@@ -85,12 +87,56 @@ def raw_stream(stream: Any) -> Any:
     return stream.raw if isinstance(stream, PrintableStream) else stream
 
 
-@contextlib.contextmanager
-def styled_output() -> Iterator[None]:
-    """Unprotect stdout and stderr for a library that styles only shoal's own texts, such as the command line's help."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = raw_stream(sys.stdout), raw_stream(sys.stderr)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
+_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_SPIN_S = 0.1
+
+
+class StageLine:
+    """One line on a terminal that says what a command is doing, until the command itself prints something."""
+
+    def __init__(self, stream: TextIO, text: str) -> None:
+        self._stream = stream
+        self._text = text
+        self._began = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._spin, daemon=True)
+        self._draw(0)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._stream.write("\r\x1b[K")
+        self._stream.flush()
+
+    def _spin(self) -> None:
+        count = 0
+        while not self._ended.wait(_SPIN_S):
+            count += 1
+            self._draw(count)
+
+    def _draw(self, count: int) -> None:
+        seconds = int(time.monotonic() - self._began)
+        self._stream.write(
+            f"\r{_SPINNER[count % len(_SPINNER)]} {self._text}{f' ({seconds} s)' if seconds else ''}\x1b[K"
+        )
+        self._stream.flush()
+
+
+_stage: StageLine | None = None
+
+
+def begin_stage(text: str) -> None:
+    """Show on a terminal what the command is doing; whatever is printed next replaces it."""
+    global _stage
+    end_stage()
+    stream = raw_stream(sys.stderr)
+    if stream is not None and stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+        _stage = StageLine(stream, text)
+
+
+def end_stage() -> None:
+    global _stage
+    if _stage is not None:
+        stage, _stage = _stage, None
+        stage.end()

@@ -66,6 +66,8 @@ def _si_scale(value: float, rounded: Callable[[float], float]) -> tuple[float, s
 
 def format_duration(seconds: float) -> str:
     """Return a duration in at most two units. A value that rounds up to the next unit is shown in it."""
+    if seconds < 0:
+        return f"-{format_duration(-seconds)}"
     if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.0f} µs"
     if seconds < 0.9995:
@@ -76,19 +78,29 @@ def format_duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min"
+    if hours < 48:
+        return f"{hours} h {minutes:02d} min"
+    days, hours = divmod(hours, 24)
+    return f"{days} days {hours:02d} h"
 
 
 def format_ms(seconds: float) -> str:
     """Return milliseconds with three digits, which is what a median of a few dozen steps supports; seconds from 1 s."""
     value = seconds * 1e3
     if abs(value) >= 999.5:
-        return format_duration(seconds) if seconds > 0 else f"-{format_duration(-seconds)}"
+        return format_duration(seconds)
     return f"{value:.0f} ms" if abs(value) >= 100 else f"{value:.3g} ms"
 
 
 def format_percent(part: float) -> str:
-    return f"{100 * part:.0f}%"
+    # Adding zero turns -0.0 into 0.0: it is never written -0%.
+    return f"{round(100 * part) + 0.0:.0f}%"
+
+
+def format_change(part: float) -> str:
+    """Return `+1.2%` or `-0.3%`; what rounds to zero has no sign."""
+    text = f"{part:+.1%}"
+    return "0.0%" if text in ("+0.0%", "-0.0%") else text
 
 
 def format_share(part: float, whole: float) -> str:

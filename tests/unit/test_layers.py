@@ -13,7 +13,8 @@ import pytest
 import typer.main
 
 import shoal
-from shoal.cli.main import VERBS, load_verb
+from shoal.cli.help import VERBS
+from shoal.cli.main import load_verb
 
 SOURCE = Path(shoal.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))
@@ -162,6 +163,7 @@ for words in json.loads(sys.argv[1]):
         main()
         answers["no exit"] = words
     answers[" ".join(words)] = output.getvalue()
+answers["loaded"] = [name for name in ("numpy", "pydantic", "psutil", "rich.markdown") if name in sys.modules]
 try:
     import torch
 except ImportError:

@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cost.network import format_buffer_size
-from shoal.units import format_count, format_duration, format_ms, format_number, format_si, whole_percents
+from shoal.units import (
+    format_change,
+    format_count,
+    format_duration,
+    format_ms,
+    format_number,
+    format_percent,
+    format_si,
+    whole_percents,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +46,8 @@ def test_bytes_that_round_up_use_the_next_unit(value: float, text: str) -> None:
         (0.0123, "12.3 ms"),
         (104, "1 min 44 s"),
         (7265, "2 h 01 min"),
+        (6200 * 3600, "258 days 08 h"),
+        (-6.2, "-6.2 s"),
     ],
 )
 def test_durations_that_round_up_use_the_next_unit(seconds: float, text: str) -> None:
@@ -46,6 +57,11 @@ def test_durations_that_round_up_use_the_next_unit(seconds: float, text: str) ->
 def test_a_step_of_seconds_is_formatted_in_seconds() -> None:
     texts = [format_ms(seconds) for seconds in (6.2, 0.9996, 0.123, 0.0123, -6.2)]
     assert texts == ["6.2 s", "1 s", "123 ms", "12.3 ms", "-6.2 s"]
+
+
+def test_what_rounds_to_zero_has_no_sign() -> None:
+    assert [format_percent(part) for part in (-0.001, 0.001, -0.02, 0.5)] == ["0%", "0%", "-2%", "50%"]
+    assert [format_change(part) for part in (-0.0004, 0.0, 0.0123, -0.5)] == ["0.0%", "0.0%", "+1.2%", "-50.0%"]
 
 
 def test_counts_that_round_up_use_the_next_unit() -> None:

@@ -11,23 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal.cli.output import Depth, given_settings, print_json, shown, stdout_console
-from shoal.cli.progress import make_display
-from shoal.config.load import build_config, merge, refuse_duplicate_settings, refuse_without_effect, typed_settings
 from shoal.config.presets import Overrides, depth_overrides
-from shoal.config.schema import Config
 from shoal.config.sync_choice import OUTER_METHODS, WIRE_FORMATS, WireChoice
 from shoal.errors import RunFailed, UsageError
-from shoal.runs.start import default_out
-from shoal.tools.bench.scaling import (
-    ScalingResult,
-    cluster_rows,
-    measure_scaling,
-    node_rows,
-    rank_rows,
-    scaling_csv,
-    scaling_document,
-)
-from shoal.tools.report.explain_run import explain_scaling
+from shoal.run_folder import default_out
 from shoal.units import (
     format_count,
     format_duration,
@@ -39,7 +26,9 @@ from shoal.units import (
 )
 
 if TYPE_CHECKING:
+    from shoal.config.schema import Config
     from shoal.tools.bench.levers import LeverRow, LeversResult, LeverTable
+    from shoal.tools.bench.scaling import ScalingResult
 
 
 _TITLES = ("lever", "tokens/s", "×node", "×stock", "×top", "sent", "exposed", "loss", "timed")
@@ -91,6 +80,17 @@ def scaling(
     Tokens per second on 1, 2, 4 … ranks of this machine (--ranks), on clusters that you name (--on, once for each), or
     on the first 1, 2, 3 machines of one cluster (--nodes). A row that cannot run is skipped, with the reason.
     """
+    from shoal.cli.progress import make_display
+    from shoal.config.load import merge
+    from shoal.tools.bench.scaling import (
+        cluster_rows,
+        measure_scaling,
+        node_rows,
+        rank_rows,
+        scaling_csv,
+        scaling_document,
+    )
+
     refuse_wrong_rows(on or [], nodes, ranks)
     if json and csv:
         raise UsageError(
@@ -143,6 +143,8 @@ def levers(
     A lever is one way to exchange gradients or weights between ranks: DDP, a smaller number format, fewer exchanges.
     For comparison, one node alone and, as the upper limit, all nodes without any exchange are measured too.
     """
+    from shoal.cli.progress import make_display
+    from shoal.config.load import build_config, refuse_duplicate_settings
     from shoal.tools.bench.levers import measure_levers
 
     flags: Overrides = {"train": {"steps": steps, "eval_every": max(1, steps // 10)}, "run": {"on": on}}
@@ -160,6 +162,8 @@ def levers(
 
 def scaling_config(context: typer.Context, preset: str, flags: Overrides, sets: list[str]) -> Config:
     """Build the settings of a comparison of rank counts. Refuse settings that it would ignore."""
+    from shoal.config.load import build_config, refuse_duplicate_settings, refuse_without_effect, typed_settings
+
     refuse_duplicate_settings(given_settings(context, {"steps": "train.steps"}), sets)
     if "run.on" in typed_settings(None, sets):
         raise UsageError(
@@ -199,6 +203,9 @@ def parse_numbers(option: str, text: str) -> list[int]:
 
 def print_clusters(result: ScalingResult) -> None:
     """Print one row a cluster, what was skipped, and the paragraph that explains the figures."""
+    from shoal.tools.bench.scaling import scaling_document
+    from shoal.tools.report.explain_run import explain_scaling
+
     console = stdout_console()
     # On a narrow terminal break long lines instead of losing figures.
     console.width = max(console.width, _LEAST_WIDTH)

@@ -18,16 +18,14 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from shoal.cli.output import make_console, print_json, shown, stdout_console
-from shoal.cli.run import script_command
 from shoal.config.sync_choice import TRAINED_METHODS
 from shoal.errors import UsageError
-from shoal.runs.start import default_out
-from shoal.tools.chaos.run import Percentiles, percentiles_by_time
-from shoal.tools.chaos.scenario import FAULT_ROWS, ChaosScenario, FaultRow
+from shoal.run_folder import default_out
 from shoal.units import format_duration
 
 if TYPE_CHECKING:
-    from shoal.tools.chaos.run import ScenarioResult
+    from shoal.tools.chaos.run import Percentiles, ScenarioResult
+    from shoal.tools.chaos.scenario import ChaosScenario, FaultRow
     from shoal.tools.chaos.soak import FaultOutcome, ModeResult, SoakResult, SoakStatus
 
 _TIMES = ("detect_s", "regroup_s", "next_step_s", "next_commit_s")
@@ -187,6 +185,8 @@ def soak(
 
 def read_script(text: str | None) -> tuple[str, ...]:
     """Return the script of `--script` and its arguments, with its absolute path."""
+    from shoal.cli.run import script_command
+
     if text is None:
         return ()
     try:
@@ -246,11 +246,15 @@ def _where(scenario: ChaosScenario) -> str:
 
 
 def rows_without_scenario(scenarios: Sequence[ChaosScenario]) -> list[FaultRow]:
+    from shoal.tools.chaos.scenario import FAULT_ROWS
+
     covered = {scenario.row for scenario in scenarios}
     return [row for row in FAULT_ROWS if row.number not in covered]
 
 
 def list_document(scenarios: Sequence[ChaosScenario]) -> dict[str, Any]:
+    from shoal.tools.chaos.scenario import FAULT_ROWS
+
     return {
         "scenarios": [
             {
@@ -295,6 +299,8 @@ def _print_results(results: Sequence[ScenarioResult]) -> None:
 
 def _scenario_rows(runs: Sequence[ScenarioResult]) -> Iterator[tuple[str, ...]]:
     """Yield one line for a single run, and p50, p95 and worst for several. Counts are always the worst."""
+    from shoal.tools.chaos.run import percentiles_by_time
+
     stats = percentiles_by_time(runs)
     first = runs[0]
     passed = sum(run.ok for run in runs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,15 +14,17 @@ from rich.markup import escape
 from shoal.cli.output import make_console, print_json, stdout_console
 from shoal.errors import UsageError
 from shoal.run_folder import RunFolder
-from shoal.tools.doctor.checks import CHECK_MEANINGS
-from shoal.tools.doctor.facts import Finding, Severity
-from shoal.tools.doctor.run import Diagnosis, examine
-from shoal.tools.explain.explain import Evidence, Findings, explain_file, explain_run, explain_stream
-from shoal.tools.explain.pattern import CauseOrder
+from shoal.units import pluralize
+
+if TYPE_CHECKING:
+    from shoal.tools.doctor.facts import Finding
+    from shoal.tools.doctor.run import Diagnosis
+    from shoal.tools.explain.explain import Evidence, Findings
+
 
 app = typer.Typer(add_completion=False)
 
-_COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
+_COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
 @app.command()
@@ -39,6 +41,8 @@ def doctor(
 
     Exit code 1: something would stop a run or make it much slower.
     """
+    from shoal.tools.doctor.run import examine
+
     if json and fix_commands:
         raise UsageError(
             "--fix-commands does not go with --json", why="--json has every finding with its fix", fix="leave one out"
@@ -81,7 +85,23 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
     result = "gloo failed" if failed else "gloo exchanged between every pair"
     proof = result if diagnosis.proved else "gloo was not tried"
     verdict = "[green]ready[/]" if diagnosis.healthy else "[red]not ready[/]"
-    console.print(f"{verdict}: {names}; {proof} ({diagnosis.took_s:.1f} s)", soft_wrap=True)
+    console.print(f"{verdict}: {names}; {proof} ({diagnosis.took_s:.1f} s)")
+    console.print(count_checks(diagnosis))
+
+
+def count_checks(diagnosis: Diagnosis) -> str:
+    """Return how many kinds of checks passed; a note does not count as a problem."""
+    from shoal.tools.doctor.checks import CHECK_MEANINGS
+
+    tried = {check for check in CHECK_MEANINGS if diagnosis.proved or not check.startswith("proof.")}
+    by_severity = {
+        severity: {finding.id for finding in diagnosis.findings if finding.severity == severity}
+        for severity in ("error", "warning")
+    }
+    problems = [pluralize(len(ids), severity) for severity, ids in by_severity.items() if ids]
+    failed = by_severity["error"] | by_severity["warning"]
+    parts = [f"{len(tried - failed)} of {len(tried | failed)} checks passed", *problems]
+    return ", ".join(parts)
 
 
 def _print_finding(console: Console, finding: Finding) -> None:
@@ -96,11 +116,11 @@ def _print_finding(console: Console, finding: Finding) -> None:
 
 _STDIN = Path("-")
 _TITLES = {
-    CauseOrder.CAUSE: "cause",
-    CauseOrder.LIKELY: "likely cause",
-    CauseOrder.REPORT: "summary",
-    CauseOrder.CONSEQUENCE: "consequence",
-    CauseOrder.HARMLESS: "harmless",
+    "CAUSE": "cause",
+    "LIKELY": "likely cause",
+    "REPORT": "summary",
+    "CONSEQUENCE": "consequence",
+    "HARMLESS": "harmless",
 }
 
 
@@ -125,6 +145,8 @@ def explain(
 
 
 def _read(log: Path) -> Findings:
+    from shoal.tools.explain.explain import explain_file, explain_run, explain_stream
+
     if log == _STDIN:
         if sys.stdin.isatty():
             raise UsageError(
@@ -146,13 +168,16 @@ def _explain_document(findings: Findings) -> dict[str, object]:
 
 def as_lines(findings: Findings) -> Iterator[str]:
     """Yield causes in full and consequences in one line each."""
+    from shoal.tools.doctor.checks import CHECK_MEANINGS
+    from shoal.tools.explain.pattern import CauseOrder
+
     if error := _unknown_error(findings):
         yield f"first error that shoal does not know: {_place(error)}"
         yield f"  {error.text}"
     elif not findings.explanations:
         yield "no line here looks like an error, known to shoal or not"
     for number, explanation in enumerate(findings.explanations):
-        title, place = _TITLES[explanation.weight], _place(explanation.evidence)
+        title, place = _TITLES[explanation.weight.name], _place(explanation.evidence)
         if number > 0 and explanation.weight > CauseOrder.LIKELY:
             yield f"{title}: {explanation.id}, {place}: {explanation.cause.partition('. ')[0]}"
             continue
@@ -167,6 +192,8 @@ def as_lines(findings: Findings) -> Iterator[str]:
 
 def _unknown_error(findings: Findings) -> Evidence | None:
     """Return the first unknown error, unless a line names the cause: then the unknown one follows from it."""
+    from shoal.tools.explain.pattern import CauseOrder
+
     return None if findings.best and findings.best.weight == CauseOrder.CAUSE else findings.unknown
 
 

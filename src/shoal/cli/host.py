@@ -11,7 +11,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from rich.markup import escape
@@ -29,29 +29,18 @@ from shoal.cli.output import (
     shown,
     stdout_console,
 )
-from shoal.cli.progress import make_display
-from shoal.cli.train import DEFAULT_PRESET, clear_leftovers
-from shoal.cluster.hosts.copy import describe_left_out, project_of
-from shoal.cluster.hosts.setup import SetupResult, make_order, set_up
-from shoal.cluster.hosts.spec import Host, HostsSpec, read_hosts
-from shoal.cluster.hosts.ssh import on_each, values_or_raise
-from shoal.cluster.join import Invitation, parse_invitation
-from shoal.config.load import (
-    build_config,
-    load_settings,
-    refuse_duplicate_settings,
-    refuse_without_effect,
-    typed_settings,
-)
 from shoal.config.presets import PRESET_NAMES, PRESETS, Overrides, depth_overrides
-from shoal.config.schema import Config
 from shoal.errors import ShoalError, UsageError
 from shoal.events import EventTail
-from shoal.run_folder import RunFolder
-from shoal.runs.invite import invite
-from shoal.runs.join import join as take_part
-from shoal.runs.join import rejoin
-from shoal.runs.start import TrainDisplay, default_out, refuse_confirm, start_training
+from shoal.run_folder import RunFolder, default_out
+
+if TYPE_CHECKING:
+    from shoal.cluster.hosts.setup import SetupResult
+    from shoal.cluster.hosts.spec import Host, HostsSpec
+    from shoal.cluster.join import Invitation
+    from shoal.config.schema import Config
+    from shoal.runs.start import TrainDisplay
+
 
 app = typer.Typer(add_completion=False)
 
@@ -60,7 +49,7 @@ _MOST_CODE_BYTES = 1024
 # A code from a pipe or a file arrives within this time, and no note is needed.
 _QUIET_S = 0.5
 
-Results = Mapping[str, SetupResult | ShoalError]
+Results: TypeAlias = "Mapping[str, SetupResult | ShoalError]"
 _COLOURS = {"made": "green", "updated": "green"}
 
 
@@ -98,6 +87,11 @@ def host(
     It is the same as shoal train --on join:N, which has all other options of a training. To invite one more machine
     into a running run, type on any of its machines: shoal host RUN-FOLDER.
     """
+    from shoal.cli.progress import make_display
+    from shoal.cli.train import DEFAULT_PRESET, clear_leftovers
+    from shoal.runs.invite import invite
+    from shoal.runs.start import refuse_confirm, start_training
+
     name = preset or DEFAULT_PRESET
     if name not in PRESETS and Path(name).is_dir():
         _refuse_settings(machines, data, depth, steps, config, set_, out, json)
@@ -127,6 +121,8 @@ def _host_config(
     named: dict[str, str],
 ) -> Config:
     """Build the settings of a run with joining machines. `named` are the given flags, by setting."""
+    from shoal.config.load import build_config, refuse_duplicate_settings, refuse_without_effect, typed_settings
+
     refuse_duplicate_settings(named, sets)
     if "run.on" in typed_settings(None, sets):
         raise UsageError(
@@ -182,6 +178,10 @@ def join(
 
     A machine whose agent was killed rejoins its run, if that continues elsewhere, with: shoal join RUN-FOLDER.
     """
+    from shoal.cluster.join import parse_invitation
+    from shoal.runs.join import join as take_part
+    from shoal.runs.join import rejoin
+
     code = " ".join(context.args) if context.args and script is None else None
     if Path(invitation).is_dir():
         if code is not None or code_file is not None:
@@ -322,6 +322,9 @@ class LocalRankDisplay:
             self._is_closed = True
 
     def _show(self, run: RunFolder) -> None:
+        from shoal.cli.progress import make_display
+        from shoal.config.load import load_settings
+
         if self._is_closed:
             return
         if self._tail is None and (files := run.event_files()):
@@ -353,6 +356,11 @@ def setup(
 
     Each host gets the Python packages in the versions used here, in shoal's own folder. Nothing else is changed.
     """
+    from shoal.cluster.hosts.copy import describe_left_out, project_of
+    from shoal.cluster.hosts.setup import make_order, set_up
+    from shoal.cluster.hosts.spec import read_hosts
+    from shoal.cluster.hosts.ssh import on_each, values_or_raise
+
     if no_project and project is not None:
         raise UsageError(
             f"--no-project does not go with --project {project}", why="they contradict each other", fix="leave one out"
@@ -382,7 +390,7 @@ def _setup_document(results: Results) -> dict[str, Any]:
 
 
 def _changed(results: Results) -> bool:
-    return any(isinstance(result, SetupResult) and result.changed for result in results.values())
+    return any(not isinstance(result, ShoalError) and result.changed for result in results.values())
 
 
 def _print_setup(spec: HostsSpec, results: Results) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -12,38 +12,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal.cli.output import print_json, stdout_console
-from shoal.cluster.lab import lab as lab_changes
-from shoal.cluster.lab import state
-from shoal.cluster.lab.commands import Step, parse_ports, render
-from shoal.cluster.lab.kernel import find_features, need_tools, path_line
-from shoal.cluster.lab.lab import (
-    Change,
-    Lab,
-    build_lab,
-    build_steps,
-    choose_lab,
-    has_owner,
-    plan_state,
-    removal_steps,
-    remove_lab,
-    why_stale,
-)
-from shoal.cluster.lab.spec import (
-    DEFAULT_NAME,
-    PROFILES,
-    LabLink,
-    LabNode,
-    check_name,
-    make_spec,
-    parse_cpu,
-    parse_loss,
-)
-from shoal.cluster.lab.state import LabState
+from shoal.config.defaults import LAB_LINKS, LAB_NAME
 from shoal.control.processes import find_processes
 from shoal.errors import UsageError
-from shoal.host.proc import command_words
 from shoal.terminal import printable_line
 from shoal.units import parse_delay, parse_rate
+
+if TYPE_CHECKING:
+    from shoal.cluster.lab.commands import Step
+    from shoal.cluster.lab.lab import Change, Lab
+    from shoal.cluster.lab.spec import LabLink, LabNode
+    from shoal.cluster.lab.state import LabState
+
 
 _LONGEST_COMMAND = 80
 
@@ -70,13 +50,19 @@ def up_(
     loss: Loss = None,
     cpu: Annotated[str | None, typer.Option(help="Cores of each node: 0.5, or 1/1/0.5.")] = None,
     slots: Annotated[str | None, typer.Option(help="Ranks on each node: 2, or 2/1/1.", show_default="1")] = None,
-    profile: Annotated[str | None, typer.Option(help=f"A kind of link: {', '.join(PROFILES)}.")] = None,
-    name: Annotated[str, typer.Option(help="The lab's name, if you have several.")] = DEFAULT_NAME,
+    profile: Annotated[
+        str | None, typer.Option("--kind", "--profile", help=f"A kind of link: {', '.join(LAB_LINKS)}.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="The lab's name, if you have several.")] = LAB_NAME,
     sshd: Annotated[bool, typer.Option("--sshd", help="Run a real SSH server on each node (needs root).")] = False,
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
     """Build a lab: N nodes on one switch, each with its own eth0, address, host name and processes."""
+    from shoal.cluster.lab.kernel import find_features
+    from shoal.cluster.lab.lab import build_lab, build_steps, plan_state
+    from shoal.cluster.lab.spec import make_spec
+
     spec = make_spec(
         nodes, name=name, link=link, delay=delay, loss=loss, cpu=cpu, slots=slots, profile=profile, sshd=sshd
     )
@@ -91,6 +77,9 @@ def up_(
 @app.command()
 def status(name: Name = None, json: Json = False) -> None:
     """Show a lab's nodes, links and processes; without --name, those of every lab and its owner."""
+    from shoal.cluster.lab import state
+    from shoal.cluster.lab.lab import Lab
+
     if name is not None:
         _show(Lab.open(name), json)
         return
@@ -118,6 +107,8 @@ def exec_(
     name: Name = None,
 ) -> None:
     """Run a command on a node and return its exit code. Options go before NODE."""
+    from shoal.cluster.lab.lab import Lab
+
     words = command[1:] if command[0] == "--" else command
     if not words:
         raise UsageError("no command is given", fix=f"shoal lab exec {node} -- hostname")
@@ -136,6 +127,9 @@ def link(
     dry_run: DryRun = False,
 ) -> None:
     """Change a node's link, in both directions, while everything runs."""
+    from shoal.cluster.lab import lab as lab_changes
+    from shoal.cluster.lab.spec import parse_loss
+
     changes: dict[str, float | None] = {}
     if rate is not None:
         changes["rate_bps"] = None if rate == "none" else parse_rate(rate)
@@ -149,7 +143,15 @@ def link(
     def update(link: LabLink) -> LabLink:
         return link.model_copy(update=changes)
 
-    _perform(name, lab_changes.set_link(node, update), dry_run)
+    _perform(
+        name, lab_changes.set_link(node, update), dry_run, f"the link of {node} is {_link_text(rate, delay, loss)}"
+    )
+
+
+def _link_text(rate: str | None, delay: str | None, loss: str | None) -> str:
+    words = [f"{rate}" if rate not in (None, "none") else "unlimited" if rate else ""]
+    words += [f"delay {delay}" if delay is not None else "", f"loss {loss}" if loss is not None else ""]
+    return "now " + ", ".join(word for word in words if word)
 
 
 @app.command()
@@ -160,7 +162,11 @@ def cpu(
     dry_run: DryRun = False,
 ) -> None:
     """Set a node's CPU limit."""
-    _perform(name, lab_changes.set_cpu(node, parse_cpu(cores)), dry_run)
+    from shoal.cluster.lab import lab as lab_changes
+    from shoal.cluster.lab.spec import parse_cpu
+
+    done = f"{node} has no CPU limit" if cores == "none" else f"{node} may keep {cores} cores busy"
+    _perform(name, lab_changes.set_cpu(node, parse_cpu(cores)), dry_run, done)
 
 
 @app.command()
@@ -171,25 +177,39 @@ def kill(
     dry_run: DryRun = False,
 ) -> None:
     """End every process of a node and take it off the network."""
-    _perform(name, lab_changes.kill_node(node, silent), dry_run)
+    from shoal.cluster.lab import lab as lab_changes
+
+    done = f"{node} is killed; start it again: shoal lab start {node}"
+    _perform(name, lab_changes.kill_node(node, silent), dry_run, done)
 
 
 @app.command()
 def start(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
     """Start a killed node again, without processes, with the link and limits it had."""
-    _perform(name, lab_changes.restart_node(node), dry_run)
+    from shoal.cluster.lab import lab as lab_changes
+
+    _perform(name, lab_changes.restart_node(node), dry_run, f"{node} is up again, without processes")
 
 
 @app.command()
 def freeze(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
     """Pause all processes of a node, as closing a laptop's lid does."""
-    _perform(name, lab_changes.set_frozen(node, frozen=True), dry_run)
+    from shoal.cluster.lab import lab as lab_changes
+
+    _perform(
+        name,
+        lab_changes.set_frozen(node, frozen=True),
+        dry_run,
+        f"{node} is frozen; continue it: shoal lab thaw {node}",
+    )
 
 
 @app.command()
 def thaw(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
     """Continue a frozen node."""
-    _perform(name, lab_changes.set_frozen(node, frozen=False), dry_run)
+    from shoal.cluster.lab import lab as lab_changes
+
+    _perform(name, lab_changes.set_frozen(node, frozen=False), dry_run, f"{node} continues")
 
 
 @app.command()
@@ -201,8 +221,14 @@ def cut(
     dry_run: DryRun = False,
 ) -> None:
     """Drop every packet between two nodes, silently."""
+    from shoal.cluster.lab import lab as lab_changes
+    from shoal.cluster.lab.kernel import need_tools
+
     need_tools({"nft": "nftables"})
-    _perform(name, lab_changes.cut_off(node, other, one_way), dry_run)
+    others = other or "all others"
+    done = f"{others} receive nothing from {node}" if one_way else f"{node} is cut off from {others}"
+    done += f"; undo it: shoal lab heal {node}"
+    _perform(name, lab_changes.cut_off(node, other, one_way), dry_run, done)
 
 
 @app.command()
@@ -213,7 +239,10 @@ def heal(
     dry_run: DryRun = False,
 ) -> None:
     """Undo cuts."""
-    _perform(name, lab_changes.heal_cuts(node, other), dry_run)
+    from shoal.cluster.lab import lab as lab_changes
+
+    done = f"the cuts of {node}{f' and {other}' if other else ''} are undone" if node else "all cuts are undone"
+    _perform(name, lab_changes.heal_cuts(node, other), dry_run, done)
 
 
 @app.command()
@@ -225,6 +254,10 @@ def firewall(
     dry_run: DryRun = False,
 ) -> None:
     """Block incoming connections, as a home firewall does that makes a run hang."""
+    from shoal.cluster.lab import lab as lab_changes
+    from shoal.cluster.lab.commands import parse_ports
+    from shoal.cluster.lab.kernel import need_tools
+
     if off and allow:
         raise UsageError(
             "--allow does not go with --off",
@@ -232,7 +265,8 @@ def firewall(
             fix=f"shoal lab firewall {node} --off",
         )
     need_tools({"nft": "nftables"})
-    _perform(name, lab_changes.set_firewall(node, None if off else parse_ports(allow)), dry_run)
+    done = f"{node} has no firewall" if off else f"{node} accepts connections at {allow or 'no port'}"
+    _perform(name, lab_changes.set_firewall(node, None if off else parse_ports(allow)), dry_run, done)
 
 
 @app.command()
@@ -242,6 +276,10 @@ def down(
     dry_run: DryRun = False,
 ) -> None:
     """Remove a lab and all its processes; also the remains of a crashed one."""
+    from shoal.cluster.lab import state
+    from shoal.cluster.lab.lab import has_owner, removal_steps, remove_lab, why_stale
+    from shoal.cluster.lab.spec import check_name
+
     if all_ and name:
         raise UsageError("--all and --name contradict each other", fix="shoal lab down --all")
     chosen = state.list_labs() if all_ else [check_name(name) if name else _lab_to_remove()]
@@ -259,19 +297,29 @@ def down(
 
 def _lab_to_remove() -> str:
     """Return the only lab without an owner, or the default name: remains of the default lab are removed too."""
+    from shoal.cluster.lab import state
+    from shoal.cluster.lab.lab import choose_lab, has_owner
+
     names = state.list_labs()
-    return choose_lab(names) if any(not has_owner(name) for name in names) else DEFAULT_NAME
+    return choose_lab(names) if any(not has_owner(name) for name in names) else LAB_NAME
 
 
-def _perform(name: str | None, change: Change, dry_run: bool) -> None:
+def _perform(name: str | None, change: Change, dry_run: bool, done: str) -> None:
+    """Change a lab and print what was done, or print only the commands."""
+    from shoal.cluster.lab.lab import Lab
+
     opened = Lab.open(name)
     if dry_run:
         _print_script(opened.plan(change)[1])
     else:
         opened.perform(change)
+        typer.echo(f"lab {opened.name}: {done}")
 
 
 def _print_script(steps: Iterable[Step]) -> None:
+    from shoal.cluster.lab.commands import render
+    from shoal.cluster.lab.kernel import path_line
+
     typer.echo(path_line() + render(steps), nl=False)
 
 
@@ -292,6 +340,9 @@ def _lab_document(lab: Lab) -> dict[str, Any]:
 
 def _any_lab_document(name: str) -> dict[str, Any]:
     """Return a lab's document or, for a broken lab, its name and what is wrong."""
+    from shoal.cluster.lab import state
+    from shoal.cluster.lab.lab import Lab, why_stale
+
     lab = Lab(name)
     reason = why_stale(lab.folder, state.read_state(name))
     if reason:
@@ -323,6 +374,8 @@ def _belongs_to(state: LabState) -> str | None:
 
 def _command_of(pid: int) -> str:
     """Return ` (COMMAND)`, or nothing for a process that has ended or is hidden from this user."""
+    from shoal.host.proc import command_words
+
     words = command_words(pid)
     return f" ({printable_line(' '.join(words).strip(), _LONGEST_COMMAND)})" if words else ""
 

@@ -8,49 +8,30 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import shlex
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
+from shoal import __version__
+from shoal.cli.help import VERBS, print_command_help, print_overview
 from shoal.config.presets import did_you_mean
 from shoal.control.processes import restore_signals
 from shoal.errors import Interrupted, ShoalError, UsageError
 from shoal.run_folder import no_access_error
-from shoal.terminal import protect_terminal, styled_output
-
-VERBS = {
-    "demo": "Start here: train on one rank, then on two; measure, verify and explain both.",
-    "train": "Train a model data-parallel: every rank computes on its own samples, and gradients are averaged.",
-    "run": "Start your own torchrun-style script on the cluster.",
-    "ps": "List the runs on this machine, their ranks, and processes left over from earlier runs.",
-    "logs": "Print the output of all ranks of a run, in order, coloured by rank.",
-    "attach": "Watch a run that was started in the background.",
-    "stop": "Stop a run: it finishes its step and saves a checkpoint.",
-    "host": "Train with machines that join without SSH; prints the command to type on each of them.",
-    "join": "Join a run that another machine hosts.",
-    "emit": "Write the training for other launchers: torchrun commands, a Slurm script, a Kubernetes manifest.",
-    "doctor": "Check machines and network before a run; every problem comes with a fix.",
-    "probe": "Measure links, gloo and machines in a minute; writes the profile that shoal plan reads.",
-    "plan": "Predict step time and speed on 1, 2, 3 … machines, and which sync method helps; starts nothing.",
-    "explain": "Explain an error log of torch, gloo, torchrun, ssh or shoal: cause and fix.",
-    "verify": "Check that all replicas are equal bit for bit, and that every sample was used exactly once.",
-    "report": "Write one self-contained HTML page about a run.",
-    "sample": "Generate text with a trained model.",
-    "lab": "Emulate a cluster on this machine: nodes with limited links and CPUs, and faults on demand.",
-    "chaos": "Inject scripted faults into a small real training and check the outcome.",
-    "setup": "Prepare machines over SSH: environment, shoal and your project; safe to repeat.",
-    "bench": "Measure speed by number of ranks, or by sync method.",
-}
+from shoal.terminal import begin_stage, end_stage, protect_terminal
 
 # The module of a verb has the verb's name, except for these.
 _MODULE_OF = {
     "demo": "train",
     "emit": "run",
+    "completion": "config",
     "ps": "runs",
     "logs": "runs",
     "attach": "runs",
@@ -61,6 +42,26 @@ _MODULE_OF = {
     "verify": "report",
     "sample": "report",
 }
+# Other names of verbs, which users of other tools type.
+_SYNONYMS = {"status": "ps", "list": "ps", "history": "runs", "settings": "config"}
+# Verbs that may be silent for a while before they print anything. They read nothing from the terminal until then.
+_SLOW_VERBS = set(VERBS) - {"ps", "join", "logs", "attach", "sample", "lab", "config", "completion"}
+# Options of other launchers and trainers, and what they are here.
+OTHER_WORDS = {
+    **dict.fromkeys(
+        ("--ranks", "--nproc-per-node", "--nproc_per_node", "--num-processes", "--num_processes", "--world-size"),
+        "--on local:{}",
+    ),
+    **dict.fromkeys(("--np", "--nprocs", "--workers", "--gpus"), "--on local:{}"),
+    **dict.fromkeys(("--hosts", "--hostfile", "--host-file"), "--on {}"),
+    **dict.fromkeys(("--max-steps", "--max-iters", "--iterations", "--iters"), "--steps {}"),
+    **dict.fromkeys(("--batch-size", "--batch", "--batch_size"), "--global-batch {}"),
+    **dict.fromkeys(("--output", "--output-dir", "--run-dir", "--log-dir"), "--out {}"),
+    **dict.fromkeys(("--text", "--dataset", "--corpus", "--input"), "--data {}"),
+    "--learning-rate": "--set train.lr={}",
+    "--compress": "--wire {}",
+}
+_HELP_OPTIONS = ["-h", "--help"]
 
 
 def load_verb(verb: str) -> Any:
@@ -73,39 +74,56 @@ def load_verb(verb: str) -> Any:
 class Verbs(TyperGroup):
     """The group of all verbs, which imports the module of a verb only when it is called."""
 
-    _is_listing = False
-
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in VERBS:
+        verb = _SYNONYMS.get(cmd_name, cmd_name)
+        if verb not in VERBS:
             raise UsageError(f"there is no verb {cmd_name!r}", why=did_you_mean(cmd_name, VERBS), fix="shoal --help")
-        if self._is_listing:
-            return TyperCommand(cmd_name, help=VERBS[cmd_name])
-        return _with_styled_help(load_verb(cmd_name))
+        return _with_own_help(load_verb(verb))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        self._is_listing = True
-        with styled_output():
-            super().format_help(ctx, formatter)
+        print_overview()
 
 
-def _with_styled_help(command: Any) -> Any:
-    """Allow styles in help texts: typer prints them with its own console, which the terminal protection would strip."""
-    plain = command.format_help
+def find_command(words: list[str]) -> list[Any] | None:
+    """Return the commands that these words name one after the other: of a verb, and of a command within it.
+
+    None if a word is anything else, such as an option or a script, whose own `--help` may follow it.
+    """
+    path: list[Any] = []
+    for word in words:
+        if path:
+            command = getattr(path[-1], "commands", {}).get(word)
+        else:
+            verb = _SYNONYMS.get(word, word)
+            command = load_verb(verb) if verb in VERBS else None
+        if command is None:
+            return None
+        path.append(command)
+    return path
+
+
+def _with_own_help(command: Any) -> Any:
+    """Print shoal's own help for the command and the commands within it; `-h` asks for it too."""
 
     def format_help(ctx: Any, formatter: Any) -> None:
-        with styled_output():
-            plain(ctx, formatter)
+        print_command_help(command, ctx.command_path)
 
     command.format_help = format_help
+    command.context_settings["help_option_names"] = _HELP_OPTIONS
     for child in getattr(command, "commands", {}).values():
-        _with_styled_help(child)
+        _with_own_help(child)
     return command
 
 
-app = typer.Typer(cls=Verbs, no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
+app = typer.Typer(
+    cls=Verbs,
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": _HELP_OPTIONS},
+)
 
 
 @app.callback(invoke_without_command=True)
@@ -115,8 +133,6 @@ def shoal(
 ) -> None:
     """Train a PyTorch model data-parallel on the computers you already have."""
     if version:
-        from shoal import __version__
-
         typer.echo(f"shoal {__version__}")
         raise typer.Exit
 
@@ -140,6 +156,17 @@ def main() -> None:
 
 def run(arguments: list[str], debug: bool) -> int:
     """Run a command line and return its exit code. Errors are printed on stderr."""
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    if arguments == ["--version"]:
+        typer.echo(f"shoal {__version__}")
+        return 0
+    if arguments[-1:] in (["-h"], ["--help"]) and (path := find_command(arguments[:-1])) is not None:
+        # Not by typer, which imports pydantic to read any option.
+        print_overview() if path == [] else print_command_help(path[-1], " ".join(["shoal", *arguments[:-1]]))
+        return 0
+    if arguments and arguments[0] in _SLOW_VERBS:
+        begin_stage(f"shoal {arguments[0]}: starting")
     try:
         code = app(args=arguments, prog_name="shoal", standalone_mode=False)
     except BrokenPipeError:
@@ -149,7 +176,9 @@ def run(arguments: list[str], debug: bool) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        return _print_error(error)
+        return _print_error(error, arguments)
+    finally:
+        end_stage()
     return code if isinstance(code, int) else 0
 
 
@@ -160,7 +189,7 @@ def take_debug(arguments: list[str]) -> tuple[list[str], bool]:
     return [argument for argument in own if argument != "--debug"] + rest, "--debug" in own
 
 
-def _print_error(error: Exception) -> int:
+def _print_error(error: Exception, arguments: Sequence[str] = ()) -> int:
     if isinstance(error, ShoalError):
         sys.stderr.write(error.render())
         return error.exit_code
@@ -168,8 +197,14 @@ def _print_error(error: Exception) -> int:
         # Typer's own complaint about the command line; without a message it has printed the help instead.
         context = getattr(error, "ctx", None)
         if message := error.format_message():
-            fix = f"{context.command_path if context else 'shoal'} --help"
-            sys.stderr.write(UsageError(message, fix=fix).render())
+            fix, why = f"{context.command_path if context else 'shoal'} --help", ""
+            if context is not None and (name := getattr(error, "option_name", "")):
+                message = f"No such option: {name}"
+                why, fix = suggest_option(name, context.command, arguments) or (
+                    did_you_mean(name, [option for one in context.command.params for option in one.opts]),
+                    fix,
+                )
+            sys.stderr.write(UsageError(message, why=why, fix=fix).render())
         return UsageError.exit_code
     if isinstance(error, PermissionError) and error.errno == errno.EACCES and isinstance(error.filename, str):
         return _print_error(no_access_error(Path(error.filename)))
@@ -179,6 +214,33 @@ def _print_error(error: Exception) -> int:
         fix="run the same command with --debug and report what it prints",
     )
     return _print_error(bug)
+
+
+def suggest_option(name: str, command: Any, arguments: Sequence[str]) -> tuple[str, str] | None:
+    """Return why an option is unknown and the command line that was meant, for the words of other tools and settings.
+
+    None where the command has nothing like it.
+    """
+    known = {option: parameter for parameter in command.params for option in parameter.opts}
+    pattern = OTHER_WORDS.get(name, "")
+    if not pattern and "--set" in known:
+        # Imported here: only a wrong command line needs the settings.
+        from shoal.config.load import known_keys
+
+        wanted = name.lstrip("-").replace("-", "_")
+        pattern = next((f"--set {key}={{}}" for key in known_keys() if key.partition(".")[2] == wanted), "")
+    option, _, form = pattern.partition(" ")
+    # The `--on` of `ps` is a file.
+    if option not in known or (form.startswith("local:") and known[option].type_descriptor.annotation is Path):
+        return None
+    words = list(arguments)
+    place = next(number for number, word in enumerate(words) if word.partition("=")[0] == name)
+    _, equals, value = words[place].partition("=")
+    rest = words[place + 1 :]
+    if not equals and rest and not rest[0].startswith("-"):
+        value, rest = rest[0], rest[1:]
+    meant = pattern.format(value or "…").split(" ", 1)
+    return f"here it is {pattern.format(value or '…')}", shlex.join(["shoal", *words[:place], *meant, *rest])
 
 
 def _handle_closed_pipe() -> int:

@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 from rich.cells import set_cell_size
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.control import Control
 from rich.errors import MarkupError
 from rich.markup import escape
 from rich.segment import Segment
@@ -24,8 +25,17 @@ from rich.text import Text
 
 from shoal.errors import ShoalError, UsageError
 from shoal.run_folder import RunFolder
-from shoal.terminal import printable, printable_json, printable_line, raw_stream
-from shoal.units import Unit, format_duration, format_loss, format_percent, format_si, format_speed, format_value
+from shoal.terminal import end_stage, printable, printable_json, printable_line, raw_stream
+from shoal.units import (
+    Unit,
+    format_duration,
+    format_loss,
+    format_ms,
+    format_percent,
+    format_si,
+    format_speed,
+    format_value,
+)
 
 if TYPE_CHECKING:
     from shoal.config.manifest import Manifest
@@ -37,6 +47,7 @@ if TYPE_CHECKING:
 # A note may come from another machine's journal.
 _LONGEST_NOTE = 4_000
 _REDRAW_S = 0.1
+_WIDE = 1000
 # Of a user's own values, in the summary of a run.
 _MOST_LOGGED = 12
 # Show the current lines of at most so many ranks.
@@ -45,6 +56,7 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 # The only tags that are markup here. Any other, such as a link, is text.
 _STYLES = {"bold", "dim", "red", "green", "yellow", "cyan"}
+_PADDING = re.compile(r" +\n")
 _TAG = re.compile(r"(?<!\\)\[([a-z#/@][^\[]*?)\]")
 
 
@@ -65,9 +77,22 @@ class SafeConsole(Console):
     def file(self, stream: IO[str]) -> None:
         Console.file.fset(self, stream)  # type: ignore[attr-defined]
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        end_stage()
+        super().print(*objects, **options)
+
+    def control(self, *control: Control) -> None:
+        end_stage()
+        super().control(*control)
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        text = super()._render_buffer(buffer)
+        # Tables are padded to their width, which only a terminal needs.
+        return text if self.is_terminal else _PADDING.sub("\n", text)
 
     def render_str(self, text: str, **options: Any) -> Text:
         # Before rich, which would remove single characters of a control sequence.
@@ -187,6 +212,19 @@ def _members_verdict(manifest: Manifest) -> str:
     return "; ".join(part for part in parts if part)
 
 
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table on stdout: on a terminal fitted to its width, elsewhere with whole cells, for programs."""
+    console = stdout_console()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    if not console.is_terminal:
+        console.width = _WIDE
+    console.print(table)
+
+
 def print_scaling(points: list[ScalingPoint]) -> None:
     # Imported here because they import numpy, which most verbs do without.
     from shoal.tools.report.explain_run import explain_scaling
@@ -205,9 +243,9 @@ def print_scaling(points: list[ScalingPoint]) -> None:
             f"{point.tokens_per_s:,.0f}",
             f"{point.tokens_per_s / base.tokens_per_s:.2f}×",
             format_percent(efficiency(point, base)),
-            f"{1e3 * point.step_s:.0f} ms",
-            f"{1e3 * point.allreduce_s:.1f} ms" if point.ranks > 1 and point.allreduce_s is not None else "–",
-            f"{1e3 * waiting_s:.1f} ms" if point.ranks > 1 else "–",
+            format_ms(point.step_s),
+            format_ms(point.allreduce_s) if point.ranks > 1 and point.allreduce_s is not None else "–",
+            format_ms(waiting_s) if point.ranks > 1 else "–",
         )
     console.print(table)
     sys.stdout.write(f"\n{explain_scaling(points)}\n")
@@ -216,7 +254,8 @@ def print_scaling(points: list[ScalingPoint]) -> None:
 def _allreduce(manifest: Manifest) -> str:
     if manifest.allreduce_p50_ms is None:
         return "not measured"
-    return f"{manifest.allreduce_p50_ms:.1f} ms a step, p95 {_number(manifest.allreduce_p95_ms, '.1f')} ms"
+    slow = "–" if manifest.allreduce_p95_ms is None else format_ms(manifest.allreduce_p95_ms / 1e3)
+    return f"{format_ms(manifest.allreduce_p50_ms / 1e3)} a step, p95 {slow}"
 
 
 def _wire(manifest: Manifest) -> str:
@@ -337,7 +376,7 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 def flag_of(name: str) -> str:
     """Return the flag of a parameter: `--step-s` for `step_s`, `--set` for `set_`."""
-    return "--" + name.rstrip("_").replace("_", "-")
+    return "--" + ("out" if name == "output" else name.rstrip("_")).replace("_", "-")
 
 
 def given_settings(context: typer.Context, settings: dict[str, str]) -> dict[str, str]:
@@ -363,4 +402,7 @@ def advising_flags(flags: Mapping[str, str]) -> Iterator[None]:
     except ShoalError as error:
         for key, flag in flags.items():
             error.fix = error.fix.replace(f"--set {key}=", f"{flag} ")
+            # In the words of the command line: `--data`, not `data.path`.
+            texts = (text.replace(f"{key}=", f"{flag} ") for text in (error.seen, error.why))
+            error.seen, error.why = (re.sub(rf"\b{re.escape(key)}\b", flag, text) for text in texts)
         raise

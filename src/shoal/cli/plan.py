@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
+from rich.cells import cell_len
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from shoal.cli import plan_options
 from shoal.cli import simulate as options
@@ -29,24 +31,44 @@ from shoal.cli.simulate import run_simulation
 from shoal.config.presets import PRESET_NAMES
 from shoal.config.sync_choice import PLAN_USAGES, WIRE_USAGES, join_or
 from shoal.cost.data_sheets import LINKS, MACHINES
-from shoal.cost.predict import ClusterModel, Prediction, predict
-from shoal.cost.strategy import SyncStrategy, bytes_per_parameter
-from shoal.cost.workload import Workload
 from shoal.errors import ConfigError, UsageError
-from shoal.tools.plan.advise import Advice, Plan, PlanOption, PlanRow, advise, explain_plan, make_plan
-from shoal.units import format_amount, format_count, format_duration, format_percent, format_si, format_speed
+from shoal.units import (
+    format_amount,
+    format_change,
+    format_count,
+    format_duration,
+    format_percent,
+    format_si,
+    format_speed,
+)
 
 if TYPE_CHECKING:
     from shoal.config.profile import Profile
+    from shoal.cost.predict import ClusterModel, Prediction
+    from shoal.cost.strategy import SyncStrategy
+    from shoal.cost.workload import Workload
+    from shoal.tools.plan.advise import Advice, Plan, PlanOption, PlanRow
     from shoal.tools.plan.compare import CalibrationResult
 
 app = typer.Typer(add_completion=False)
 
-Commands = Mapping[SyncStrategy, str | None]
+Commands: TypeAlias = "Mapping[SyncStrategy, str | None]"
 
 _TITLES = ("nodes", "payload", "comm", "compute", "exposed", "wait", "step", "tokens/s", "speed-up", "eff.", "memory")
 _OPTION_TITLES = ("strategy", "tokens/s", "speed-up", "what it costs")
-_LEAST_WIDTH = 100
+_LEGEND = {
+    "payload": "times the gradients that a node sends",
+    "comm": "time to exchange the gradients",
+    "compute": "forward, backward and optimizer",
+    "exposed": "the part of comm that nothing hides",
+    "wait": "for the slowest node",
+    "eff.": "speed-up for each node",
+    "memory": "of a rank; ! is too much",
+}
+# Left out first where the terminal is narrow.
+_LESS_IMPORTANT = ("payload", "wait", "memory", "eff.", "comm", "compute", "exposed")
+_GAP = 2
+_WHOLE_WIDTH = 100
 
 DEFAULTS = options.SimulateOptions
 # Options that plans and simulations share.
@@ -109,7 +131,7 @@ def plan(
             help="Where the printed command would run; shoal plan does not look there.", show_default="hosts.toml"
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write a figure (PNG).")] = None,
+    output: Annotated[Path | None, typer.Option("--out", "--output", "-o", help="Also write a figure (PNG).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON on stdout.")] = False,
     simulate: options.Simulate = False,
     hours: options.Hours = DEFAULTS.hours,
@@ -136,7 +158,9 @@ def plan(
 
     With --simulate: the effect of failures, stragglers and checkpoints over hours or months.
     """
-    given = locals()
+    given = dict(locals())
+    from shoal.tools.plan.advise import make_plan
+
     _refuse_without_effect(context, calibrate, simulate)
     if calibrate:
         _calibrate(preset or [], profile, json)
@@ -208,6 +232,8 @@ def _simulate_options(
     given: dict[str, Any], workload: Workload, strategy: SyncStrategy, setting: ClusterModel, nodes: int
 ) -> options.SimulateOptions:
     """Return the simulator's options, with the plan's prediction for every number of remaining nodes."""
+    from shoal.cost.predict import predict
+
     own = {field.name for field in fields(options.SimulateOptions)} - {"nodes", "step_s", "tokens_per_step", "scaling"}
     values = {name: given[name] for name in own} | {"ranks_per_node": setting.ranks_per_node}
 
@@ -239,6 +265,8 @@ def _calibrate(runs: list[str], profile: Path | None, json: bool) -> None:
 
 
 def _show(made: Plan, notes: list[str], given: dict[str, Any]) -> None:
+    from shoal.tools.plan.advise import advise
+
     advice = advise(made)
     choices = (*advice.options, advice.best, advice.other_training)
     commands = {option.strategy: _command(given, made, option) for option in choices if option is not None}
@@ -262,29 +290,44 @@ def _command(given: dict[str, Any], made: Plan, option: PlanOption) -> str | Non
 
 
 def _print_plan(plan: Plan, advice: Advice, notes: Sequence[str], commands: Commands) -> None:
+    from shoal.tools.plan.advise import explain_plan
+
     console = stdout_console()
-    console.width = max(console.width, _LEAST_WIDTH)
-    for line in (_describe(plan.workload, plan.strategy, plan.rows[-1]), *notes):
-        console.print(escape(line), style="dim")
-    console.print()
-    console.print(_rows(plan))
-    console.print()
-    has_options = plan.rows[-1].nodes > 1
-    if has_options:
-        console.print(_options(advice))
-        console.print()
-    for number, line in enumerate(explain_plan(plan, advice)):
-        console.print(escape(line), style="bold" if number == 0 else None)
-    if has_options and any(not option.strategy.is_available for option in advice.options):
-        console.print("* not in shoal yet", style="dim")
+    if not console.is_terminal:
+        # For a program or a file no column is left out.
+        console.width = max(console.width, _WHOLE_WIDTH)
+    verdict, *reasons = explain_plan(plan, advice)
+    console.print(escape(verdict), style="bold")
     for label, option in (("to do that", advice.best), ("to do the other at its price", advice.other_training)):
         if option is not None and (text := commands.get(option.strategy)):
             hosts = " (hosts.toml lists your machines)" if "hosts.toml" in text else ""
             console.print(f"\n{label}{hosts}:", style="dim")
             console.print(f"  {escape(text)}", soft_wrap=True)
+    console.print()
+    for line in (_describe(plan.workload, plan.strategy, plan.rows[-1]), *notes):
+        console.print(escape(line), style="dim")
+    shown_columns = _fitting_columns(plan, console.width)
+    console.print()
+    console.print(_rows(plan, shown_columns))
+    console.print()
+    meanings = "; ".join(f"{title}: {_LEGEND[title]}" for title in shown_columns if title in _LEGEND)
+    console.print(f"{meanings}.", style="dim")
+    if len(shown_columns) < len(_TITLES):
+        left_out = ", ".join(title for title in _TITLES if title not in shown_columns)
+        console.print(f"A wider terminal shows {left_out} too.", style="dim")
+    if plan.rows[-1].nodes > 1:
+        console.print()
+        console.print(_options(advice))
+        if any(not option.strategy.is_available for option in advice.options):
+            console.print("* not in shoal yet", style="dim")
+    for line in reasons:
+        console.print()
+        console.print(escape(line))
 
 
 def _plan_document(plan: Plan, advice: Advice, notes: Sequence[str], commands: Commands) -> dict[str, Any]:
+    from shoal.tools.plan.advise import explain_plan
+
     workload = plan.workload
     return {
         "workload": {
@@ -310,6 +353,8 @@ def _plan_document(plan: Plan, advice: Advice, notes: Sequence[str], commands: C
 
 def _describe(workload: Workload, strategy: SyncStrategy, last: PlanRow) -> str:
     """Return for example `gpt2-124m: 124.44M parameters, 498 MB of gradients (ddp); 4,096 tokens a step, 4 × 1,024`."""
+    from shoal.cost.strategy import bytes_per_parameter
+
     sent = bytes_per_parameter(strategy, workload) * workload.parameters
     sequences = last.prediction.batch_plan.global_batch
     size = "" if workload.model is None else f"{format_count(workload.parameters)} parameters, "
@@ -319,11 +364,26 @@ def _describe(workload: Workload, strategy: SyncStrategy, last: PlanRow) -> str:
     )
 
 
-def _rows(plan: Plan) -> Table:
-    table = _table(_TITLES, range(len(_TITLES)))
+def _fitting_columns(plan: Plan, width: int) -> list[str]:
+    """Return the titles of the columns that fit, leaving out the least important ones."""
+    rows = [dict(zip(_TITLES, _row(row), strict=True)) for row in plan.rows]
+    widths = {
+        title: max(cell_len(title), *(Text.from_markup(row[title]).cell_len for row in rows)) for title in _TITLES
+    }
+    left_out: set[str] = set()
+    for title in ("", *_LESS_IMPORTANT):
+        left_out.add(title)
+        if sum(widths[name] + _GAP for name in _TITLES if name not in left_out) <= width:
+            break
+    return [title for title in _TITLES if title not in left_out]
+
+
+def _rows(plan: Plan, titles: Sequence[str]) -> Table:
+    table = _table(titles, range(len(titles)))
     for row in plan.rows:
         is_best = row is plan.best and len(plan.rows) > 1
-        table.add_row(*_row(row), style="bold" if is_best else None)
+        cells = dict(zip(_TITLES, _row(row), strict=True))
+        table.add_row(*(cells[title] for title in titles), style="bold" if is_best else None)
     return table
 
 
@@ -374,7 +434,7 @@ def _option_document(option: PlanOption, commands: Commands) -> dict[str, Any]:
 
 
 def _table(titles: Sequence[str], right: Sequence[int]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
     for number, title in enumerate(titles):
         is_number = number in right
         table.add_column(title, justify="right" if is_number else "left", no_wrap=is_number)
@@ -397,7 +457,7 @@ def _print_calibration(profile: Profile, results: Sequence[CalibrationResult], p
         table.add_column(title, justify="left" if title == "run" else "right")
     for result in results:
         predictions = (
-            (format_duration(seconds), f"{seconds / result.measured_s - 1:+.1%}")
+            (format_duration(seconds), format_change(seconds / result.measured_s - 1))
             for seconds in (result.before_s, result.after_s)
         )
         cells = [cell for pair in predictions for cell in pair]

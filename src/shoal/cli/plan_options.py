@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.output import flag_of
-from shoal.config.load import build_config, parse_set, refuse_duplicate_settings, refuse_without_effect, typed_settings
 from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_mean
-from shoal.config.schema import Config, TrainConfig
 from shoal.config.sync_choice import PLAN_METHODS, SYNC_METHODS, WIRE_FORMATS
 from shoal.cost.data_sheets import (
     SheetOverrides,
@@ -26,15 +24,16 @@ from shoal.cost.data_sheets import (
     ring,
     stack_of,
 )
-from shoal.cost.predict import ClusterModel, speeds
-from shoal.cost.strategy import SyncStrategy, strategy_of_config
-from shoal.cost.workload import GRADIENT_BYTES, Workload, bare_workload, workload_of
 from shoal.errors import UsageError
-from shoal.tools.plan.advise import Plan, PlanOption
 from shoal.units import format_si
 
 if TYPE_CHECKING:
     from shoal.config.profile import Profile
+    from shoal.config.schema import Config
+    from shoal.cost.predict import ClusterModel
+    from shoal.cost.strategy import SyncStrategy
+    from shoal.cost.workload import Workload
+    from shoal.tools.plan.advise import Plan, PlanOption
 
 
 MOST_NODES = 16_384
@@ -119,6 +118,8 @@ def what_to_plan(given: dict[str, Any], most_ranks: int) -> tuple[Workload, Sync
 
 def refuse_conflicts(flags: dict[str, str], given: dict[str, Any]) -> None:
     """Refuse a setting that is given twice or has no effect on a plan. `flags` are the given flags, by setting."""
+    from shoal.config.load import refuse_duplicate_settings, typed_settings
+
     sets = given["set_"] or []
     if ":" in (given["sync"] or ""):
         flags = flags | {"sync.every": f"--sync {given['sync']}"}
@@ -133,6 +134,8 @@ def refuse_conflicts(flags: dict[str, str], given: dict[str, Any]) -> None:
 
 def make_config(given: dict[str, Any]) -> Config:
     """Build the settings to plan. Refuse a given setting that has no effect."""
+    from shoal.config.load import build_config, refuse_without_effect, typed_settings
+
     overrides = depth_overrides(given["depth"])
     for flag, key in _FLAGS.items():
         if given[flag] is not None:
@@ -147,6 +150,9 @@ def make_config(given: dict[str, Any]) -> Config:
 
 def bare(given: dict[str, Any]) -> Workload:
     """Return the workload of a model given by `--params` alone; `--tokens` are per step, over all ranks."""
+    from shoal.config.load import build_config
+    from shoal.cost.workload import bare_workload
+
     if (extra := next((name for name in _NOT_BARE if given[name]), None)) is not None:
         named = given["preset"] if extra == "preset" else flag_of(extra)
         raise UsageError(
@@ -165,6 +171,8 @@ def bare(given: dict[str, Any]) -> Workload:
 
 
 def preset_workload(config: Config, given: dict[str, Any]) -> Workload:
+    from shoal.cost.workload import workload_of
+
     _refuse_two_batches(given)
     if given["tokens"] is None:
         return workload_of(config, gradient_type(given["grad_dtype"]))
@@ -203,6 +211,9 @@ def is_batch_stated(workload: Workload, given: dict[str, Any]) -> bool:
 
 def parse_strategy(given: dict[str, Any]) -> SyncStrategy:
     """Return the sync method of all settings together; `sharded` is one that shoal cannot train with yet."""
+    from shoal.config.load import build_config, refuse_without_effect, typed_settings
+    from shoal.cost.strategy import strategy_of_config
+
     if given["params"] is None:
         config = make_config(given)
     else:
@@ -245,6 +256,8 @@ def _named(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, int]:
 
 
 def gradient_type(text: str) -> Any:
+    from shoal.cost.workload import GRADIENT_BYTES
+
     if text not in GRADIENT_BYTES:
         raise UsageError(
             f"--grad-dtype {text!r} is not known", why=did_you_mean(text, GRADIENT_BYTES), fix="use fp32 or bf16"
@@ -257,6 +270,9 @@ def train_words(given: dict[str, Any], plan: Plan, option: PlanOption) -> list[s
 
     A file with settings may contain settings that the plan decided. Then the command sets all of them.
     """
+    from shoal.config.load import parse_set
+    from shoal.cost.predict import speeds
+
     strategy, has_file = option.strategy, given["config"] is not None
     settings = [setting for setting in given["set_"] or [] if _key(setting) not in _PLANNED]
     on = [str(parse_set(setting)["run"]["on"]) for setting in given["set_"] or [] if _key(setting) == "run.on"]
@@ -285,6 +301,8 @@ def _key(setting: str) -> str:
 
 
 def _preset_batch(given: dict[str, Any]) -> int:
+    from shoal.config.schema import TrainConfig
+
     own = PRESETS[given["preset"] or "grammar"].get("train", {})
     return int(own.get("global_batch", TrainConfig().global_batch))
 

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from shoal.cli.output import make_console, print_json, shown, stdout_console
-from shoal.config.load import build_config, check_profile_writable, write_profile
 from shoal.config.presets import depth_overrides
-from shoal.config.profile import CollectiveProfile, GpuProfile, LinkProfile, NodeProfile, Profile, operation_label
-from shoal.config.schema import ModelConfig
-from shoal.cost.machines import explain_roofline
-from shoal.cost.network import format_buffer_size
-from shoal.cost.workload import workload_of
 from shoal.errors import DataError, UsageError
-from shoal.tools.probe.figure import plot_probe
-from shoal.tools.probe.run import probe as measure
-from shoal.units import format_duration, format_number, format_percent, format_si
+from shoal.units import format_change, format_duration, format_number, format_percent, format_si
+
+if TYPE_CHECKING:
+    from shoal.config.profile import CollectiveProfile, GpuProfile, LinkProfile, NodeProfile, Profile
+    from shoal.config.schema import ModelConfig
+
 
 app = typer.Typer(add_completion=False)
 
@@ -32,7 +29,9 @@ _BACKENDS = {"gloo": "over gloo", "nccl": "over NCCL", "staged": "between GPUs, 
 @app.command()
 def probe(
     on: Annotated[str, typer.Option(help="What to measure: local:N, lab[:N], or a hosts file.")] = "local:2",
-    output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")] = Path("profile.toml"),
+    output: Annotated[Path, typer.Option("--out", "--output", "-o", help="The profile to write.")] = Path(
+        "profile.toml"
+    ),
     budget: Annotated[
         float, typer.Option(min=5, help="Seconds it may take; slow links are measured with smaller messages.")
     ] = 60.0,
@@ -46,6 +45,10 @@ def probe(
 
     Models are timed on processors and GPUs alike. NCCL needs two GPUs; with fewer, gloo through pinned memory is timed.
     """
+    from shoal.config.load import check_profile_writable, write_profile
+    from shoal.tools.probe.figure import plot_probe
+    from shoal.tools.probe.run import probe as measure
+
     check_profile_writable(output)
     picture = picture_of(output)
     names = [*(model or []), *([f"depth:{depth}"] if depth is not None else [])]
@@ -82,6 +85,9 @@ def picture_of(profile: Path) -> Path:
 
 def _find_model(name: str) -> ModelConfig:
     """Return a preset's model or, for `depth:6`, the demo's with another depth; its text sets the vocabulary."""
+    from shoal.config.load import build_config
+    from shoal.cost.workload import workload_of
+
     preset, _, depth = name.partition(":")
     if depth and (preset != "depth" or not depth.removeprefix("-").isdigit()):
         raise UsageError(f"--model {name}: no such model", fix="write a preset, such as gpt2-124m, or depth:6")
@@ -123,6 +129,8 @@ def _tables(profile: Profile) -> list[Table]:
 
 
 def verdicts(profile: Profile) -> list[str]:
+    from shoal.cost.machines import explain_roofline
+
     lines = []
     summary, reduce_ = profile.summary, profile.collective("all-reduce")
     if reduce_ is not None:
@@ -141,6 +149,8 @@ def verdicts(profile: Profile) -> list[str]:
 
 
 def _fit_line(entry: CollectiveProfile) -> str:
+    from shoal.cost.network import format_buffer_size
+
     gbps = f", {8e-9 / entry.beta_s_per_byte:.3g} Gbit/s" if entry.beta_s_per_byte else ""
     line = (
         f"{entry.op} of {entry.world_size} ranks takes {format_duration(entry.alpha_s)} + bytes × "
@@ -150,7 +160,8 @@ def _fit_line(entry: CollectiveProfile) -> str:
         return line
     return (
         f"{line}; test on another size: {format_buffer_size(test.bytes)} "
-        f"should take {format_duration(test.predicted_s)}, took {format_duration(test.measured_s)} ({test.error:+.1%})"
+        f"should take {format_duration(test.predicted_s)}, took {format_duration(test.measured_s)} "
+        f"({format_change(test.error)})"
     )
 
 
@@ -163,6 +174,9 @@ def _link_row(link: LinkProfile) -> tuple[str, ...]:
 
 
 def _collective_rows(entry: CollectiveProfile) -> list[tuple[str, ...]]:
+    from shoal.config.profile import operation_label
+    from shoal.cost.network import format_buffer_size
+
     largest = max(point.bus_gbps for point in entry.points)
     return [
         (

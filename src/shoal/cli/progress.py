@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from shoal.cli.output import make_console
-from shoal.config.schema import EngineConfig
-from shoal.control.membership.types import NEVER
 from shoal.events import Event
-from shoal.runs.start import TrainDisplay
 from shoal.step_line import StepLine
-from shoal.tools.report.rank_log import logged_values, read_entered
 from shoal.units import TOKENS, format_amount, format_count, format_value, pluralize, unit_of
 
+if TYPE_CHECKING:
+    from shoal.config.schema import EngineConfig
+    from shoal.runs.start import TrainDisplay
+
+
+BUILTIN_TEXTS = {
+    "grammar": "English sentences that shoal generates",
+    "shakespeare": "two plays of Shakespeare, which come with shoal",
+}
 _PLAIN_EVERY_S = 10.0
 # Values of a program's own in one line.
 _MOST_VALUES = 8
@@ -52,6 +58,8 @@ class PlainDisplay:
 
 
 class BarDisplay:
+    """Progress on a terminal: a spinner until the first step, then a bar."""
+
     def __init__(self, console: Console, steps: int, title: str, rank: int | None = None) -> None:
         self._line = StepLine(steps)
         self._printer = EventPrinter(title, rank)
@@ -62,6 +70,20 @@ class BarDisplay:
         )
         self._progress = Progress(*columns, console=console)
         self._task: TaskID | None = None
+        self._waiting: Progress | None = None
+
+    def wait(self, text: str) -> None:
+        """Show what the run is doing, and for how long, until its first step."""
+        self._end_wait()
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        self._waiting = Progress(*columns, console=self._progress.console, transient=True)
+        self._waiting.add_task(escape(text))
+        self._waiting.start()
+
+    def _end_wait(self) -> None:
+        if self._waiting is not None:
+            self._waiting.stop()
+            self._waiting = None
 
     def __call__(self, events: list[Event]) -> None:
         for event in events:
@@ -69,14 +91,18 @@ class BarDisplay:
                 self._progress.console.print(text, soft_wrap=True)
             if self._printer.leads(event, "step"):
                 self._step(event)
+            elif self._printer.leads(event, "start") and self._task is None:
+                self.wait("the ranks have started; computing the first step")
             elif self._printer.leads(event, "lost") and self._task is not None:
                 self._progress.update(self._task, description="between two generations: agreeing on the members")
 
     def close(self) -> None:
+        self._end_wait()
         self._progress.stop()
 
     def _step(self, event: Event) -> None:
         if self._task is None:
+            self._end_wait()
             self._progress.start()
             self._task = self._progress.add_task("", total=self._line.steps)
         self._progress.update(self._task, completed=event["step"], description=self._line.update(event))
@@ -87,11 +113,35 @@ def make_plain_display(config: EngineConfig) -> TrainDisplay:
     return PlainDisplay(make_console(stderr=True), config.train.steps, config.run.preset)
 
 
-def make_display(config: EngineConfig, quiet: bool = False, rank: int | None = None) -> TrainDisplay:
-    """Return the display for this terminal. It shows the steps of `rank` or, without it, of the first member."""
+def make_display(config: EngineConfig, quiet: bool = False, rank: int | None = None, title: str = "") -> TrainDisplay:
+    """Return the display for this terminal, and print what is trained; `title` is what distinguishes it from others.
+
+    It shows the steps of `rank` or, without it, of the first member.
+    """
     console = make_console(stderr=True, quiet=quiet)
-    kind = BarDisplay if console.is_terminal else PlainDisplay
-    return kind(console, config.train.steps, config.run.preset, rank)
+    console.print(f"[bold]{escape(title or config.run.preset)}[/]: {escape(describe_training(config))}")
+    if not console.is_terminal:
+        return PlainDisplay(console, config.train.steps, config.run.preset, rank)
+    display = BarDisplay(console, config.train.steps, config.run.preset, rank)
+    if not config.run.on.startswith("join:"):
+        # A machine that joins may be confirmed by an answer at this terminal, which a spinner would disturb.
+        display.wait("starting the ranks")
+    return display
+
+
+def describe_training(config: EngineConfig) -> str:
+    """Return the text that is trained on, how replicas agree, and where."""
+    parts = [f"{pluralize(config.train.steps, 'step')} on {config.run.on}", f"sync {_sync_text(config)}"]
+    data = getattr(config, "data", None)
+    if data is not None:
+        parts.insert(0, str(data.path) if data.path is not None else BUILTIN_TEXTS[data.builtin])
+    return "; ".join(parts)
+
+
+def _sync_text(config: EngineConfig) -> str:
+    accumulated = f" with {config.sync.accumulate} times the batch" if config.sync.accumulate > 1 else ""
+    mode = config.sync.mode
+    return (mode if mode in ("auto", "stock") else str(config.sync.expected_choice)) + accumulated
 
 
 class EventPrinter:
@@ -101,6 +151,8 @@ class EventPrinter:
     """
 
     def __init__(self, title: str, rank: int | None = None) -> None:
+        from shoal.control.membership.types import NEVER
+
         self._title = title
         self._is_fixed = rank is not None
         self._lead = rank or 0
@@ -112,6 +164,8 @@ class EventPrinter:
         return bool(event["event"] == kind and event["rank"] == self._lead)
 
     def announce(self, event: Event) -> Iterator[str]:
+        from shoal.tools.report.rank_log import logged_values, read_entered
+
         match event["event"]:
             case "membership":
                 entered = read_entered(event)

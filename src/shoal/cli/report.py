@@ -7,24 +7,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
 from shoal.cli.output import command, print_json, shown, stdout_console
 from shoal.config.defaults import SEED
-from shoal.config.load import load_config, load_settings
-from shoal.config.schema import Config
 from shoal.control.processes import find_processes
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.run_folder import RunFolder
-from shoal.tools.report.commit_log import LedgerReport
-from shoal.tools.report.manifest import write_derived_files
-from shoal.tools.report.page import write_report
-from shoal.tools.report.replicas import ReplicaReport
-from shoal.tools.report.verify import VerifyResult, verify_run
 from shoal.units import format_spans, pluralize, rank_list, rank_names
+
+if TYPE_CHECKING:
+    from shoal.tools.report.commit_log import LedgerReport
+    from shoal.tools.report.replicas import ReplicaReport
+    from shoal.tools.report.verify import VerifyResult
+
 
 app = typer.Typer(add_completion=False)
 
@@ -36,6 +35,8 @@ def report(
     json: Annotated[bool, typer.Option("--json", help="Print the page's path as JSON on stdout.")] = False,
 ) -> None:
     """Write one self-contained HTML page about a run: loss, time per phase, scaling, manifest."""
+    from shoal.tools.report.page import write_report
+
     page = write_report(RunFolder.open(run), out=out)
     if json:
         print_json({"report": str(page)})
@@ -53,6 +54,9 @@ def verify(
     Ledger, events, checkpoints, final states, settings and manifest are compared with each other. An unfinished run is
     verified up to its last step. Exit code 0: everything that could be checked agrees. Exit code 1: something does not.
     """
+    from shoal.tools.report.manifest import write_derived_files
+    from shoal.tools.report.verify import verify_run
+
     folder = RunFolder.open(run)
     verdict = verify_run(folder)
     if not any(finding.file == folder.manifest.name for finding in verdict.findings):
@@ -69,6 +73,8 @@ def verify(
 
 
 def _sharding(folder: RunFolder) -> str:
+    from shoal.config.load import load_config
+
     try:
         return load_config(folder.config).data.sharding
     except ShoalError:
@@ -191,6 +197,9 @@ def sample(
 
 def refuse_script(run: RunFolder) -> None:
     """Refuse a run whose model shoal does not know."""
+    from shoal.config.load import load_settings
+    from shoal.config.schema import Config
+
     config = load_settings(run.config)
     if isinstance(config, Config):
         return
@@ -204,6 +213,8 @@ def refuse_script(run: RunFolder) -> None:
 
 def refuse_without_checkpoint(run: RunFolder) -> None:
     """Refuse a running training that has no checkpoint yet."""
+    from shoal.config.load import load_config
+
     if any(run.checkpoints.glob("step-*")) or not find_processes(run.path):
         return
     train = load_config(run.config).train

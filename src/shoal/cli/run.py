@@ -6,50 +6,23 @@ import sys
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shoal import __version__
-from shoal.cli.main import load_verb
 from shoal.cli.output import Depth, given_settings, print_json, refuse_given
-from shoal.cli.runs import print_script_end, resume_session, watch_script
-from shoal.cli.train import DEFAULT_PRESET, PROFILE, clear_leftovers
-from shoal.cluster.cluster import planned_nodes
-from shoal.cluster.target import JoinSpec, parse_on, place_ranks
-from shoal.config.load import (
-    build_config,
-    merge,
-    parse_set,
-    refuse_duplicate_settings,
-    refuse_without_effect,
-    typed_settings,
-    validate_session,
-)
+from shoal.cli.train import PROFILE
+from shoal.config.defaults import DEFAULT_CLAIM, DEFAULT_MEMORY, GRACE_S, MOUNT
 from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_mean
-from shoal.config.schema import Config
 from shoal.config.sync_choice import SYNC_HELP, WIRE_HELP
 from shoal.errors import UsageError
-from shoal.launch.emit import (
-    DEFAULT_CLAIM,
-    DEFAULT_MEMORY,
-    MOUNT,
-    EmitJob,
-    Pods,
-    k8s_name,
-    k8s_text,
-    make_job,
-    slug,
-    slurm_text,
-    torchrun_commands,
-    torchrun_text,
-)
-from shoal.launch.launcher import GRACE_S
-from shoal.run_folder import RunFolder, write_atomically
-from shoal.runs.start import default_out, start_script
-from shoal.runs.supervisor import RunJob
-from shoal.tools.plan.compare import predict_script
-from shoal.tools.report.explain_run import prediction_line
+from shoal.run_folder import RunFolder, default_out, write_atomically
+
+if TYPE_CHECKING:
+    from shoal.config.schema import Config
+    from shoal.launch.emit import EmitJob
+
 
 app = typer.Typer(add_completion=False)
 
@@ -129,6 +102,15 @@ def run(
     on the machines that are left; the script continues from its own checkpoint.
     Modules are imported from the script's folder first; with -m from the current folder, unless others can write to it.
     """
+    from shoal.cli.runs import print_script_end, resume_session, watch_script
+    from shoal.cli.train import clear_leftovers
+    from shoal.cluster.target import JoinSpec, parse_on
+    from shoal.config.load import refuse_duplicate_settings
+    from shoal.runs.start import start_script
+    from shoal.runs.supervisor import RunJob
+    from shoal.tools.plan.compare import predict_script
+    from shoal.tools.report.explain_run import prediction_line
+
     flags: Overrides = {
         "run": {"threads": threads},
         "train": {"steps": steps},
@@ -210,6 +192,9 @@ def run(
 
 def session_settings(flags: Overrides, sets: list[str], on: str | None) -> dict[str, Any]:
     """Return the settings of the command line for the sessions of a script, and refuse wrong ones before it starts."""
+    from shoal.cluster.target import place_ranks
+    from shoal.config.load import merge, parse_set, refuse_without_effect, typed_settings, validate_session
+
     given = {
         section: chosen
         for section, values in flags.items()
@@ -227,16 +212,21 @@ def session_settings(flags: Overrides, sets: list[str], on: str | None) -> dict[
 
 def script_command(words: list[str]) -> tuple[list[str], str]:
     """Return the command to start and a name for its folder."""
+    from shoal.cli.main import load_verb, suggest_option
+
     if words[0] == "-m":
         if len(words) < 2:
             raise UsageError("-m without a module", fix="write for example: shoal run -m my.training --epochs 3")
         return words, words[1].rpartition(".")[2]
     if words[0].startswith("-"):
         name = words[0].partition("=")[0]
-        known = [option for parameter in load_verb("run").params for option in parameter.opts]
-        raise UsageError(
-            f"shoal run has no option {name}", why=did_you_mean(name, known), fix="see its options: shoal run --help"
+        verb = load_verb("run")
+        known = [option for parameter in verb.params for option in parameter.opts]
+        why, fix = suggest_option(name, verb, ["run", *words]) or (
+            did_you_mean(name, known),
+            "see its options: shoal run --help",
         )
+        raise UsageError(f"shoal run has no option {name}", why=why, fix=fix)
     script = Path(words[0])
     if not script.is_file():
         raise UsageError(
@@ -282,6 +272,8 @@ def torchrun(
     json: Json = False,
 ) -> None:
     """Print one torchrun command for each node; type it there."""
+    from shoal.launch.emit import slug, torchrun_commands, torchrun_text
+
     config = _config(runconfig, on, depth, set_)
     job = _job(config, out or default_out(slug(config.run.preset)), python)
     if json:
@@ -301,6 +293,8 @@ def slurm(
     json: Json = False,
 ) -> None:
     """Print an sbatch script: one task per node, each a torchrun."""
+    from shoal.launch.emit import slug, slurm_text
+
     config = _config(runconfig, on, depth, set_)
     job = _job(config, out or Path("runs") / slug(config.run.preset), python)
     _print_file("slurm", f"shoal-{slug(config.run.preset)}.sbatch", slurm_text(job, new_folder=out is None), json)
@@ -322,12 +316,18 @@ def k8s(
     json: Json = False,
 ) -> None:
     """Print a Kubernetes manifest: an indexed Job with one pod per node, and a headless Service."""
+    from shoal.launch.emit import Pods, k8s_name, k8s_text, slug
+
     config = _config(runconfig, on, depth, set_)
     job = _job(config, out or Path("runs") / slug(config.run.preset), python)
     _print_file("k8s", f"{k8s_name(job)}.yaml", k8s_text(job, Pods(image, claim, memory)), json)
 
 
 def _config(runconfig: str | None, on: str | None, depth: int | None, sets: list[str] | None) -> Config:
+    from shoal.cli.train import DEFAULT_PRESET
+    from shoal.cluster.target import place_ranks
+    from shoal.config.load import build_config
+
     flags: Overrides = depth_overrides(depth) | ({} if on is None else {"run": {"on": on}})
     preset, file = find_config(runconfig or DEFAULT_PRESET)
     return place_ranks(build_config(preset, file, flags, sets or []))
@@ -335,6 +335,8 @@ def _config(runconfig: str | None, on: str | None, depth: int | None, sets: list
 
 def find_config(name: str) -> tuple[str, Path | None]:
     """Return a preset and a file with settings for it. A preset's name means the preset, `./NAME` the file."""
+    from shoal.cli.train import DEFAULT_PRESET
+
     if name in PRESETS:
         return name, None
     path = Path(name)
@@ -350,6 +352,9 @@ def find_config(name: str) -> tuple[str, Path | None]:
 
 
 def _job(config: Config, out: Path, python: str) -> EmitJob:
+    from shoal.cluster.cluster import planned_nodes
+    from shoal.launch.emit import make_job
+
     return make_job(config, planned_nodes(config.run.on), out, python)
 
 

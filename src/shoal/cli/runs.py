@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import sys
 import time
+from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from shoal.cli.output import (
     LineDisplay,
@@ -23,42 +24,26 @@ from shoal.cli.output import (
     print_json,
     print_note,
     print_run,
+    print_table,
     process_lines,
     shown,
-    stdout_console,
 )
-from shoal.cli.progress import make_display, make_plain_display
-from shoal.cluster.hosts.spec import HostsSpec, read_hosts
-from shoal.config.load import load_settings
-from shoal.config.presets import Overrides
+from shoal.config.defaults import ASK_S
+from shoal.config.presets import Overrides, did_you_mean
 from shoal.control.processes import find_processes
 from shoal.errors import ShoalError, UsageError
 from shoal.events import Event
-from shoal.launch.logs import LogFollower
 from shoal.run_folder import RunFolder, user_name
-from shoal.runs.follow import RunEvents, SupervisorLog
-from shoal.runs.manage import (
-    ASK_S,
-    RunState,
-    StopResult,
-    as_json,
-    attach_script,
-    attach_training,
-    cluster_of,
-    read_opening,
-    running_runs,
-    runs_on,
-    stop_on,
-)
-from shoal.runs.manage import stop_run as stop_run
-from shoal.runs.start import TrainDisplay, WatchScript, require_manifest, resume_script
-from shoal.runs.supervisor import has_session_events, is_script
-from shoal.tools.report.manifest import read_manifest
-from shoal.units import format_duration
+from shoal.units import Unit, format_duration, format_loss, format_si, format_speed
+
+if TYPE_CHECKING:
+    from shoal.runs.manage import PastRun, RunState, StopResult
+    from shoal.runs.start import TrainDisplay, WatchScript
+
 
 app = typer.Typer(add_completion=False)
 
-_WIDE = 1000
+_STATES = ("running", "finished", "interrupted", "failed", "unfinished", "unsupervised", "left over")
 # Outcomes of a stop on several machines: the last of these that any machine reports counts.
 _STOP_ORDER = ("not_running", "stopped", "ended")
 
@@ -72,7 +57,11 @@ def ps(
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """List the runs, their ranks, and processes left over from earlier runs."""
+    from shoal.runs.manage import as_json, running_runs, runs_on
+
     if on is not None:
+        from shoal.cluster.hosts.spec import read_hosts
+
         _print_hosts(runs_on(read_hosts(on)), json)
         return
     states = running_runs()
@@ -87,19 +76,12 @@ def ps(
 
 
 def _print_runs(states: list[RunState]) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for title in ("run", "what", "on", "state", "step", "for", "processes"):
-        table.add_column(title, overflow="fold")
+    rows = []
     for state in states:
         step = "–" if state.step is None else f"{state.step:,}" + (f" of {state.steps:,}" if state.steps else "")
         age, count = format_duration(state.age_s), str(len(state.processes))
-        texts = (shown(state.run), state.what, state.on, state.state, step, age, count)
-        table.add_row(*map(escape, texts))
-    console = stdout_console()
-    if not console.is_terminal:
-        # Do not wrap names: a program may read the pipe.
-        console.width = _WIDE
-    console.print(table)
+        rows.append((shown(state.run), state.what, state.on, state.state, step, age, count))
+    print_table(("run", "what", "on", "state", "step", "for", "processes"), rows)
 
 
 def _print_hosts(replies: dict[str, list[dict[str, Any]] | ShoalError], json: bool) -> None:
@@ -129,6 +111,81 @@ def _print_processes(states: list[RunState]) -> None:
 
 
 @app.command()
+def runs(
+    text: Annotated[
+        str, typer.Argument(help="Only runs with this in their name, preset or place.", show_default="")
+    ] = "",
+    folder: Annotated[Path, typer.Option("--in", help="Where the run folders are.")] = Path("runs"),
+    state: Annotated[
+        str | None, typer.Option(help=f"Only runs in this state: {', '.join(_STATES)}.", show_default="any")
+    ] = None,
+    delete: Annotated[list[Path] | None, typer.Option(help="Delete this run folder; may be repeated.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="With --delete: do not ask.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """List past and present runs, the newest first: where, steps, loss, speed and state. Delete those not needed."""
+    from shoal.runs.manage import past_runs, running_runs
+
+    if delete:
+        _delete_runs([RunFolder.find(path) for path in delete], yes)
+        return
+    if state is not None and state not in _STATES:
+        raise UsageError(f"there is no state {state!r}", why=did_you_mean(state, _STATES), fix="shoal runs --help")
+    listed = [
+        run
+        for run in past_runs(folder, running_runs())
+        if text in f"{run.run} {run.what} {run.on}" and state in (None, run.state)
+    ]
+    if json:
+        print_json({"runs": [{**asdict(run), "run": str(run.run)} for run in listed]})
+    elif not listed:
+        sys.stdout.write(f"no such run in {shown(folder)}/; another folder: shoal runs --in FOLDER\n")
+    else:
+        _print_past_runs(listed)
+
+
+def _print_past_runs(runs: list[PastRun]) -> None:
+    rows = []
+    for run in runs:
+        created = datetime.fromisoformat(run.created).astimezone().strftime("%Y-%m-%d %H:%M") if run.created else "–"
+        steps = "–" if run.step is None else f"{run.step:,}" + (f" of {run.steps:,}" if run.steps != run.step else "")
+        loss = "–" if run.loss is None else format_loss(run.loss)
+        speed = "–" if run.speed is None else format_speed(run.speed, Unit(run.unit))
+        rows.append((shown(run.run), created, run.on, steps, loss, speed, run.state))
+    print_table(("run", "started", "on", "steps", "loss", "speed", "state"), rows)
+
+
+def _delete_runs(folders: list[RunFolder], yes: bool) -> None:
+    """Delete run folders after a confirmation; refuse one whose run is going on."""
+    from shoal.runs.manage import read_past_run
+
+    for folder in folders:
+        if find_processes(folder.path) or folder.is_held():
+            raise UsageError(
+                f"{shown(folder.path)} is running",
+                why="its processes still write to the folder",
+                fix=f"stop it first: {command('stop', shown(folder.path))}",
+            )
+    for folder in folders:
+        run = read_past_run(folder)
+        what = f"{shown(folder.path)} ({run.state}, {run.step or 0:,} steps, {format_si(run.size_bytes, 'B')})"
+        if not yes:
+            if not sys.stdin.isatty():
+                raise UsageError(
+                    f"{what} was not deleted",
+                    why="there is no terminal to ask at",
+                    fix="if you are sure, add --yes",
+                )
+            sys.stderr.write(f"delete {what} with its checkpoints? [y/N] ")
+            sys.stderr.flush()
+            if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+                sys.stdout.write(f"kept {shown(folder.path)}\n")
+                continue
+        shutil.rmtree(folder.path)
+        sys.stdout.write(f"deleted {what}\n")
+
+
+@app.command()
 def logs(
     run: Annotated[Path, typer.Argument(help="The run folder.", readable=False)],
     rank: Annotated[int | None, typer.Option(min=0, help="Print only this rank.")] = None,
@@ -139,6 +196,8 @@ def logs(
     With --follow, progress goes to stderr: steps, losses and warnings of a training (not with --rank), and for any run
     which members left or joined and how it ended.
     """
+    from shoal.launch.logs import LogFollower
+
     folder = RunFolder.find(run)
     display = LineDisplay(make_console(soft_wrap=True))
     follower = LogFollower(folder, rank, shows_current=display.is_live)
@@ -176,6 +235,8 @@ class RunEventPrinter:
 
     def __init__(self, run: RunFolder, lines: LineDisplay, with_progress: bool, is_new: bool = False) -> None:
         """With `is_new` the run is about to be launched, and its folder may have settings of an earlier launch."""
+        from shoal.runs.follow import RunEvents, SupervisorLog
+
         self._keeping = SupervisorLog.from_now(run)
         self._news = RunEvents(run)
         self._lines = lines
@@ -187,6 +248,10 @@ class RunEventPrinter:
 
     def _open_display(self) -> None:
         """Show progress as soon as the run is a training: a script becomes one when it makes its `shoal.Session`."""
+        from shoal.cli.progress import make_plain_display
+        from shoal.config.load import load_settings
+        from shoal.runs.manage import read_opening
+
         if self._display is None and self._with_progress and self._run.config.is_file():
             self._display = make_plain_display(load_settings(self._run.config))
             # Without `shard`: each rank prints its own part of the data.
@@ -221,11 +286,15 @@ def watch_script(with_progress: bool) -> tuple[LineDisplay, WatchScript]:
 
 def resume_session(path: Path, changes: Overrides, detach: bool, json: bool = False) -> None:
     """Continue the session of a script's run from its newest checkpoint."""
+    from shoal.runs.start import resume_script
+
     display, watch = watch_script(with_progress=not detach)
     print_script_end(resume_script(path, dict(changes), detach, display, watch), detach, json)
 
 
 def print_script_end(run: RunFolder, detach: bool, json: bool = False) -> None:
+    from shoal.tools.report.manifest import read_manifest
+
     if detach:
         print_detached(run, json)
     elif (manifest := read_manifest(run)) is not None:
@@ -239,6 +308,11 @@ def attach(
     json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON on stdout.")] = False,
 ) -> None:
     """Watch a run as if it had been started here. Ctrl-C leaves it running; shoal stop ends it."""
+    from shoal.cli.progress import make_display
+    from shoal.runs.manage import attach_script, attach_training
+    from shoal.runs.start import require_manifest
+    from shoal.runs.supervisor import is_script
+
     folder = RunFolder.find(run)
     try:
         if not folder.config.is_file() and json:
@@ -283,6 +357,11 @@ def stop(
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Ask a run to finish its step and save. If it does not, end its own processes and no others."""
+    from shoal.cluster.hosts.spec import HostsSpec
+    from shoal.runs.manage import StopResult, cluster_of, stop_on
+    from shoal.runs.manage import stop_run as stop_run
+    from shoal.runs.supervisor import is_script
+
     if now and is_given(context, "wait_s"):
         raise UsageError("--wait has no effect with --now", why="--now waits for nothing", fix="leave one of them out")
     folder = RunFolder(run.resolve()) if find_processes(run.resolve()) else RunFolder.find(run)
@@ -311,5 +390,8 @@ def stop(
 
 def _outcome_text(outcome: StopResult, run: RunFolder) -> str:
     """Describe the outcome. Of a script without a session only its exit is known, not that it saved."""
+    from shoal.runs.manage import StopResult
+    from shoal.runs.supervisor import has_session_events, is_script
+
     is_plain = is_script(run) and not has_session_events(run)
     return "stopped when it was asked to" if is_plain and outcome is StopResult.STOPPED else outcome.value

@@ -6,12 +6,11 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from shoal.cli.bench import scaling_config
 from shoal.cli.output import (
     Depth,
     advising_flags,
@@ -27,38 +26,15 @@ from shoal.cli.output import (
     shown,
     stdout_console,
 )
-from shoal.cli.progress import make_display
-from shoal.cli.runs import resume_session
-from shoal.cluster.cluster import planned_nodes
-from shoal.cluster.node import Rendezvous
-from shoal.cluster.target import place_ranks
-from shoal.config.load import (
-    build_config,
-    merge,
-    parse_set,
-    refuse_duplicate_settings,
-    refuse_fixed,
-    refuse_without_effect,
-    typed_settings,
-)
 from shoal.config.presets import PRESET_NAMES, Overrides, depth_overrides
-from shoal.config.schema import Config
 from shoal.config.sync_choice import OUTER_METHODS, ROUND_STEPS_TEXT, SYNC_HELP, WIRE_HELP
 from shoal.errors import ShoalError, UsageError
-from shoal.launch.plan import plan_ranks
-from shoal.run_folder import RunFolder
-from shoal.runs.manage import end_processes, leftovers, running_runs
-from shoal.runs.start import (
-    default_out,
-    refuse_confirm,
-    require_manifest,
-    resume_training,
-    start_training,
-)
-from shoal.runs.supervisor import is_script
-from shoal.tools.bench.scaling import ScalingResult, measure_scaling, rank_rows, scaling_document
-from shoal.tools.plan.compare import NO_PLAN, store_prediction, store_sync_plan
-from shoal.tools.report.explain_run import prediction_line
+from shoal.run_folder import RunFolder, default_out
+
+if TYPE_CHECKING:
+    from shoal.config.schema import Config
+    from shoal.tools.bench.scaling import ScalingResult
+
 
 app = typer.Typer(add_completion=False)
 
@@ -168,7 +144,12 @@ def train(
     Every setting can be given as --set section.key=value; the sections are model, data, train, sync, run, members.
     With --resume only settings that no finished step depends on: steps, weights, threads, intervals, measure, members.
     """
-    given = locals()
+    given = dict(locals())
+    from shoal.cli.progress import make_display
+    from shoal.cli.runs import resume_session
+    from shoal.runs.start import refuse_confirm, resume_training, start_training
+    from shoal.runs.supervisor import is_script
+
     if lineage and resume is None:
         raise UsageError(
             "--lineage goes with --resume",
@@ -191,7 +172,8 @@ def train(
         if is_of_script:
             resume_session(resume, changes, detach, json)
             return
-        run, manifest = resume_training(resume, make_display, changes, detach, lineage or "", confirm)
+        with advising_flags(named_flags(given)):
+            run, manifest = resume_training(resume, make_display, changes, detach, lineage or "", confirm)
     else:
         settings, folder = new_run_config(given), out or default_out(preset or DEFAULT_PRESET)
         if dry_run:
@@ -214,6 +196,9 @@ def train(
 
 def new_run_config(given: dict[str, Any]) -> Config:
     """Build the settings of a new run. Refuse a given setting that would have no effect."""
+    from shoal.cluster.target import place_ranks
+    from shoal.config.load import build_config, refuse_duplicate_settings, refuse_without_effect, typed_settings
+
     flags, sets = flags_to_overrides(given), given["set_"] or []
     refuse_duplicate_settings(named_flags(given), sets)
     with advising_flags(named_flags(given)):
@@ -229,6 +214,8 @@ def named_flags(given: dict[str, Any]) -> dict[str, str]:
 
 def resume_changes(given: dict[str, Any]) -> Overrides:
     """Return the settings that change with a resume. Refuse those that cannot change."""
+    from shoal.config.load import merge, parse_set, refuse_duplicate_settings, refuse_fixed, typed_settings
+
     sets, flags = given["set_"] or [], named_flags(given)
     refuse_duplicate_settings(flags, sets)
     refuse_fixed({key: key for key in typed_settings(None, sets)} | flags)
@@ -240,6 +227,9 @@ def before_start(settings: Config, profile: Path | None, plan: bool) -> Callable
 
     `--sync auto` uses ./profile.toml if it exists; a profile of another cluster is only refused if it was named.
     """
+    from shoal.tools.plan.compare import store_prediction, store_sync_plan
+    from shoal.tools.report.explain_run import prediction_line
+
     named = profile or PROFILE if plan or profile else None
 
     def before(run: RunFolder) -> None:
@@ -252,6 +242,8 @@ def before_start(settings: Config, profile: Path | None, plan: bool) -> Callable
 
 
 def _default_sync_plan(run: RunFolder) -> str:
+    from shoal.tools.plan.compare import NO_PLAN, store_sync_plan
+
     if not PROFILE.exists():
         return NO_PLAN
     try:
@@ -296,6 +288,10 @@ def refuse_with_dry_run(given: dict[str, Any]) -> None:
 
 def print_plan(config: Config, out: Path, json: bool) -> None:
     """Print the commands as they could be typed. The port is a placeholder: the real one is chosen at launch."""
+    from shoal.cluster.cluster import planned_nodes
+    from shoal.cluster.node import Rendezvous
+    from shoal.launch.plan import plan_ranks
+
     nodes = planned_nodes(config.run.on)
     rendezvous = Rendezvous(nodes[0].address, 0)
     commands = plan_ranks(config.run, lambda node: str(out), nodes, rendezvous, resume=False)
@@ -323,6 +319,11 @@ def demo(
 
     It takes under two minutes on two cores.
     """
+    from shoal.cli.bench import scaling_config
+    from shoal.cli.progress import make_display
+    from shoal.runs.start import require_manifest
+    from shoal.tools.bench.scaling import measure_scaling, rank_rows, scaling_document
+
     # Over gloo, to show an exchange: ranks of one machine would use shared memory instead.
     flags: dict[str, dict[str, Any]] = {"train": {"steps": steps}, "sync": {"inside": "gloo"}}
     config = scaling_config(context, "grammar", flags, set_ or [])
@@ -341,6 +342,8 @@ def demo(
 
 
 def _print_demo(result: ScalingResult) -> None:
+    from shoal.runs.start import require_manifest
+
     console, two_ranks = stdout_console(), result.runs["2"]
     console.print()
     print_scaling(result.points)
@@ -355,6 +358,8 @@ def _print_demo(result: ScalingResult) -> None:
 
 def clear_leftovers(clean: bool) -> None:
     """Show processes that earlier runs left behind, and end them if `clean`: they take cores and memory."""
+    from shoal.runs.manage import end_processes, leftovers, running_runs
+
     processes = leftovers(running_runs())
     if not processes:
         return

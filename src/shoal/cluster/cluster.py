@@ -8,14 +8,9 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from shoal.cluster.agent_link import AgentLink, PipeLink, agent_command
-from shoal.cluster.hosts.cluster import HostsCluster, hosts_as_nodes, planned_node
-from shoal.cluster.hosts.cluster import visit as visit_hosts
 from shoal.cluster.hosts.spec import HostsSpec
-from shoal.cluster.join import Confirm, JoinCluster
-from shoal.cluster.lab.lab import Lab, LabCluster, as_nodes, build_lab
 from shoal.cluster.lab.spec import LabSpec
 from shoal.cluster.node import (
     LocalProgram,
@@ -29,6 +24,11 @@ from shoal.cluster.node import (
 )
 from shoal.cluster.target import ExistingLab, JoinSpec, LocalSpec, parse_on
 from shoal.errors import ShoalError, UsageError
+
+if TYPE_CHECKING:
+    from shoal.cluster.agent_link import AgentLink
+    from shoal.cluster.join import Confirm
+    from shoal.cluster.lab.lab import Lab
 
 
 class Cluster(Protocol):
@@ -63,6 +63,8 @@ class LocalCluster:
         self._stdin = stdin
 
     def start_agent(self, node: Node, run: Path) -> AgentLink:
+        from shoal.cluster.agent_link import PipeLink, agent_command
+
         return PipeLink(agent_command(run, node.name), run, node.name, self._stdin)
 
     def folder(self, node: Node, run: Path) -> str:
@@ -78,6 +80,10 @@ def open_cluster(
     `run_files` are sent to machines that do not share our disk. `note` receives messages for the user. `confirm` is
     asked before a joining machine gets anything. `stdin` is for rank 0 of a script on this machine.
     """
+    from shoal.cluster.hosts.cluster import HostsCluster
+    from shoal.cluster.join import JoinCluster
+    from shoal.cluster.lab.lab import Lab, LabCluster
+
     match parse_on(on):
         case LocalSpec(ranks=ranks):
             yield LocalCluster(ranks, stdin)
@@ -96,6 +102,8 @@ def open_cluster(
 @contextmanager
 def _own_lab(spec: LabSpec) -> Iterator[Lab]:
     """Build a lab that is removed when this process ends, however that happens."""
+    from shoal.cluster.lab.lab import build_lab
+
     lab = build_lab(spec.model_copy(update={"name": f"run-{os.getpid()}"}), owner=os.getpid())
     try:
         yield lab
@@ -105,14 +113,21 @@ def _own_lab(spec: LabSpec) -> Iterator[Lab]:
 
 def planned_nodes(on: str) -> list[Node]:
     """Return the nodes that `--on` names without starting anything, for `--dry-run`."""
+
     match parse_on(on):
         case LocalSpec(ranks=ranks):
             return [local_node(ranks)]
         case ExistingLab(name=name):
+            from shoal.cluster.lab.lab import Lab
+
             return Lab.open(name).nodes
         case LabSpec() as spec:
+            from shoal.cluster.lab.lab import as_nodes
+
             return as_nodes(spec)
         case HostsSpec() as hosts:
+            from shoal.cluster.hosts.cluster import planned_node
+
             return [planned_node(host) for host in hosts.hosts]
         case JoinSpec(machines=machines, address=address):
             return [Node(f"machine-{number}", address or "", None, 1, None) for number in range(1, machines + 1)]
@@ -131,6 +146,10 @@ class NodePrograms:
 @contextmanager
 def start_on_nodes(on: str, module: str) -> Iterator[NodePrograms]:
     """Start a torch-free module of shoal, which reads JSON lines, on every node at once; for checks before a run."""
+    from shoal.cluster.hosts.cluster import hosts_as_nodes
+    from shoal.cluster.hosts.cluster import visit as visit_hosts
+    from shoal.cluster.lab.lab import Lab
+
     with ExitStack() as stack:
         started: Mapping[str, RemoteProgram | ShoalError]
         match parse_on(on):

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.cluster.hosts.spec import HostsSpec, is_file, read_hosts
-from shoal.cluster.lab.lab import Lab
 from shoal.cluster.lab.spec import LabNode, LabSpec, parse_lab, per_node
 from shoal.config.load import AnyConfig
 from shoal.config.presets import did_you_mean
@@ -180,6 +179,8 @@ def _choose_devices(config: EngineConfig, on: On) -> str | None:
 
 def rank_count(on: On) -> int:
     """Count ranks: as many as there are slots on the nodes of a lab or of a hosts file."""
+    from shoal.cluster.lab.lab import Lab
+
     match on:
         case LocalSpec():
             return on.ranks
@@ -209,6 +210,8 @@ def first_nodes(on: On, count: int, folder: Path) -> str | None:
 
     A file that this needs is written into `folder`. None for `join`, whose machines are not known beforehand.
     """
+    from shoal.cluster.lab.lab import Lab
+
     match on:
         case LocalSpec():
             return "local:1" + (f",device={on.devices[0]}" if on.devices else "")

@@ -10,16 +10,19 @@ import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
 from shoal.config.presets import Overrides, did_you_mean, preset
-from shoal.config.profile import VERSION, Profile
 from shoal.config.schema import Config, DataConfig, EngineConfig
 from shoal.config.sync_choice import SYNC_METHODS
 from shoal.errors import ConfigError, DataError, ShoalError
 from shoal.run_folder import write_atomically
+
+if TYPE_CHECKING:
+    from shoal.config.profile import Profile
+
 
 AnyConfig = TypeVar("AnyConfig", bound=EngineConfig)
 
@@ -263,6 +266,8 @@ def change_settings(config: AnyConfig, changes: Overrides) -> tuple[AnyConfig, l
 
 
 def read_profile(path: Path) -> Profile:
+    from shoal.config.profile import VERSION, Profile
+
     document = _read_profile_document(path)
     version = document.get("shoal_profile")
     if version is None:
@@ -352,7 +357,7 @@ def _table_lines(name: str, values: Mapping[str, Any]) -> Iterator[str]:
     tables = {key: value for key, value in values.items() if _is_table(value) or (not name and _is_table_list(value))}
     for key, value in values.items():
         if key not in tables:
-            yield f"{key} = {_value_text(value)}"
+            yield f"{key} = {toml_value(value)}"
     for key, value in tables.items():
         full_name = f"{name}.{key}" if name else key
         for entry in value if isinstance(value, list) else [value]:
@@ -369,10 +374,10 @@ def _is_table_list(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_table, value))
 
 
-def _value_text(value: Any) -> str:
+def toml_value(value: Any) -> str:
     if _is_table(value):
-        return "{" + ", ".join(f"{key} = {_value_text(part)}" for key, part in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {toml_value(part)}" for key, part in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + "".join(f"\n  {_value_text(part)}," for part in value) + "\n]" if value else "[]"
+        return "[" + "".join(f"\n  {toml_value(part)}," for part in value) + "\n]" if value else "[]"
     # JSON's strings, booleans and numbers are valid TOML, except DEL, which TOML wants escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

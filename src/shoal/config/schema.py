@@ -37,12 +37,40 @@ class ModelConfig(Section):
     """The shape of the GPT."""
 
     layers: Positive = 3
+    """Transformer blocks.
+
+    More make a better and slower model; `--depth` sets layers, heads and width together.
+    """
+
     heads: Positive = 3
+    """Attention heads of a block. They must divide `model.width`.
+
+    Change it together with the width, so that a head keeps about 64 numbers.
+    """
+
     width: Positive = 192
+    """Numbers that represent one token inside the model.
+
+    The parameters grow with its square; see `shoal plan` for what that costs.
+    """
+
     seq_len: Positive = 64
-    # 0 takes the tokenizer's; set it to keep a published size (GPT-2 has 50,257) whatever the text needs.
+    """Tokens of a sequence, which is one sample.
+
+    Raise it for texts with long contexts; memory and time grow with it.
+    """
+
     vocab_size: NotNegative = 0
+    """Rows of the token table; 0 takes the tokenizer's.
+
+    Set it to keep a published size (GPT-2 has 50,257) whatever the text needs.
+    """
+
     dropout: Fraction = 0.0
+    """Part of the activations that is set to zero while training.
+
+    Raise it to 0.1 or 0.2 when the validation loss rises while the training loss falls.
+    """
 
     @model_validator(mode="after")
     def _check_heads_divide_width(self) -> ModelConfig:
@@ -55,17 +83,61 @@ class DataConfig(Section):
     """What to train on."""
 
     path: Path | None = None
-    # The text without `path`: sentences with English verbs are generated, or two plays that come with shoal.
+    """The text file, or a folder of text files, to train on.
+
+    Name your own text here, or with `--data`.
+    """
+
     builtin: Literal["grammar", "shakespeare"] = "grammar"
+    """The text without `data.path`: sentences with English verbs that shoal generates, or two plays that come
+    with it.
+
+    Take `shakespeare` for a text that people wrote.
+    """
+
     tokenizer: Literal["char", "byte", "bpe"] = "bpe"
+    """How text becomes tokens: `char`, `byte`, or pairs that are learned from the text (`bpe`).
+
+    Take `char` for a tiny text, `byte` for data that is no text.
+    """
+
     bpe_vocab: Annotated[int, Field(ge=257, le=65_536)] = 2048
+    """Tokens that `bpe` learns.
+
+    Raise it for a large text: fewer tokens for the same text, but a larger token table.
+    """
+
     val_fraction: Annotated[float, Field(gt=0, le=0.5)] = 0.1
-    # `cursor` divides one global shuffled order among the ranks of the moment, so that training does not depend on
-    # their number. `modulo` is the textbook way: a rank sees only samples with `index % world_size == rank`.
+    """Part of the text that is kept for validation.
+
+    Lower it for a large text: a few thousand sequences are enough.
+    """
+
     sharding: Literal["cursor", "modulo"] = "cursor"
+    """`cursor` divides one global shuffled order among the ranks of the moment, so that training does not
+    depend on their number; `modulo` is the textbook way: a rank sees only samples with `index % world_size ==
+    rank`.
+
+    Take `modulo` to compare with a `DistributedSampler`.
+    """
+
     sentences: Annotated[int, Field(ge=100)] = 40_000
+    """Sentences that the built-in grammar generates.
+
+    Raise it for longer trainings of a larger model on the built-in text.
+    """
+
     seed: Seed = defaults.SEED
+    """Seed of the generated text, and of its division into training and validation.
+
+    Change it to see how much a result depends on chance.
+    """
+
     cache_dir: Path | None = None
+    """Where encoded texts are kept; unset, in the user's cache folder.
+
+    Set it when the home folder is small or on a network.
+    """
 
     @field_validator("path", "cache_dir")
     @classmethod
@@ -81,78 +153,252 @@ class LoopConfig(Section):
     """The steps of any training. Batches are counted in samples."""
 
     steps: Positive = 100
-    # Samples per step of all ranks together; with weak scaling of each rank.
+    """Steps of the training; each updates the weights once.
+
+    Raise it as long as the validation loss still falls.
+    """
+
     global_batch: Positive = 16
-    # Unset: chosen so that all ranks get equal work. Lower it when a rank runs out of memory.
+    """Samples of a step, of all ranks together; with weak scaling of each rank.
+
+    Raise it when ranks compute for too short a time between exchanges; the learning rate follows.
+    """
+
     micro_batch: Positive | None = None
+    """Samples that a rank computes at once; unset, chosen so that all ranks get equal work.
+
+    Lower it when a rank runs out of memory.
+    """
+
     scaling: Literal["strong", "weak"] = "strong"
-    # The number of terms in the loss of a sample differs between samples, as that of tokens in padded texts.
+    """`strong` keeps the global batch when ranks are added; `weak` keeps the batch of each rank.
+
+    Take `weak` when a rank would get too few samples.
+    """
+
     count_varies: bool = False
+    """Whether the number of terms in the loss of a sample differs between samples, as that of tokens in
+    padded texts.
+
+    Set it in a session whose loss is a mean over such terms.
+    """
+
     checkpoint_every: Positive = 50
+    """Steps between two checkpoints.
+
+    Lower it on machines that fail often; `shoal plan --simulate` finds the best.
+    """
+
     keep_checkpoints: Positive = 3
+    """Checkpoints that are kept; older ones are deleted.
+
+    Lower it when the disk is small.
+    """
+
     gc_every: Positive = 100
+    """Steps between two runs of Python's garbage collector, which is off otherwise: ranks that collect at
+    different times wait for each other.
+
+    Lower it when memory grows during a run.
+    """
+
     seed: Seed = defaults.SEED
+    """Seed of the first weights, of dropout, and of the order of the samples.
+
+    Change it to see how much a result depends on chance.
+    """
+
     device: Device = "auto"
-    # Whether every rank keeps cores of its own; `auto` where ranks could disturb each other and there are enough cores.
+    """Where ranks compute: `cuda`, `cpu`, or `auto` for a GPU where there is one.
+
+    Set `cpu` to leave the GPU to others.
+    """
+
     pin: Literal["auto", "on", "off"] = "auto"
+    """Whether every rank keeps cores of its own; `auto` where ranks could disturb each other and there are
+    enough cores.
+
+    Turn it off when other programs need those cores.
+    """
 
 
 class TrainConfig(LoopConfig):
     """The optimisation of the GPT. A sample is a sequence of `model.seq_len` tokens."""
 
-    # Belongs to `base_batch`, and scales linearly with the real global batch.
     lr: Annotated[float, Field(gt=0)] = 2e-3
+    """The highest learning rate of AdamW. It belongs to `train.base_batch`, and scales linearly with the real
+    global batch.
+
+    Lower it when the loss jumps or becomes NaN.
+    """
+
     base_batch: Positive = 16
+    """The global batch that `train.lr` belongs to.
+
+    Change it together with the learning rate.
+    """
+
     warmup_steps: NotNegative = 10
+    """Steps in which the learning rate rises from zero.
+
+    Raise it for a large batch or model.
+    """
+
     min_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The learning rate of the last step, as a part of the highest.
+
+    Lower it to 0 for a last bit of loss.
+    """
+
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Weight decay of AdamW, for matrices only.
+
+    Lower it when a small model cannot learn its text.
+    """
+
     beta1: Fraction = 0.9
+    """Momentum of AdamW.
+
+    Leave it.
+    """
+
     beta2: Fraction = 0.99
+    """Decay of the squared gradients in AdamW.
+
+    Lower it to 0.95 for a large batch.
+    """
+
     clip: Annotated[float, Field(gt=0)] = 1.0
+    """The largest norm of the gradients of a step; longer ones are shortened.
+
+    Lower it when single batches make the loss jump.
+    """
+
     eval_every: Positive = 50
+    """Steps between two evaluations on the validation text.
+
+    Raise it when evaluations take a visible part of the time.
+    """
+
     eval_sequences: Positive = 120
-    # `auto` compiles the model's blocks where a trial on this machine shows that the run gains more than compiling
-    # takes; without a C++ compiler it is `off`.
+    """Sequences of an evaluation.
+
+    Raise it for a smoother validation loss.
+    """
+
     compile: Literal["auto", "on", "off"] = "auto"
-    # Of matrix products: `bf16` is faster where the device has it and rounds to 8 bits; `auto` lets a trial choose.
-    # Unset: bf16 on a GPU that has it, fp32 elsewhere. On a GPU fp32 products are rounded to TF32.
+    """`auto` compiles the model's blocks where a trial on this machine shows that the run gains more than
+    compiling takes; without a C++ compiler it is `off`.
+
+    Turn it off to start sooner, on for a long run.
+    """
+
     precision: Literal["fp32", "bf16", "auto"] | None = None
+    """Of matrix products: `bf16` is faster where the device has it and rounds to 8 bits; `auto` lets a trial
+    choose. Unset: bf16 on a GPU that has it, fp32 elsewhere. On a GPU fp32 products are rounded to TF32.
+
+    Set `fp32` to compare results between devices.
+    """
 
 
 class SyncConfig(Section):
     """How replicas agree; see docs/sync.md."""
 
-    # A name of `SYNC_METHODS`. `auto` starts with `ddp`, and its first steps choose between that, `diloco` and
-    # `streaming`, and the wire format unless it is given.
     mode: str = "ddp"
-    # A name of `WIRE_FORMATS`, for PowerSGD with its rank: `powersgd:8` (docs/wires.md).
+    """How replicas agree: a method of docs/sync.md. `auto` starts with `ddp`, and its first steps choose
+    between that, `diloco` and `streaming`, and the wire format unless it is given.
+
+    Take `diloco` or `streaming` when ranks wait for the network; `auto` when you do not know.
+    """
+
     wire: str = "fp32"
-    # Multiplies the batch, and so the work between two exchanges of gradients.
+    """Number format of what is sent (docs/wires.md); for PowerSGD with its rank: `powersgd:8`.
+
+    Take `bf16` or `int8` on a slow network.
+    """
+
     accumulate: Positive = 1
-    # Steps between two exchanges of parameters. Raise it when the network is what a run waits for.
+    """Multiplies the batch, and so the work between two exchanges of gradients.
+
+    Raise it when the network is slow and a larger batch does no harm.
+    """
+
     every: Positive | None = None
+    """Steps between two exchanges of parameters.
+
+    Raise it when the network is what a run waits for.
+    """
+
     outer_lr: Annotated[float, Field(gt=0)] = 0.7
+    """Learning rate of the outer optimizer of DiLoCo.
+
+    Leave it, unless the loss jumps after each exchange.
+    """
+
     outer_momentum: Fraction = 0.9
+    """Nesterov momentum of the outer optimizer.
+
+    Leave it.
+    """
+
     fragments: Annotated[int, Field(ge=1, le=32)] = 4
-    # Steps that an exchange of a fragment may take. Unset: five, or a fragment's turn where that is shorter. Raise it
-    # when ranks still wait.
+    """Parts in which `streaming` exchanges the parameters.
+
+    Raise it to send smaller parts more often.
+    """
+
     overlap: Positive | None = None
-    # `hook` times every all-reduce inside DDP's overlap. `barrier` switches the overlap off and puts barriers around
-    # backward and all-reduce: exact figures, but a slower step. `off` times only the step as a whole.
+    """Steps that an exchange of a fragment may take. Unset: five, or a fragment's turn where that is shorter.
+
+    Raise it when ranks still wait.
+    """
+
     measure: Literal["hook", "barrier", "off"] = "hook"
-    # Size of a bucket: smaller ones hide more of the exchange behind backward, but each costs a message. Unset: it
-    # follows the model's size.
+    """`hook` times every all-reduce inside DDP's overlap. `barrier` switches the overlap off and puts
+    barriers around backward and all-reduce: exact figures, but a slower step. `off` times only the step as a
+    whole.
+
+    Take `barrier` to learn what an exchange costs without overlap.
+    """
+
     bucket_mb: Annotated[float, Field(gt=0)] | None = None
-    # How ranks of one machine exchange gradients: `shared` keeps them in shared memory, `copies` copies the buckets of
-    # torch's own DDP through it; between machines one rank of each uses the network. `gloo` is TCP between all ranks,
-    # `auto` is `shared` where possible (docs/inside.md).
+    """Size of a bucket: smaller ones hide more of the exchange behind backward, but each costs a message.
+    Unset: it follows the model's size.
+
+    Change it when `shoal report` shows much exposed communication.
+    """
+
     inside: Literal["auto", "gloo", "copies", "shared"] = "auto"
-    # The choice and the step time that a plan expected of `auto`.
+    """How ranks of one machine exchange gradients: `shared` keeps them in shared memory, `copies` copies the
+    buckets of torch's own DDP through it; between machines one rank of each uses the network. `gloo` is TCP
+    between all ranks, `auto` is `shared` where possible (docs/inside.md).
+
+    Take `gloo` to measure what shared memory saves.
+    """
+
     planned: str | None = None
+    """The choice that a plan expected of `auto`; written by `shoal train --plan`.
+
+    Leave it.
+    """
+
     planned_step_s: Annotated[float, Field(gt=0)] | None = None
+    """The step time that a plan expected of `auto`; written by `shoal train --plan`.
+
+    Leave it.
+    """
+
     join_timeout_s: Annotated[float, Field(gt=0)] = defaults.JOIN_TIMEOUT_S
-    # Raise it when a healthy but slow peer is taken for dead.
+    """Seconds that ranks may take to form a process group.
+
+    Raise it when slow machines take longer to import torch.
+    """
+
     timeout_s: Annotated[float, Field(gt=0)] = defaults.SYNC_TIMEOUT_S
+    """Seconds that a collective of a rank may take.
+
+    Raise it when a healthy but slow peer is taken for dead.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -253,34 +499,96 @@ class RunConfig(Section):
     """Where and how the ranks are started."""
 
     preset: str = "grammar"
+    """The preset that the other settings started from; names the run.
+
+    Give it as the first word of `shoal train`.
+    """
+
     on: str = "local:2"
+    """Where the ranks run: local:N, lab:N, a hosts file, or join:N (docs/hosts.md).
+
+    Give it with `--on`.
+    """
+
     launcher: Literal["shoal", "torchrun", "spawn"] = "shoal"
-    # Unset: the node's cores divided by its ranks.
+    """What starts the ranks: shoal's own agents, torchrun, or torch's spawn.
+
+    Take another one to compare; only shoal's survives the loss of a machine.
+    """
+
     threads: Positive | None = None
-    # `1/1/0.5` gives a slow machine a smaller share of every batch, one number per rank; unset, all are equal. A hosts
-    # file sets it from the `weight` of its machines.
+    """Threads of a rank. Unset: the node's cores divided by its ranks.
+
+    Lower it when other programs need cores.
+    """
+
     weights: Annotated[str, Field(pattern=r"^\d+(\.\d+)?(/\d+(\.\d+)?)*$")] | None = None
-    # `cuda/cpu/cpu` gives each rank a device of its own; unset, all have `train.device`. Ranks without a GPU and ranks
-    # with one train together; give them `weights` too. `--on` may set it: by local:3,device=cuda/cpu/cpu, or by the
-    # `device` of the machines of a hosts file.
+    """`1/1/0.5` gives a slow machine a smaller share of every batch, one number per rank; unset, all are
+    equal. A hosts file sets it from the `weight` of its machines.
+
+    Set it when `shoal report` names a straggler that is always the same.
+    """
+
     devices: Annotated[str, Field(pattern=r"^(auto|cpu|cuda)(/(auto|cpu|cuda))*$")] | None = None
-    # Which lineage a resumed run continues, where its machines have two.
+    """`cuda/cpu/cpu` gives each rank a device of its own; unset, all have `train.device`. Ranks without a GPU
+    and ranks with one train together.
+
+    Set it for machines of which only some have a GPU; give them `run.weights` too.
+    """
+
     lineage: Annotated[str, Field(pattern=r"^(\d+-\d+)?$")] = ""
+    """Which lineage a resumed run continues, where its machines have two.
+
+    Give it with `--lineage`, after a network partition.
+    """
 
 
 class MembersConfig(Section):
     """What happens when machines leave, fall silent or join; see docs/faults.md."""
 
-    # `go-on` continues with the members that are left; `end` ends the run, as torchrun without restarts does.
     on_loss: Literal["go-on", "end"] = "go-on"
-    # What half of the machines do when they receive nothing from the other half.
+    """`go-on` continues with the members that are left; `end` ends the run, as torchrun without restarts
+    does.
+
+    Take `end` when a run must have all its machines.
+    """
+
     on_silent_tie: Literal["continue", "pause"] = "continue"
-    min_nodes: Positive = defaults.MIN_NODES  # with fewer, training pauses
-    max_nodes: Annotated[int, Field(ge=1, le=defaults.MAX_NODES)] = defaults.MAX_NODES  # further nodes must wait
-    # Raise it when busy machines or a bad Wi-Fi are taken for absent ones.
+    """What half of the machines do when they receive nothing from the other half: continue on their own, or
+    pause.
+
+    Take `pause` when two diverging trainings are worse than a pause.
+    """
+
+    min_nodes: Positive = defaults.MIN_NODES
+    """With fewer nodes, training pauses.
+
+    Raise it when training with few nodes is a waste of time.
+    """
+
+    max_nodes: Annotated[int, Field(ge=1, le=defaults.MAX_NODES)] = defaults.MAX_NODES
+    """Further nodes must wait until one leaves.
+
+    Lower it to limit who can join.
+    """
+
     silent_after_s: Annotated[float, Field(ge=1)] = defaults.SILENT_AFTER_S
-    restarts: NotNegative = defaults.RESTARTS  # how often an agent restarts a rank that was killed
-    digest_every: Positive = 50  # steps between two comparisons of all replicas, bit by bit
+    """Seconds without a heartbeat after which a member counts as silent.
+
+    Raise it when busy machines or a bad Wi-Fi are taken for absent ones.
+    """
+
+    restarts: NotNegative = defaults.RESTARTS
+    """How often an agent restarts a rank that was killed.
+
+    Set 0 to see the first failure.
+    """
+
+    digest_every: Positive = 50
+    """Steps between two comparisons of all replicas, bit by bit.
+
+    Lower it when memory or cables may be broken.
+    """
 
     @model_validator(mode="after")
     def _check_limits(self) -> MembersConfig:

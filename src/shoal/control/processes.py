@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
+from typing import TYPE_CHECKING
 
 from shoal.host.proc import is_setuid
 from shoal.terminal import printable_line
+
+if TYPE_CHECKING:
+    import psutil
 
 _PR_SET_PDEATHSIG = 1
 # Python ignores these in every process it runs, so that they become exceptions.
@@ -114,6 +116,8 @@ class RunProcess:
 
 def find_processes(run: Path | None = None) -> list[RunProcess]:
     """Return the processes of one run, or of all runs: of this user, and for root also of other users' own runs."""
+    import psutil
+
     processes = (_inspect(pid, run) for pid in psutil.pids() if pid != os.getpid())
     return [process for process in processes if process is not None]
 
@@ -136,6 +140,8 @@ def _has_launcher(pid: int, parts: Mapping[int, str]) -> bool:
     A process of the same run that is no agent is a launcher too: another version of shoal may name its supervisor and
     the module differently. `parts` are the run's processes.
     """
+    import psutil
+
     with contextlib.suppress(psutil.Error):
         above = psutil.Process(pid).parents()
         return any(parts.get(process.pid, AGENT) != AGENT or _is_launcher(process.cmdline()) for process in above)
@@ -149,6 +155,8 @@ def _is_launcher(argv: list[str]) -> bool:
 
 def is_running(pid: int) -> bool:
     """Return whether a process that is no child of ours runs; false for 0, which is no process."""
+    import psutil
+
     with contextlib.suppress(psutil.Error):
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     return False
@@ -191,6 +199,8 @@ def _signal(processes: Iterable[RunProcess], signum: signal.Signals) -> None:
 
 
 def _inspect(pid: int, wanted: Path | None = None) -> RunProcess | None:
+    import psutil
+
     with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
         variables = process.environ()

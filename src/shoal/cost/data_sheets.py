@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from shoal.config.presets import did_you_mean
-from shoal.cost.network import NodesNetwork, RingNetwork
-from shoal.cost.predict import ClusterModel
-from shoal.cost.strategy import SyncStrategy, cpu_encode_s
-from shoal.cost.workload import RankWork, Workload
 from shoal.errors import UsageError
 from shoal.units import format_duration, format_rate, format_si, parse_delay, parse_rate
+
+if TYPE_CHECKING:
+    from shoal.cost.network import RingNetwork
+    from shoal.cost.predict import ClusterModel
+    from shoal.cost.strategy import SyncStrategy
+    from shoal.cost.workload import RankWork, Workload
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,8 @@ class SheetSpeed:
         return min(rank // self.ranks_per_node, len(self.machines) - 1)
 
     def work(self, workload: Workload, rank: int, micro_batch: int, micro_batches: int) -> RankWork:
+        from shoal.cost.workload import RankWork
+
         machine, share = self.machine(rank), self._share(rank)
         tokens = micro_batch * workload.seq_len
         computing_s = tokens * workload.flops_per_token / (share * machine.flops(workload.gradient_bytes))
@@ -189,6 +193,8 @@ class SheetSpeed:
         )
 
     def encode_s(self, strategy: SyncStrategy, rank: int, parameters: int) -> float:
+        from shoal.cost.strategy import cpu_encode_s
+
         machine, share = self.machine(rank), self._share(rank)
         moving_s = strategy.format.memory_bytes * parameters / (share * machine.memory_bytes_per_s)
         if machine.kind == "gpu":
@@ -252,6 +258,9 @@ def _unknown_name(what: str, name: str, known: Iterable[str], more: str) -> Usag
 def make_cluster_model(
     link: LinkSheet, machines: tuple[MachineSheet, ...], ranks_per_node: int, given: SheetOverrides
 ) -> ClusterModel:
+    from shoal.cost.network import NodesNetwork
+    from shoal.cost.predict import ClusterModel
+
     machines = tuple(_override(machine, given) for machine in machines)
     stack = stack_of(machines)
     speed = SheetSpeed(machines, ranks_per_node)
@@ -283,6 +292,8 @@ def stack_of(machines: Iterable[MachineSheet]) -> CommStack:
 
 def ring(link: LinkSheet, stack: CommStack, given: SheetOverrides) -> RingNetwork:
     """Combine link and library. An efficiency given by the user already contains the library's limit and latency."""
+    from shoal.cost.network import RingNetwork
+
     if given.efficiency is None:
         bytes_per_s = min(link.efficiency * link.bits_per_s / 8, stack.most_bytes_per_s)
         latency_s = link.latency_s + stack.message_s
@@ -296,6 +307,8 @@ def ring(link: LinkSheet, stack: CommStack, given: SheetOverrides) -> RingNetwor
 
 def describe(link: LinkSheet, machines: tuple[MachineSheet, ...], setting: ClusterModel) -> str:
     """Return what a plan without a profile is made from: `laptop over 1gbe by gloo: 118 MB/s, 0.7 ms a message`."""
+    from shoal.cost.network import NodesNetwork, RingNetwork
+
     network = setting.network.between if isinstance(setting.network, NodesNetwork) else setting.network
     assert isinstance(network, RingNetwork)  # noqa: S101 - made by make_setting
     names = ", ".join(machine.name for machine in machines)

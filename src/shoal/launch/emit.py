@@ -14,6 +14,7 @@ from string import Template
 from typing import Any
 
 from shoal.cluster.node import Node
+from shoal.config.defaults import DEFAULT_CLAIM, DEFAULT_MEMORY, MOUNT
 from shoal.config.load import build_config, parse_set
 from shoal.config.presets import PRESETS
 from shoal.config.schema import Config
@@ -206,9 +207,6 @@ def _by_number(lines: list[str]) -> list[str]:
 
 # Kubernetes: an indexed Job with one pod per node, and the headless Service that gives the first pod a name.
 
-MOUNT = Path("/data")
-DEFAULT_CLAIM = "shoal"
-DEFAULT_MEMORY = "4Gi"
 
 _SERVICE = """\
 apiVersion: v1

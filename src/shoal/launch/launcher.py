@@ -24,6 +24,7 @@ from shoal.agent.unjoined_ranks import no_rank_ever_joined, no_rank_joined, rank
 from shoal.cluster.agent_link import AgentLink
 from shoal.cluster.cluster import Cluster, without_nodes
 from shoal.cluster.node import Node, Rendezvous
+from shoal.config.defaults import GRACE_S
 from shoal.config.load import load_config
 from shoal.config.schema import MembersConfig, RunConfig
 from shoal.control.channel import make_token
@@ -49,8 +50,6 @@ from shoal.launch.plan import Attempt, RankCommand, make_go_order, plan_module, 
 from shoal.run_folder import RunFolder
 from shoal.units import format_duration, rank_list
 
-# What torchrun gives its workers between SIGTERM and SIGKILL.
-GRACE_S = 30.0
 POLL_S = 0.05
 # Over SSH to a slow machine Python alone may take seconds to start.
 READY_WITHIN_S = 45.0

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -18,6 +19,10 @@ from shoal.runs import confirm
 from shoal.runs.supervisor import END_SIGNALS, blocked_signals
 
 POLL_S = 0.05
+# The answers to Ctrl-C. They begin on a new line: the terminal has printed ^C in the current one.
+STOPPING = b"\nstopping after this step; Ctrl-C again quits now\n"
+STOPPING_SCRIPT = b"\nasking the ranks to stop; Ctrl-C again quits now\n"
+QUITTING = b"\nquitting now\n"
 
 Supervisor = subprocess.Popen[bytes]
 Look = Callable[[list[Event]], None]
@@ -104,10 +109,18 @@ def _poll_while(condition: Callable[[], bool], supervisor: Supervisor, log: Supe
 
 
 @contextlib.contextmanager
-def forwarding_signals(start: Callable[[], Supervisor]) -> Iterator[Supervisor]:
-    """Start a supervisor and pass Ctrl-C on to it, also one that comes while it is being started."""
+def forwarding_signals(start: Callable[[], Supervisor], answer: bytes = STOPPING) -> Iterator[Supervisor]:
+    """Start a supervisor and pass Ctrl-C on to it, also one that comes while it is being started; print `answer`."""
+
+    count = 0
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        if signum == signal.SIGINT:
+            # Not by print: the handler may have interrupted a print.
+            with contextlib.suppress(OSError):
+                os.write(sys.stderr.fileno(), answer if count == 1 else QUITTING)
         with contextlib.suppress(ProcessLookupError):
             os.kill(supervisor.pid, signal.SIGINT)
 

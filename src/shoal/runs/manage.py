@@ -6,19 +6,15 @@ import contextlib
 import json
 import shlex
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shoal.cluster.hosts.cluster import HostsCluster
-from shoal.cluster.hosts.spec import Host, HostsSpec
-from shoal.cluster.hosts.ssh import on_each, run_script, values_or_raise
-from shoal.cluster.node import RunFiles
-from shoal.cluster.target import On, parse_on
-from shoal.config.load import load_settings
-from shoal.config.schema import Config, EngineConfig
+from shoal.config.defaults import ASK_S
 from shoal.control.processes import (
     AGENT,
     SUPERVISOR,
@@ -33,18 +29,18 @@ from shoal.control.processes import (
 )
 from shoal.errors import HostError, Interrupted, RunFailed, ShoalError, from_dict
 from shoal.events import RANK_EVENTS, Event, parse_event, read_last_events
-from shoal.launch.logs import LogFollower
 from shoal.run_folder import RunFolder
-from shoal.runs.follow import POLL_S, RunEvents, SupervisorLog
-from shoal.runs.start import MakeDisplay, ScriptDisplay
-from shoal.runs.supervisor import is_script, read_job
 from shoal.terminal import printable_json
-from shoal.tools.report.membership import last_members
-from shoal.tools.report.rank_log import read_rank_logs
-from shoal.tools.report.summary import summarize
 
-# How long a run may take to stop: a step of a large model on a slow machine, and the checkpoint after it.
-ASK_S = 60.0
+if TYPE_CHECKING:
+    from shoal.cluster.hosts.cluster import HostsCluster
+    from shoal.cluster.hosts.spec import Host, HostsSpec
+    from shoal.cluster.target import On
+    from shoal.config.schema import EngineConfig
+    from shoal.runs.follow import SupervisorLog
+    from shoal.runs.start import MakeDisplay, ScriptDisplay
+
+
 _END_S = 8.0
 _STEP_TAIL_BYTES = 16384
 _JOURNAL_TAIL_BYTES = 1 << 16
@@ -93,6 +89,8 @@ def describe(path: Path, processes: list[RunProcess]) -> RunState:
 
 def cluster_of(run: RunFolder) -> On | None:
     """Return the cluster of a run, if its folder still names one."""
+    from shoal.cluster.target import parse_on
+
     _, on, _ = _read_purpose(run)
     with contextlib.suppress(ShoalError):
         return parse_on(on)
@@ -100,16 +98,21 @@ def cluster_of(run: RunFolder) -> On | None:
 
 
 def _read_purpose(run: RunFolder) -> tuple[str, str, int | None]:
-    """Return what the run trains or executes, where, and for how many steps, as far as its folder still holds that."""
+    """Return what the run trains or executes, where, and for how many steps, as far as its folder still holds that.
+
+    The files are read as they are: to check them takes longer than the whole of `shoal ps`.
+    """
     # LookupError: the folder of a training that is being removed may have lost its config.toml and still have a
     # job.json, which names no script.
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, ShoalError):
-        config = load_settings(run.config) if run.config.is_file() else None
-        if isinstance(config, Config) or (config is not None and not run.job.is_file()):
-            return config.run.preset, config.run.on, config.train.steps
-        job = read_job(run)
-        word = job.script[1] if job.script[0] == "-m" else job.script[0]
-        return Path(word).name, job.on, config.train.steps if config is not None else None
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        config = tomllib.loads(run.config.read_text(encoding="utf-8")) if run.config.is_file() else {}
+        steps = config.get("train", {}).get("steps")
+        steps = steps if isinstance(steps, int) else None
+        if config.keys() & {"model", "data"} or (config and not run.job.is_file()):
+            return str(config["run"]["preset"]), str(config["run"]["on"]), steps
+        job = json.loads(run.job.read_bytes())
+        script = job["script"]
+        return Path(script[1] if script[0] == "-m" else script[0]).name, str(job["on"]), steps
     return "", "", None
 
 
@@ -118,6 +121,72 @@ def _last_step(run: RunFolder) -> int | None:
     with contextlib.suppress(OSError):
         events = read_last_events(run.events(0), _STEP_TAIL_BYTES)
         return next((int(event["step"]) for event in reversed(events) if event["event"] == "step"), None)
+    return None
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run folder, as its manifest or what else is in it describes it. None: not known."""
+
+    run: Path
+    what: str  # the preset or the script
+    on: str
+    state: str  # finished, interrupted, failed or unfinished; of one that is going on, that of `RunState`
+    created: str | None  # in UTC
+    step: int | None
+    steps: int | None
+    loss: float | None
+    speed: float | None  # of the last number of ranks
+    unit: str  # what the speed counts: tokens or samples
+    size_bytes: int
+
+
+def past_runs(folder: Path, states: Iterable[RunState]) -> list[PastRun]:
+    """Return the runs in a folder and in the folders within it, the newest first. `states` are those going on."""
+    going_on = {state.run: state for state in states}
+    runs = [
+        read_past_run(RunFolder(path), going_on.get(path.resolve()))
+        for pattern in ("*", "*/*")
+        for path in sorted(folder.glob(pattern))
+        if any((path / name).is_file() for name in ("config.toml", "job.json"))
+    ]
+    return sorted(runs, key=lambda run: run.created or "", reverse=True)
+
+
+def read_past_run(run: RunFolder, going_on: RunState | None = None) -> PastRun:
+    manifest: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        document = json.loads(run.manifest.read_bytes())
+        manifest = document if isinstance(document, dict) else {}
+    what, on, steps = _read_purpose(run)
+    unit = str(manifest.get("unit", "tokens"))
+    speeds = manifest.get(f"{unit}_per_sec")
+    speed = speeds.get(str(manifest.get("world_size"))) if isinstance(speeds, dict) else None
+    state = going_on.state if going_on else str(manifest.get("status", "unfinished"))
+    has_ended = going_on is None and manifest
+    return PastRun(
+        run.path,
+        str(manifest.get("preset") or what),
+        str(manifest.get("on") or on),
+        state,
+        manifest.get("created") or _created(run),
+        manifest.get("steps") if has_ended else _last_step(run),
+        manifest.get("steps_planned") or steps,
+        _number(manifest.get("final_loss")),
+        _number(speed),
+        unit,
+        sum(path.lstat().st_size for path in run.path.rglob("*") if path.is_file() and not path.is_symlink()),
+    )
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _created(run: RunFolder) -> str | None:
+    with contextlib.suppress(OSError):
+        files = [path.stat().st_mtime for path in (run.config, run.job) if path.is_file()]
+        return datetime.fromtimestamp(min(files), UTC).isoformat(timespec="seconds") if files else None
     return None
 
 
@@ -160,6 +229,8 @@ def stop_run(run: RunFolder, wait_s: float | None = None) -> StopResult:
 
     By default wait as long as a step and a checkpoint may take, or as long as the ranks of a script may take to end.
     """
+    from shoal.runs.supervisor import is_script
+
     if not find_processes(run.path):
         return StopResult.NOT_RUNNING
     if wait_s is None:
@@ -215,6 +286,7 @@ def runs_on(spec: HostsSpec) -> dict[str, list[dict[str, Any]] | ShoalError]:
 
 def stop_on(spec: HostsSpec, run: RunFolder, now: bool) -> dict[str, str]:
     """Stop the run on each host and return the outcomes. Raise, after all were asked, if a host did not answer."""
+    from shoal.cluster.hosts.ssh import values_or_raise
 
     def words(cluster: HostsCluster) -> Sequence[str]:
         return ("stop", "--here", cluster.folder(cluster.nodes[0], run.path), *(("--now",) if now else ()))
@@ -225,6 +297,9 @@ def stop_on(spec: HostsSpec, run: RunFolder, now: bool) -> dict[str, str]:
 
 def _ask_hosts(spec: HostsSpec, words_for: Callable[[HostsCluster], Sequence[str]]) -> dict[str, Any | ShoalError]:
     """Run `shoal … --json` on each host over SSH and return the replies. A host that is off delays no other."""
+    from shoal.cluster.hosts.cluster import HostsCluster
+    from shoal.cluster.hosts.ssh import on_each, run_script
+    from shoal.cluster.node import RunFiles
 
     def ask_host(host: Host) -> Any:
         cluster = HostsCluster.prepare(spec.model_copy(update={"hosts": (host,)}), RunFiles(), lambda text: None)
@@ -246,6 +321,9 @@ def _ask_hosts(spec: HostsSpec, words_for: Callable[[HostsCluster], Sequence[str
 
 def attach_training(run: RunFolder, watch: MakeDisplay) -> None:
     """Show a training from now to its end and raise its error; also for a run that has ended already."""
+    from shoal.config.load import load_settings
+    from shoal.runs.follow import RunEvents, SupervisorLog
+
     config = load_settings(run.config)
     if not run.supervisor.exists():
         _attach_unsupervised(run, config, watch)
@@ -261,6 +339,8 @@ def attach_training(run: RunFolder, watch: MakeDisplay) -> None:
 
 def _attach_unsupervised(run: RunFolder, config: EngineConfig, watch: MakeDisplay) -> None:
     """Follow a training that torchrun or a shell started: its rank 0 holds the folder's lock until the end."""
+    from shoal.runs.follow import POLL_S, RunEvents
+
     rank_events = RunEvents(run)
     with contextlib.closing(watch(config)) as display:
         display(read_opening(run))
@@ -275,6 +355,9 @@ def _attach_unsupervised(run: RunFolder, config: EngineConfig, watch: MakeDispla
 
 def raise_recorded_end(run: RunFolder, config: EngineConfig) -> None:
     """Raise how a training without a supervisor ended, unless it finished. Only its events say so."""
+    from shoal.config.schema import Config
+    from shoal.tools.report.summary import summarize
+
     summary = summarize(run.read_all_events())
     steps = f"step {summary.steps_done} of {config.train.steps}"
     resume = f'start it again with shoal.Session(..., out="{run.path}")'
@@ -297,6 +380,9 @@ def raise_recorded_end(run: RunFolder, config: EngineConfig) -> None:
 
 def attach_script(run: RunFolder, display: ScriptDisplay, show_events: Callable[[list[Event]], None]) -> None:
     """Show a script's output and its end, and raise its error; `show_events` shows the notes and what else happens."""
+    from shoal.launch.logs import LogFollower
+    from shoal.runs.follow import SupervisorLog
+
     log, supervisor = SupervisorLog(run), find_supervisor(run.path)
     logs = LogFollower(run, shows_current=display.is_live)
     with contextlib.closing(display):
@@ -309,6 +395,8 @@ def attach_script(run: RunFolder, display: ScriptDisplay, show_events: Callable[
 
 def _poll_notes(log: SupervisorLog, supervisor: RunProcess | None) -> Iterator[list[Event]]:
     """Yield the supervisor's new notes at each poll, and once more after its end."""
+    from shoal.runs.follow import POLL_S
+
     while supervisor is not None and is_alive(supervisor):
         yield log.poll()
         time.sleep(POLL_S)
@@ -317,6 +405,9 @@ def _poll_notes(log: SupervisorLog, supervisor: RunProcess | None) -> Iterator[l
 
 def read_opening(run: RunFolder) -> list[Event]:
     """Return how the newest launch began on each member: its start, its shard of the data and its last generation."""
+    from shoal.tools.report.membership import last_members
+    from shoal.tools.report.rank_log import read_rank_logs
+
     events = [event for rank in run.event_files() for event in _opening_of(run, rank)]
     members = last_members(read_rank_logs(events))
     return [event for event in events if event["rank"] in members]

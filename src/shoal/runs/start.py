@@ -18,7 +18,6 @@ import termios
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,7 +44,7 @@ from shoal.events import Event
 from shoal.launch.logs import LogFollower, LogLine
 from shoal.run_folder import RunFolder
 from shoal.runs.confirm import require_terminal
-from shoal.runs.follow import RunEvents, SupervisorLog, await_running, follow, forwarding_signals
+from shoal.runs.follow import STOPPING_SCRIPT, RunEvents, SupervisorLog, await_running, follow, forwarding_signals
 from shoal.runs.supervisor import RunJob, is_script, read_job, start_supervisor
 from shoal.tools.report.manifest import read_manifest
 from shoal.tools.report.membership import last_members
@@ -273,13 +272,6 @@ def require_manifest(run: RunFolder) -> Manifest:
     return manifest
 
 
-def default_out(name: str) -> Path:
-    """Return `runs/grammar-20260131-235959`, with a number appended when two start in the same second."""
-    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    candidates = (Path("runs") / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 1000))
-    return next(path for path in candidates if not path.exists())
-
-
 class ScriptDisplay(Protocol):
     """Shows the lines of the ranks and notes about the run."""
 
@@ -366,7 +358,7 @@ def start_script(
     with contextlib.ExitStack() as lock_scope, contextlib.ExitStack() as relay_scope:
         lock = lock_scope.enter_context(run.held())
         stdin = relay_scope.enter_context(relay_terminal()) if source is StdinSource.TERMINAL else None
-        with forwarding_signals(lambda: start_supervisor(run, job, lock, stdin)) as supervisor:
+        with forwarding_signals(lambda: start_supervisor(run, job, lock, stdin), STOPPING_SCRIPT) as supervisor:
             lock_scope.close()
             if stdin is not None:
                 os.close(stdin)

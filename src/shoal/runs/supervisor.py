@@ -27,6 +27,7 @@ from shoal.cluster.cluster import open_cluster
 from shoal.cluster.hosts.copy import project_of
 from shoal.cluster.node import RunFiles
 from shoal.cluster.target import JoinSpec, parse_on
+from shoal.config.defaults import GRACE_S
 from shoal.config.load import load_config, to_toml, typed_settings, validate_session
 from shoal.config.schema import RunConfig
 from shoal.control.processes import make_marks, remove_own_marks, restore_signals
@@ -34,7 +35,7 @@ from shoal.control.rank_env import find_danger
 from shoal.data.prepare import facts_to_json, read_data_facts
 from shoal.errors import DataError, Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
-from shoal.launch.launcher import GRACE_S, ScriptJob, SessionSettings, run_ranks, run_script
+from shoal.launch.launcher import ScriptJob, SessionSettings, run_ranks, run_script
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.confirm import PipeConfirm
 from shoal.tools.explain.explain import add_explanation, is_consequence

@@ -144,13 +144,13 @@ def test_every_advised_option_exists(
         ("demo --set run.on=local:3", "--set run.on has no effect on shoal demo"),
         ("host --set run.on=local:2", "--set run.on does not go with shoal host"),
         ("host --steps 5 --set train.steps=6", "train.steps is given twice: with --steps and with --set"),
-        ("train --every 8", "sync.every has no effect here"),
+        ("train --every 8", "--every has no effect here"),
         ("train --sync stock --set sync.bucket_mb=4", "sync.bucket_mb has no effect here"),
         ("train --sync local --set sync.outer_lr=0.5", "sync.outer_lr has no effect here"),
         ("train --sync diloco --set sync.fragments=2", "sync.fragments has no effect here"),
         ("train --tokenizer byte --set data.bpe_vocab=300", "data.bpe_vocab has no effect here"),
         ("train --data my.txt --set data.sentences=300", "data.sentences has no effect here"),
-        ("train --launcher torchrun --on-silent-tie pause", "members.on_silent_tie has no effect here"),
+        ("train --launcher torchrun --on-silent-tie pause", "--on-silent-tie has no effect here"),
         ("train --set run.preset=gpt2-124m", "run.preset has no effect here"),
         ("train --steps 3 --set train.steps=4", "train.steps is given twice: with --steps and with --set"),
         ("train --dry-run --plan", "--plan does not go with --dry-run"),
@@ -242,7 +242,7 @@ def test_an_unexpected_exception_is_reported_as_a_bug(call: Call, monkeypatch: p
     def fail(*_: object) -> None:
         raise ZeroDivisionError("unexpected")
 
-    monkeypatch.setattr("shoal.cli.train.build_config", fail)
+    monkeypatch.setattr("shoal.config.load.build_config", fail)
     output = call("train")
     assert output.code == 3
     assert "shoal failed unexpectedly: ZeroDivisionError: unexpected" in output.err
@@ -303,7 +303,7 @@ def test_the_run_of_a_script_takes_no_option_of_a_training(call: Call, tmp_path:
         (["--data", "my.txt"], "--data cannot be changed", "order of the samples"),
         (["--set", "run.on=lab:2"], "run.on cannot be changed", "this cluster"),
         (["--set", "run.lineage=1-1"], "run.lineage cannot be changed", "--lineage"),
-        (["--threads", "0"], "run.threads=0", "greater than or equal to 1"),
+        (["--threads", "0"], "--threads 0", "greater than or equal to 1"),
         (["--set", "run.thread=1"], "unknown setting run.thread", "did you mean 'run.threads'?"),
         (["--set", "run.weights=1/1/1"], "run.weights=1/1/1 does not fit 2 ranks", "one number"),
         (["--set", "train.steps=7", "--steps", "8"], "train.steps is given twice", "only one"),

@@ -184,7 +184,7 @@ def test_all_labs_but_those_of_running_runs_are_taken_down(
 ) -> None:
     removed: list[str] = []
     monkeypatch.setattr(lab_module, "first_process", lambda folder, node: os.getpid())
-    monkeypatch.setattr(lab_cli, "remove_lab", removed.append)
+    monkeypatch.setattr(lab_module, "remove_lab", removed.append)
     note_lab("mine")
     note_lab("run-77", owner=os.getpid())
     lab_cli.down(name=None, all_=True)

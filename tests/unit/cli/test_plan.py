@@ -427,6 +427,22 @@ def test_the_table_fits_a_hundred_columns(call: Call) -> None:
     assert "train gpt2-124m --on hosts.toml --global-batch 8 --set sync.wire=int8" in out
 
 
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_plan_fits_the_terminal_and_begins_with_its_answer(
+    call: Call, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    _, out, _ = call("plan", "gpt2-124m", "--link", "wifi", "--nodes", "1..4")
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", out).splitlines()
+    assert [line for line in lines if len(line) > width and " train " not in line] == []
+    assert lines[0].startswith("Don't distribute this")
+    command, table = (next(n for n, line in enumerate(lines) if word in line) for word in ("shoal train", "nodes  "))
+    assert command < table
+    assert ("payload" in lines[table]) == (width == 120)
+    assert any("comm: time to exchange" in line for line in lines)
+
+
 def test_very_long_steps_keep_their_columns(call: Call) -> None:
     _, out, _ = call("plan", "gpt2-124m", "--link", "1mbit", "--nodes", "1..3")
     assert max(map(len, out.splitlines())) <= 100
@@ -496,7 +512,7 @@ print(code, [name for name in ("matplotlib", "numpy", "torch", "tokenizers", "pl
         (["--params", "nan"], "--params nan is out of range", "above 0", "--params"),
         (["--params", "inf"], "--params inf is out of range", "above 0", "--params"),
         (["--params", "1e6", "--tokens", "0"], "--tokens 0 is out of range", "above 0", "--tokens"),
-        (["--params", "1e6", "--global-batch", "0"], "train.global_batch=0", "command line", "--global-batch"),
+        (["--params", "1e6", "--global-batch", "0"], "--global-batch 0", "command line", "--global-batch"),
         (["--grad-dtype", "fp8"], "--grad-dtype 'fp8' is not known", "did you mean", "fp32 or bf16"),
         (["--accumulate", "0"], "--accumulate 0 is out of range", "above 0", "--accumulate"),
         (["--wire", "int7"], "--wire 'int7' is not known", "did you mean 'int8'?", "powersgd:4"),
@@ -511,9 +527,9 @@ print(code, [name for name in ("matplotlib", "numpy", "torch", "tokenizers", "pl
         (["--set", "sync.every=8"], "sync.every has no effect here", "this run has ddp", "sync.mode=local"),
         (["--sync", "ddp:8"], "sync.every has no effect here", "this run has ddp", "leave it out"),
         (["--params", "1e9", "--sync", "ddp:8"], "sync.every has no effect here", "this run has ddp", "leave it out"),
-        (["--sync", "diloco", "--wire", "powersgd"], "sync.wire=powersgd is made for gradients", "command line", "one"),
+        (["--sync", "diloco", "--wire", "powersgd"], "--wire powersgd is made for gradients", "command line", "one"),
         (["--set", "run.weights=1/0.5"], "run.weights has no effect here", "equally", "--machine desktop,laptop"),
-        (["--scaling", "medium"], "train.scaling='medium'", "'strong' or 'weak'", "--scaling"),
+        (["--scaling", "medium"], "--scaling 'medium'", "'strong' or 'weak'", "--scaling"),
         (["-o", "plan.pdf"], "plan.pdf is not a PNG file", "as PNG", "plan.png"),
         (["-o", "/nowhere/plan.png"], "cannot write /nowhere/plan.png", "where -o says", "df -h"),
     ],

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
-from shoal.cli.progress import BarDisplay, PlainDisplay
+from shoal.cli.progress import BarDisplay, PlainDisplay, make_display
 from shoal.cli.runs import watch_script
-from shoal.config.load import to_toml, validate_session
+from shoal.config.load import build_config, to_toml, validate_session
 from shoal.events import Event
 from shoal.launch.logs import LogLine
 from shoal.run_folder import RunFolder
-from shoal.runs.follow import RunEvents, SupervisorLog
+from shoal.runs.follow import RunEvents, SupervisorLog, forwarding_signals
 from shoal.runs.manage import describe, read_opening
 from shoal.runs.supervisor import RunJob
 from tests.support.member_samples import entered, killed_and_rejoined, steps, time_of
@@ -157,3 +160,39 @@ def test_a_launched_script_shows_its_session_beside_its_own_lines(
 
 def write_settings(run: RunFolder, steps: int) -> None:
     run.config.write_text(to_toml(validate_session({"train": {"steps": steps, "global_batch": 4}})))
+
+
+def test_ctrl_c_is_answered_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    passed_on: list[int] = []
+    monkeypatch.setattr("shoal.runs.follow.os.kill", lambda pid, signum: passed_on.append(signum))
+    with forwarding_signals(lambda: cast(Any, SimpleNamespace(pid=1))):
+        signal.raise_signal(signal.SIGINT)
+        assert capfd.readouterr().err == "\nstopping after this step; Ctrl-C again quits now\n"
+        signal.raise_signal(signal.SIGINT)
+        assert capfd.readouterr().err == "\nquitting now\n"
+    assert passed_on == [signal.SIGINT, signal.SIGINT]
+
+
+def test_the_header_names_the_text_the_sync_method_and_the_place(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    make_display(build_config("grammar", sets=["data.path=notes.txt"]))
+    make_display(build_config("grammar", sets=["sync.mode=diloco", "sync.wire=int8"]), title="diloco+int8 (2 of 6)")
+    assert capsys.readouterr().err.splitlines() == [
+        "grammar: notes.txt; 100 steps on local:2; sync ddp in fp32",
+        "diloco+int8 (2 of 6): English sentences that shoal generates; 100 steps on local:2; "
+        "sync diloco every 50 steps in int8",
+    ]
+
+
+def test_a_terminal_shows_a_spinner_until_the_first_step() -> None:
+    shown = Console(file=io.StringIO(), force_terminal=True, width=120, highlight=False)
+    display = BarDisplay(shown, 9, "tiny")
+    display.wait("starting the ranks")
+    display([start(0, 2)])
+    display([step(1)])
+    display.close()
+    text = output_of(shown)
+    order = [text.index(part) for part in ("starting the ranks", "computing the first step", "step 1/9")]
+    assert order == sorted(order)

@@ -42,9 +42,10 @@ from shoal.cluster.lab.processes import (
     running_in,
     start_in_node,
 )
-from shoal.cluster.lab.spec import DEFAULT_NAME, INTERFACE, SWITCH, LabLink, LabNode, LabSpec, check_name
+from shoal.cluster.lab.spec import INTERFACE, SWITCH, LabLink, LabNode, LabSpec, check_name
 from shoal.cluster.lab.state import LabOwner, LabState, cut, heal, with_node
 from shoal.cluster.node import Node
+from shoal.config.defaults import LAB_NAME
 from shoal.config.presets import did_you_mean
 from shoal.errors import LabError, UsageError
 from shoal.host.facts import physical_cores
@@ -133,8 +134,8 @@ class Lab:
 
 def choose_lab(names: list[str]) -> str:
     """Return the default lab, or the only one that the user made; a lab with an owner is chosen by name only."""
-    if DEFAULT_NAME in names:
-        return DEFAULT_NAME
+    if LAB_NAME in names:
+        return LAB_NAME
     own = [name for name in names if not has_owner(name)]
     if len(own) == 1:
         return own[0]

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel, ConfigDict
 
+from shoal.config.defaults import LAB_LINKS, LAB_NAME
 from shoal.config.presets import did_you_mean
 from shoal.errors import UsageError
 from shoal.units import format_delay, format_rate, parse_delay, parse_rate
 
-DEFAULT_NAME = "default"
 SWITCH = "switch"
 INTERFACE = "eth0"
 NETWORK = "10.77.0"
@@ -49,7 +49,7 @@ class LabNode(FrozenModel):
 
 
 class LabSpec(FrozenModel):
-    name: str = DEFAULT_NAME
+    name: str = LAB_NAME
     nodes: tuple[LabNode, ...]
     sshd: bool = False
 
@@ -65,14 +65,9 @@ class LabSpec(FrozenModel):
         )
 
 
-# Wi-Fi and WAN figures are what iperf3 and ping show in an ordinary flat and between two homes.
 PROFILES = {
-    "100mbit": LabLink(rate_bps=100e6),
-    "1gbe": LabLink(rate_bps=1e9),
-    "2.5gbe": LabLink(rate_bps=2.5e9),
-    "10gbe": LabLink(rate_bps=10e9),
-    "wifi": LabLink(rate_bps=150e6, delay_s=2e-3, loss=0.0005),
-    "wan": LabLink(rate_bps=50e6, delay_s=15e-3, loss=0.001),
+    name: LabLink(rate_bps=rate_bps, delay_s=delay_s, loss=loss)
+    for name, (rate_bps, delay_s, loss) in LAB_LINKS.items()
 }
 DEFAULT_PROFILE = "1gbe"
 
@@ -80,7 +75,7 @@ DEFAULT_PROFILE = "1gbe"
 def make_spec(
     count: int,
     *,
-    name: str = DEFAULT_NAME,
+    name: str = LAB_NAME,
     link: str | None = None,
     delay: str | None = None,
     loss: str | None = None,
@@ -128,7 +123,7 @@ def parse_lab(text: str) -> LabSpec:
         if key not in _KEYS or not value or key in words:
             raise UsageError(f"--on {text}: cannot use {setting!r}", why=_setting_fault(key, value, words), fix=_ON_FIX)
         words[key] = value
-    name = words.pop("name", DEFAULT_NAME)
+    name = words.pop("name", LAB_NAME)
     return make_spec(int(count), name=name, sshd="sshd" in settings, **words)
 
 

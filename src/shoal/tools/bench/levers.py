@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from shoal.config.sync_choice import SYNC_METHODS, TRAINED_METHODS, WIRE_FORMATS
 from shoal.cost.batch_plan import micro_batch, rank_weights
 from shoal.errors import DataError, UsageError
 from shoal.run_folder import RunFolder
-from shoal.runs.start import MakeDisplay, start_training
+from shoal.runs.start import TrainDisplay, start_training
 from shoal.tools.report.figures import IDEAL, MEASURED, PHASE_COLOURS, save_figure
 from shoal.tools.report.manifest import explain_write_errors
 from shoal.tools.report.summary import RunSummary, summarize
@@ -115,14 +116,20 @@ class LeversResult:
     figures: Path
 
 
-def measure_levers(config: Config, levers: str, out: Path, watch: MakeDisplay, repeat: int = 1) -> LeversResult:
-    """Measure all levers in rounds, so that a disturbance affects all of them alike."""
+def measure_levers(
+    config: Config, levers: str, out: Path, watch: Callable[..., TrainDisplay], repeat: int = 1
+) -> LeversResult:
+    """Measure all levers in rounds, so that a disturbance affects all of them alike.
+
+    `watch` makes the display of a run from its settings and a `title`, which names the lever.
+    """
     experiments = plan_experiments(config, levers, out)
     tries: dict[str, list[tuple[LeverPoint, RunFolder]]] = {name: [] for name in experiments}
     for round_ in range(1, repeat + 1):
         for number, (name, chosen) in enumerate(experiments.items()):
             folder = f"{number:02}-{_file_name(name)}" + (f"-round-{round_}" if repeat > 1 else "")
-            run, _ = start_training(chosen, out / folder, watch)
+            title = f"{name} ({number + 1} of {len(experiments)})"
+            run, _ = start_training(chosen, out / folder, partial(watch, title=title))
             tries[name].append((lever_point(name, summarize(run.read_all_events())), run))
     points = {name: median_point([point for point, _ in entries]) for name, entries in tries.items()}
     runs = {name: next(run for point, run in tries[name] if point is points[name]) for name in tries}

@@ -19,6 +19,7 @@ from shoal.units import (
     DISTURBING_CORES,
     SAMPLES,
     format_amount,
+    format_change,
     format_duration,
     format_ms,
     format_percent,
@@ -108,7 +109,7 @@ def _explain_bytes(summary: RunSummary) -> str:
     if not theory:
         return f"Gradients went through shared memory. {sent} over the network for other purposes."
     formula = "2(N−1)/N·S" if summary.start.get("inside", "gloo") == "gloo" else "one ring between the machines"
-    return f"{sent}, {measured / theory - 1:+.1%} against the {format_si(theory, 'B')} of {formula}."
+    return f"{sent}, {format_change(measured / theory - 1)} against the {format_si(theory, 'B')} of {formula}."
 
 
 def _name_slowest_rank(summary: RunSummary, step_s: float) -> str:

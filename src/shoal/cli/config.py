@@ -1,0 +1,283 @@
+"""`shoal config`: show, explain and write settings, from the schema itself. `shoal completion`: scripts for shells."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import typing
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shoal.cli.help import GROUPS, VERBS, help_width, wrap
+from shoal.cli.output import print_json, shown
+from shoal.config.presets import PRESET_NAMES, did_you_mean
+from shoal.errors import ConfigError, UsageError
+from shoal.run_folder import write_atomically
+from shoal.units import format_number
+
+if TYPE_CHECKING:
+    from shoal.config.schema import Section
+
+app = typer.Typer(add_completion=False)
+config_app = typer.Typer(add_completion=False, no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+SHELLS = ("bash", "zsh", "fish")
+_MARKDOWN_HEAD = """# Settings
+
+Every setting of a run. Give one as `--set section.key=value`, or in a TOML file with `--config FILE`; many have a flag
+of their own (`shoal train --help`). `shoal config explain KEY` prints one of them, `shoal config init` writes a file
+to start from. This page is written by `shoal config show --markdown`.
+"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    key: str
+    values: str  # what it may be
+    default: str
+    meaning: str
+    when: str  # when to change it
+
+
+@config_app.callback()
+def config() -> None:
+    """Show, explain and write settings. Give one as --set section.key=value, or a file of them with --config."""
+
+
+@config_app.command()
+def show(
+    section: Annotated[
+        str | None, typer.Argument(help="Only this section: model, data, train, sync, run or members.")
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/settings.md.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """List all settings with their values, default and meaning."""
+    settings = list_settings()
+    sections = list(dict.fromkeys(setting.key.partition(".")[0] for setting in settings))
+    if section is not None:
+        if section not in sections:
+            raise UsageError(
+                f"there is no section {section!r}",
+                why=did_you_mean(section, sections),
+                fix=f"use one of: {', '.join(sections)}",
+            )
+        settings = [setting for setting in settings if setting.key.startswith(f"{section}.")]
+    if json:
+        print_json({"settings": [asdict(setting) for setting in settings]})
+    elif markdown:
+        sys.stdout.write(settings_page(settings))
+    else:
+        sys.stdout.write("\n\n".join(_entry(setting, help_width()) for setting in settings) + "\n")
+
+
+@config_app.command()
+def explain(
+    key: Annotated[str, typer.Argument(help="A setting, such as train.lr, or its last part.")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Explain one setting: its meaning, its values, its default, and when to change it."""
+    settings = list_settings()
+    named = [setting for setting in settings if key in (setting.key, setting.key.partition(".")[2])]
+    if not named:
+        keys = [setting.key for setting in settings]
+        raise ConfigError(f"there is no setting {key!r}", why=did_you_mean(key, keys), fix="shoal config show")
+    if json:
+        print_json({"settings": [asdict(setting) for setting in named]})
+        return
+    texts = (f"{_entry(setting, help_width())}\n\n  shoal train --set {setting.key}=…\n" for setting in named)
+    sys.stdout.write("\n".join(texts))
+
+
+@config_app.command()
+def init(
+    preset: Annotated[str, typer.Argument(help=f"{PRESET_NAMES}.")] = "grammar",
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("shoal.toml"),
+) -> None:
+    """Write a file with the settings of a preset, each with its meaning, to change and to give with --config."""
+    from shoal.config.load import build_config
+
+    if out.exists():
+        raise UsageError(
+            f"{out} exists already",
+            why="it may hold your own settings",
+            fix=f"name another file: --out {out.stem}-2.toml",
+        )
+    values = build_config(preset).model_dump(mode="json")
+    write_atomically(out, _settings_file(preset, values))
+    sys.stdout.write(f"wrote {shown(out)}\nnext: change it, then: shoal train {preset} --config {shown(out)}\n")
+
+
+def list_settings() -> list[Setting]:
+    """Read all settings from the schema: values and defaults from the models, texts from the docstrings of fields."""
+    from shoal.config.schema import Config
+
+    return [
+        Setting(f"{section}.{name}", _values_text(field), _default_text(field.default), *texts[name])
+        for section, part in Config.model_fields.items()
+        for model in [typing.cast("type[Section]", part.annotation)]
+        for texts in [field_texts(model)]
+        for name, field in model.model_fields.items()
+    ]
+
+
+def field_texts(model: type[Section]) -> dict[str, tuple[str, str]]:
+    """Return the two paragraphs below each field: its meaning, and when to change it.
+
+    From the source: pydantic's own way to read them would parse it whenever a program imports the schema.
+    """
+    texts: dict[str, tuple[str, str]] = {}
+    for cls in reversed(model.__mro__):
+        if not cls.__module__.startswith("shoal."):
+            continue
+        [tree] = ast.parse(inspect.getsource(cls)).body
+        body = tree.body if isinstance(tree, ast.ClassDef) else []
+        for field, text in pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                meaning, _, when = inspect.cleandoc(str(text.value.value)).partition("\n\n")
+                texts[ast.unparse(field.target)] = (" ".join(meaning.split()), " ".join(when.split()))
+    return texts
+
+
+def _values_text(field: Any) -> str:
+    """Return what a field may be: `strong or weak`, `a whole number from 1`."""
+    parts = typing.get_args(field.annotation) if _is_union(field.annotation) else (field.annotation,)
+    [kind] = [part for part in parts if part is not type(None)]
+    metadata = list(field.metadata)
+    while typing.get_origin(kind) is Annotated:
+        kind, *inner = typing.get_args(kind)
+        metadata += [part for entry in inner for part in getattr(entry, "metadata", [entry])]
+    if typing.get_origin(kind) is typing.Literal:
+        return ", ".join(typing.get_args(kind))
+    name = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}.get(kind, "text")
+    words = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
+    limits = [
+        f"{word} {format_number(getattr(limit, name_), 10)}"
+        for name_, word in words.items()
+        for limit in metadata
+        if getattr(limit, name_, None) is not None
+    ]
+    return " ".join([name, *limits])
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, UnionType)
+
+
+def _default_text(value: Any) -> str:
+    if value is None:
+        return "unset"
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else f"{value}" or '""'
+
+
+def _entry(setting: Setting, width: int) -> str:
+    lines = [f"{setting.key} = {setting.default}"]
+    for text in (setting.meaning, f"values: {setting.values}", f"when to change it: {setting.when}"):
+        lines += [f"  {line}" for line in wrap(text, width - 2)]
+    return "\n".join(lines)
+
+
+def settings_page(settings: list[Setting]) -> str:
+    """Return docs/settings.md."""
+    lines = [_MARKDOWN_HEAD]
+    section = ""
+    for setting in settings:
+        if (first := setting.key.partition(".")[0]) != section:
+            section = first
+            lines += [f"## {section}\n"]
+        text = f"`{setting.key}` (default: {setting.default}; {setting.values}). {setting.meaning} *{setting.when}*"
+        lines += ["\n".join(wrap(f"- {text}", 118, "  "))]
+    return "\n".join(lines).replace("\n## ", "\n\n## ").replace("\n\n\n## ", "\n\n## ") + "\n"
+
+
+def _settings_file(preset: str, values: dict[str, Any]) -> str:
+    """Return a TOML file; settings that are unset or follow from the command line are comments."""
+    from shoal.config.load import toml_value
+
+    lines = [f"# Settings of the preset {preset}. shoal train {preset} --config FILE; see shoal config explain KEY."]
+    section = ""
+    for setting in list_settings():
+        first, _, name = setting.key.partition(".")
+        if setting.key in ("run.preset", "run.lineage", "sync.planned", "sync.planned_step_s"):
+            continue
+        if first != section:
+            section = first
+            lines += ["", f"[{section}]"]
+        lines += [f"# {line}" for line in wrap(f"{setting.meaning} {setting.when}", 116)]
+        value = values[first][name]
+        lines += [f"# {name} =" if value is None else f"{name} = {toml_value(value)}"]
+    return "\n".join(lines) + "\n"
+
+
+@app.command()
+def completion(
+    shell: Annotated[str, typer.Argument(help="bash, zsh or fish.")],
+) -> None:
+    """Print the script that completes verbs and options in your shell; the examples say where it belongs."""
+    if shell not in SHELLS:
+        raise UsageError(
+            f"there is no completion for {shell!r}", why=did_you_mean(shell, SHELLS), fix="use bash, zsh or fish"
+        )
+    words = completion_words()
+    sys.stdout.write(_fish(words) if shell == "fish" else _bash(words, is_zsh=shell == "zsh"))
+
+
+def completion_words() -> dict[str, list[str]]:
+    """Return what may follow `shoal`, each verb, and each command within a verb."""
+    from shoal.cli.main import load_verb
+
+    words = {"": [*VERBS, "help", "--help", "--version"]}
+    for verb in VERBS:
+        command = load_verb(verb)
+        children = getattr(command, "commands", {})
+        words[verb] = [*children, *_options(command)]
+        words |= {f"{verb} {name}": _options(child) for name, child in children.items()}
+    return words
+
+
+def _options(command: Any) -> list[str]:
+    options = [option for option in command.params if option.param_type_name == "option" and not option.hidden]
+    longs = [next((name for name in option.opts if name.startswith("--")), option.opts[0]) for option in options]
+    return [*longs, "--help"]
+
+
+def _bash(words: dict[str, list[str]], is_zsh: bool) -> str:
+    cases = "\n".join(f'    "{path}") words="{" ".join(offered)}" ;;' for path, offered in words.items() if path)
+    groups = " ".join(path for path, offered in words.items() if path and not offered[0].startswith("-"))
+    head = "autoload -U +X bashcompinit && bashcompinit\n" if is_zsh else ""
+    return f"""{head}_shoal() {{
+  local words="{" ".join(words[""])}" path="${{COMP_WORDS[1]}}"
+  if [ "$COMP_CWORD" -gt 1 ]; then
+    case " {groups} " in *" $path "*) [ "$COMP_CWORD" -gt 2 ] && path="$path ${{COMP_WORDS[2]}}" ;; esac
+    case "$path" in
+    help) words="{" ".join(VERBS)}" ;;
+{cases}
+    esac
+  fi
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _shoal shoal
+"""
+
+
+def _fish(words: dict[str, list[str]]) -> str:
+    lines = []
+    for verbs in GROUPS.values():
+        for verb, text in verbs.items():
+            quoted = text.replace("'", "\\'")
+            lines.append(f"complete -c shoal -n __fish_use_subcommand -f -a {verb} -d '{quoted}'")
+    for path, offered in words.items():
+        if not path:
+            continue
+        seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in path.split())
+        for word in offered:
+            what = f"-l {word[2:]}" if word.startswith("--") else f"-f -a {word}"
+            lines.append(f"complete -c shoal -n '{seen}' {what}")
+    return "\n".join(lines) + "\n"

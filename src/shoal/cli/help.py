@@ -1,0 +1,287 @@
+"""The help of shoal and of its verbs, in groups and with examples, and the completion scripts for shells.
+
+Not by typer: its formatter imports a markdown parser and a highlighter, which takes longer than the rest of a command.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from shoal.terminal import raw_stream
+
+# The verbs of each group, in the order in which the overview lists them.
+GROUPS = {
+    "Train": {
+        "demo": "Start here: train on one rank, then on two; measure, verify and explain both.",
+        "train": "Train a model data-parallel: every rank computes on its own samples, and gradients are averaged.",
+        "run": "Start your own torchrun-style script on the cluster.",
+        "host": "Train with machines that join without SSH; prints the command to type on each of them.",
+        "join": "Join a run that another machine hosts.",
+        "emit": "Write the training for other launchers: torchrun commands, a Slurm script, a Kubernetes manifest.",
+    },
+    "Look at runs": {
+        "ps": "List the runs on this machine, their ranks, and processes left over from earlier runs.",
+        "runs": "List past and present runs with their results; delete those that are no longer needed.",
+        "logs": "Print the output of all ranks of a run, in order, coloured by rank.",
+        "attach": "Watch a run that was started in the background.",
+        "stop": "Stop a run: it finishes its step and saves a checkpoint.",
+        "report": "Write one self-contained HTML page about a run.",
+        "verify": "Check that all replicas are equal bit for bit, and that every sample was used exactly once.",
+        "sample": "Generate text with a trained model.",
+    },
+    "Prepare": {
+        "doctor": "Check machines and network before a run; every problem comes with a fix.",
+        "setup": "Prepare machines over SSH: environment, shoal and your project; safe to repeat.",
+        "probe": "Measure links, gloo and machines in a minute; writes the profile that shoal plan reads.",
+        "plan": "Predict step time and speed on 1, 2, 3 … machines, and which sync method helps; starts nothing.",
+        "config": "Show, explain and write settings.",
+        "completion": "Print the completion script for bash, zsh or fish.",
+    },
+    "Learn and test": {
+        "explain": "Explain an error log of torch, gloo, torchrun, ssh or shoal: cause and fix.",
+        "bench": "Measure speed by number of ranks, or by sync method.",
+        "lab": "Emulate a cluster on this machine: nodes with limited links and CPUs, and faults on demand.",
+        "chaos": "Inject scripted faults into a small real training and check the outcome.",
+    },
+}
+VERBS = {verb: text for verbs in GROUPS.values() for verb, text in verbs.items()}
+
+# Commands that do what is said beside them, by verb; a test checks that each of them is accepted.
+EXAMPLES = {
+    "": (
+        ("shoal demo", "a first training, in under two minutes"),
+        ("shoal train --on local:2 --data notes.txt", "your own text, on two ranks of this machine"),
+        ("shoal help train", "what a verb can do"),
+    ),
+    "demo": (("shoal demo", "one rank, then two"), ("shoal demo --steps 20", "a shorter one")),
+    "train": (
+        ("shoal train", "the small GPT of the demo, on two ranks"),
+        ("shoal train --data notes.txt --steps 500", "your own text"),
+        ("shoal train gpt2-124m --on hosts.toml --sync diloco", "over SSH, on a slow network"),
+        ("shoal train --set train.lr=1e-3", "any setting; see shoal config show"),
+        ("shoal train --resume runs/NAME", "go on after a stop"),
+    ),
+    "run": (
+        ("shoal run --on local:2 train.py", "your script, on two ranks"),
+        ("shoal run --measure train.py --lr 0.1", "with the script's own options; measures its steps"),
+        ("shoal run --resume runs/NAME", "go on with a script that uses shoal.Session"),
+    ),
+    "host": (
+        ("shoal host --machines 3", "this machine and two that join"),
+        ("shoal host runs/NAME", "let a machine join a run that is going on"),
+    ),
+    "join": (("shoal join 192.168.1.10:29400", "as shoal host prints it"),),
+    "emit": (
+        ("shoal emit torchrun grammar", "one torchrun command for each machine"),
+        ("shoal emit slurm gpt2-124m > job.sbatch", "a Slurm script"),
+        ("shoal emit k8s gpt2-124m --image NAME > job.yaml", "a Kubernetes job"),
+    ),
+    "ps": (("shoal ps", "what runs here"), ("shoal ps --on hosts.toml", "what runs on those machines")),
+    "runs": (
+        ("shoal runs", "all runs in ./runs, the newest first"),
+        ("shoal runs gpt2 --state finished", "those with gpt2 in their name that have finished"),
+        ("shoal runs --delete runs/NAME", "delete one; asks first"),
+    ),
+    "logs": (("shoal logs -f runs/NAME", "until the run ends"), ("shoal logs --rank 1 runs/NAME", "of one rank")),
+    "attach": (("shoal attach runs/NAME", "Ctrl-C leaves the run going on"),),
+    "stop": (("shoal stop runs/NAME", "after its step, with a checkpoint"), ("shoal stop --now runs/NAME", "at once")),
+    "report": (("shoal report runs/NAME", "writes report.html into the run folder"),),
+    "verify": (("shoal verify runs/NAME", "exit code 1 if something does not agree"),),
+    "sample": (
+        ("shoal sample runs/NAME", "five texts"),
+        ('shoal sample runs/NAME --prompt "She has" --temperature 0', "the most likely end of a sentence"),
+    ),
+    "doctor": (
+        ("shoal doctor", "this machine, with two ranks"),
+        ("shoal doctor --on hosts.toml", "the machines of a hosts file"),
+        ("shoal doctor --on hosts.toml --fix-commands", "only what to type where"),
+    ),
+    "setup": (("shoal setup hosts.toml", "every machine of the file"),),
+    "probe": (("shoal probe --on hosts.toml", "writes profile.toml for shoal plan"),),
+    "plan": (
+        ("shoal plan gpt2-124m --link wifi", "GPT-2 over Wi-Fi, from data sheets"),
+        ("shoal plan gpt2-124m --profile profile.toml", "on machines that shoal probe measured"),
+        ("shoal plan --nodes 1,2,4 --json", "for programs"),
+    ),
+    "config": (
+        ("shoal config show", "every setting and its default"),
+        ("shoal config explain train.lr", "what a setting means and when to change it"),
+        ("shoal config init gpt2-124m --out my.toml", "a file for shoal train --config my.toml"),
+    ),
+    "completion": (
+        ('eval "$(shoal completion bash)"', "in ~/.bashrc"),
+        ('eval "$(shoal completion zsh)"', "in ~/.zshrc, after compinit"),
+        ("shoal completion fish > ~/.config/fish/completions/shoal.fish", "once"),
+    ),
+    "explain": (("shoal explain error.log", "a saved log"), ("python train.py 2>&1 | shoal explain", "as it comes")),
+    "bench": (
+        ("shoal bench scaling --ranks 1,2", "tokens/s with one rank and with two"),
+        ("shoal bench levers --on lab:2,link=100mbit", "every sync method over a slow link"),
+    ),
+    "lab": (
+        ("shoal lab up 3 --link 100mbit", "three nodes with slow links"),
+        ("shoal train --on lab", "a training on them"),
+        ("shoal lab kill node2", "as if its power was cut"),
+        ("shoal lab down", "removes the lab"),
+    ),
+    "chaos": (("shoal chaos list", "what can be tried"), ("shoal chaos run SCENARIO", "try one of them")),
+}
+
+_INDENT = 2
+# Longer names of options have their text below them.
+_MOST_NAME = 24
+_NARROWEST, _WIDEST = 60, 100
+
+
+def help_width() -> int:
+    """Return the columns of the terminal, of `$COLUMNS`, or 80; not so many that lines are hard to read."""
+    return min(max(shutil.get_terminal_size((80, 24)).columns, _NARROWEST), _WIDEST)
+
+
+def is_styled() -> bool:
+    """Return whether stdout shows styles, by the rules that rich has for its own."""
+    if "NO_COLOR" in os.environ or os.environ.get("TERM") in ("dumb", "unknown"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
+
+
+def print_overview() -> None:
+    width = help_width()
+    lines = ["Usage: shoal VERB [OPTIONS] …", ""]
+    lines += _paragraphs("Train a PyTorch model data-parallel on the computers you already have.", width)
+    for title, verbs in GROUPS.items():
+        lines += ["", _title(title), *_columns(verbs.items(), width)]
+    options = {
+        "-h, --help": "With any verb: explain it.",
+        "--version": "Print the version.",
+        "--debug": "With any verb: print the traceback of an error.",
+    }
+    lines += ["", _title("Options"), *_columns(options.items(), width), *_examples("", width)]
+    _write(lines)
+
+
+def print_command_help(command: Any, path: str) -> None:
+    """Print the help of a verb, or of a command within a verb."""
+    width = help_width()
+    shown = [parameter for parameter in command.params if not parameter.hidden]
+    arguments = [parameter for parameter in shown if parameter.param_type_name == "argument"]
+    options = [parameter for parameter in shown if parameter.param_type_name == "option"]
+    children = {name: child for name, child in getattr(command, "commands", {}).items() if not child.hidden}
+    words = ["COMMAND"] if children else []
+    words += ["[OPTIONS]", *(_usage(argument) for argument in arguments)]
+    usage = textwrap.fill(
+        f"Usage: {path} {' '.join(words)}",
+        width,
+        subsequent_indent=" " * 7,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    lines = [usage, "", *_paragraphs(command.help or "", width)]
+    if children:
+        texts = ((name, (child.help or "").partition("\n\n")[0]) for name, child in children.items())
+        lines += ["", _title("Commands"), *_columns(texts, width)]
+    named = [(_argument_name(argument), _meaning(argument)) for argument in arguments]
+    if any(text for _, text in named):
+        lines += ["", _title("Arguments"), *_columns(named, width)]
+    rows = [(_option_name(option), _meaning(option)) for option in options]
+    lines += ["", _title("Options"), *_columns([*rows, ("-h, --help", "Print this help.")], width)]
+    verb, *rest = path.split()[1:] or [""]
+    lines += _examples(verb, width, rest[0] if rest else "")
+    _write(lines)
+
+
+def _write(lines: Iterable[str]) -> None:
+    raw_stream(sys.stdout).write("".join(f"{line.rstrip()}\n" for line in lines))
+
+
+def _title(text: str) -> str:
+    return f"\x1b[1m{text}\x1b[0m" if is_styled() else text
+
+
+def _paragraphs(text: str, width: int) -> list[str]:
+    parts = [" ".join(part.split()) for part in text.split("\n\n")]
+    wrapped = [wrap(part, width - _INDENT) for part in parts if part]
+    indented = [[" " * _INDENT + line for line in lines] for lines in wrapped]
+    return [line for number, lines in enumerate(indented) for line in ([""] if number else []) + lines]
+
+
+def wrap(text: str, width: int, indent: str = "") -> list[str]:
+    """Wrap at words; `indent` is that of all lines but the first."""
+    lines = textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return lines or [""]
+
+
+def _columns(rows: Iterable[tuple[str, str]], width: int) -> Iterator[str]:
+    """Yield names with their texts beside them; the text of a long name is below it."""
+    rows = list(rows)
+    start = _INDENT + 2 + max((len(name) for name, _ in rows if len(name) <= _MOST_NAME), default=0)
+    for name, text in rows:
+        lines = wrap(text, width - start)
+        head = " " * _INDENT + name
+        if len(name) > _MOST_NAME:
+            yield head
+            head = ""
+        yield f"{head:<{start}}{lines[0]}"
+        yield from (" " * start + line for line in lines[1:])
+
+
+def _examples(verb: str, width: int, child: str = "") -> list[str]:
+    """Return the examples of a verb, or those of one of its commands, each with its meaning beside or below it."""
+    rows = [row for row in EXAMPLES.get(verb, ()) if not child or f" {verb} {child}" in row[0]]
+    if not rows:
+        return []
+    lines = ["", _title("Examples")]
+    start = _INDENT + 2 + max(len(command) for command, _ in rows)
+    is_beside = all(start + len(text) + 2 <= width for _, text in rows)
+    for command, text in rows:
+        if is_beside:
+            lines.append(f"{' ' * _INDENT + command:<{start}}# {text}")
+        else:
+            lines += [f"{' ' * _INDENT}# {text}", f"{' ' * _INDENT}{command}"]
+    return lines
+
+
+def _usage(argument: Any) -> str:
+    name = _argument_name(argument) + (" …" if argument.nargs == -1 else "")
+    return name if argument.required else f"[{name}]"
+
+
+def _argument_name(argument: Any) -> str:
+    return str(argument.metavar or argument.name.rstrip("_").upper())
+
+
+def _option_name(option: Any) -> str:
+    """Return `-f, --follow` or `--steps N`. Of several long names the first is shown, the others are older ones."""
+    longs = [name for name in option.opts if name.startswith("--")]
+    shorts = [name for name in option.opts if not name.startswith("--")]
+    names = ", ".join([*shorts, *longs[:1], *option.secondary_opts])
+    return names if option.is_flag else f"{names} {type_name(option)}"
+
+
+def type_name(option: Any) -> str:
+    """Return what to write after an option: N for a whole number, X for any number, FILE, or TEXT."""
+    if option.metavar:
+        return str(option.metavar)
+    kind = option.type_descriptor.annotation
+    return {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")
+
+
+def _meaning(parameter: Any) -> str:
+    text = " ".join((parameter.help or "").split())
+    default = parameter.show_default if isinstance(parameter.show_default, str) else None
+    if default is None and parameter.show_default and parameter.default not in (None, "", False, ()):
+        value = parameter.default
+        default = f"{value:g}" if isinstance(value, float) else None if callable(value) else str(value)
+    if default and len(default) > _MOST_NAME:
+        # A list without spaces could not be wrapped.
+        default = ", ".join(part.strip() for part in default.split(","))
+    notes = [f"default: {default}"] if default else []
+    if parameter.param_type_name == "option" and parameter.required:
+        notes.append("required")
+    return f"{text} [{', '.join(notes)}]" if notes else text
