@@ -30,6 +30,7 @@ VERBS = {
     "ps": "List the runs on this machine, their ranks, and processes left over from earlier runs.",
     "logs": "Print the output of all ranks of a run, in order, coloured by rank.",
     "attach": "Watch a run that was started in the background.",
+    "watch": "Show a run on a live page in the browser, or as a table in the terminal.",
     "stop": "Stop a run: it finishes its step and saves a checkpoint.",
     "host": "Train with machines that join without SSH; prints the command to type on each of them.",
     "join": "Join a run that another machine hosts.",
