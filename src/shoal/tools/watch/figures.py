@@ -11,7 +11,7 @@ from typing import Any
 from shoal.control.membership.types import NEVER
 from shoal.terminal import printable_line
 from shoal.tools.report.rank_log import as_float, is_step
-from shoal.tools.watch.run_state import NodeState, LiveState
+from shoal.tools.watch.run_state import LiveState, NodeState
 from shoal.tools.watch.step_series import (
     EXPOSED,
     LOSS,
