@@ -73,6 +73,8 @@ class Viewer:
             while not self.messages.empty():
                 self.messages.get_nowait()
             self.needs_snapshot = True
+            if message is None:
+                self.messages.put_nowait(None)
 
 
 class LivePage:

@@ -11,11 +11,11 @@ from typing import Any
 from shoal.control.membership.types import NEVER, Ballot
 from shoal.events import PHASES, Event
 from shoal.terminal import printable_line
-from shoal.tools.report.rank_log import is_number
 
 # The steps that "now" means.
 _NOW_STEPS = 20
 _LONGEST_NAME = 80
+_LARGEST = 1e300
 
 # Columns of a range of steps; all are means except the first.
 ROW_FIELDS = ("bucket", "time", "step_s", "compute_s", "exposed_s", "wait_s", "amount", "loss")
@@ -150,8 +150,9 @@ class RankState:
 
 
 def finite(value: Any) -> float | None:
-    """Return a number that JSON has, rounded to what a viewer can use."""
-    return short(float(value)) if is_number(value) and abs(value) < 1e300 else None
+    """Return the value if it is a number that JSON has. By exact types, as this is called for every field of a step."""
+    kind = type(value)
+    return value if (kind is float or kind is int) and -_LARGEST < value < _LARGEST else None
 
 
 def short(value: float) -> float | None:
