@@ -113,6 +113,7 @@ def _open_browser(url: str) -> None:
 
 def listen(host: str, port: int) -> socket.socket:
     """Listen at an address of this machine."""
+    listener = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -120,6 +121,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen(64)
     except OSError as error:
+        if listener is not None:
+            listener.close()
         where = f"{host}:{port}" if port else host
         raise UsageError(
             f"the page cannot be served at {where}: {(error.strerror or str(error)).lower()}",

@@ -706,7 +706,7 @@ function drawRanks() {
   const row = (name, figures, text, kind) => el("div", { role: "row", class: kind }, el("span", { role: "rowheader", class: kind }, name), el("span", { role: "cell", class: `bar ${kind}` }, ...bars(figures)), el("span", { role: "cell", class: kind }, text));
   const rows = ranks.map((rank) => {
     const kind = rank.is_present ? (rank.slow ? "slow" : "") : "absent";
-    const text = rank.doing && !rank.step ? rank.doing : rank.is_present ? (rank.step_s ? seconds(rank.step_s) : NONE) : `away since step ${fixed(rank.step, 0)}`;
+    const text = rank.doing && !rank.step ? rank.doing : rank.is_present ? (rank.step_s ? seconds(rank.step_s) : NONE) : "away";
     return row(`rank ${rank.rank} · ${rank.node}`, rank, text, kind);
   });
   const p = S.summary.predicted;
