@@ -50,7 +50,7 @@ def step_line(step: int, rank: int, at: float) -> str:
 
 
 class Viewer(threading.Thread):
-    """Receives what a page receives; notes how long after its end each newest step arrived."""
+    """Receives what a page receives; notes how long after its end each step arrived."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
@@ -65,9 +65,8 @@ class Viewer(threading.Thread):
         while line := reply.readline():
             self.received += len(line)
             if line.startswith(b"data: "):
-                summary = json.loads(line[6:])["summary"]
-                if summary["step"]:
-                    self.delays_s.append(time.time() - summary["last_time"])
+                now, document = time.time(), json.loads(line[6:])
+                self.delays_s += [now - record[1] for record in document["recent"].get("0", ())]
 
 
 def serve(run: RunFolder) -> tuple[subprocess.Popen[str], str]:

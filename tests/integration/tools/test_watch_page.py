@@ -141,6 +141,7 @@ def test_a_real_browser_shows_the_run_as_it_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_a_training_is_watched_from_its_start_to_its_end(tmp_path: Path) -> None:
     """--watch: the page is there before the first step, shows a killed rank, and ends with the run."""
     run = RunFolder(tmp_path / "run")

@@ -12,18 +12,7 @@ from shoal.control.membership.types import NEVER
 from shoal.terminal import printable_line
 from shoal.tools.report.rank_log import as_float, is_step
 from shoal.tools.watch.run_state import LiveState, NodeState
-from shoal.tools.watch.step_series import (
-    EXPOSED,
-    LOSS,
-    RECENT_FIELDS,
-    STEP_S,
-    WAIT,
-    RankState,
-    Row,
-    clean_name,
-    finite,
-    short,
-)
+from shoal.tools.watch.step_series import AMOUNT, LOSS, RankState, clean_name, finite, short
 from shoal.units import unit_of
 
 # The steps that show the pace of a run.
@@ -32,8 +21,6 @@ _RATE_STEPS = 50
 _SLOW_FACTOR = 1.15
 _LONGEST_TEXT = 500
 _LONGEST_NAME = 80
-_AMOUNT, _WIRE = RECENT_FIELDS.index("amount"), RECENT_FIELDS.index("wire_bytes")
-_WORK = tuple(RECENT_FIELDS.index(name) for name in ("data_s", "forward_s", "backward_s"))
 
 
 def snapshot(state: LiveState) -> dict[str, Any]:
@@ -54,11 +41,10 @@ def summarize(state: LiveState) -> dict[str, Any]:
     first = first or max(ranks, key=lambda rank: rank.last_step, default=None)
     start = first.start if first is not None else {}
     step, steps = max((rank.last_step for rank in ranks), default=0), start.get("steps")
-    now = first.now() if first is not None else []
-    step_s = _mean(now, STEP_S)
+    newest = first.recent[-1] if first is not None and first.recent else None
+    step_s = first.means().step_s if first is not None else 0.0
     status, status_text = _status(state, ranks)
-    amounts = [record[_AMOUNT] for record in now]
-    amount = amounts[-1] if amounts else None
+    amount = newest[AMOUNT] if newest is not None else None
     config, job = state.document(state.run.config), state.document(state.run.job)
     commands = job.get("commands")
     command = printable_line(str(commands[-1]), _LONGEST_TEXT) if isinstance(commands, list) and commands else ""
@@ -74,8 +60,8 @@ def summarize(state: LiveState) -> dict[str, Any]:
         "last_time": state.last_time,
         "step": max(0, step),
         "steps": steps if is_step(steps) and steps > 0 else None,
-        "left_s": _left_s(state, first, steps) if status == "running" else None,
-        "loss": now[-1][LOSS] if now else None,
+        "left_s": _left_s(first, steps) if status == "running" else None,
+        "loss": newest[LOSS] if newest is not None else None,
         "val_loss": state.val_loss.last_value if state.val_loss.last_step >= 0 else None,
         "unit": unit_of(start).name,
         "speed": amount / step_s if amount is not None and step_s else None,
@@ -140,16 +126,11 @@ def _is_node_present(state: LiveState, name: str) -> bool:
 
 
 def _rank_figures(state: LiveState, ranks: list[RankState]) -> list[dict[str, Any]]:
-    work = {
-        rank.rank: _mean(now, STEP_S) - _mean(now, EXPOSED) - _mean(now, WAIT)
-        for rank in ranks
-        if (now := rank.now()) and _is_present(state, rank)
-    }
+    work = {rank.rank: rank.means().compute_s for rank in ranks if rank.recent and _is_present(state, rank)}
     typical = median(work.values()) if len(work) > 1 else 0.0
     figures = []
     for rank in ranks:
-        now = rank.now()
-        exposed_s, wait_s, step_s = _mean(now, EXPOSED), _mean(now, WAIT), _mean(now, STEP_S)
+        means = rank.means()
         slow = work[rank.rank] / typical if rank.rank in work and typical > 0 else 1.0
         figures.append(
             {
@@ -157,10 +138,10 @@ def _rank_figures(state: LiveState, ranks: list[RankState]) -> list[dict[str, An
                 "node": rank.node,
                 "is_present": _is_present(state, rank),
                 "step": max(0, rank.last_step),
-                "step_s": short(step_s),
-                "compute_s": short(max(0.0, step_s - exposed_s - wait_s)),
-                "exposed_s": short(exposed_s),
-                "wait_s": short(wait_s),
+                "step_s": short(means.step_s),
+                "compute_s": short(means.compute_s),
+                "exposed_s": short(means.exposed_s),
+                "wait_s": short(means.wait_s),
                 "slow": short(slow) if slow >= _SLOW_FACTOR else None,
                 "threads": finite(rank.start.get("threads")),
                 "doing": printable_line(rank.doing, _LONGEST_NAME),
@@ -180,7 +161,7 @@ def _node_figures(state: LiveState, ranks: list[RankState]) -> list[dict[str, An
         hardware = start.get("hardware")
         facts: dict[str, Any] = hardware if isinstance(hardware, dict) else {}
         is_present = _is_node_present(state, name) and not node.has_left
-        sent = [rate for rank in own if is_present and (rate := _sent_per_s(rank.now())) is not None]
+        sent = [rate for rank in own if is_present and (rate := rank.means().sent_bytes_per_s) is not None]
         figures.append(
             {
                 "name": name,
@@ -200,11 +181,11 @@ def _node_figures(state: LiveState, ranks: list[RankState]) -> list[dict[str, An
     return figures
 
 
-def _left_s(state: LiveState, rank: RankState | None, steps: Any) -> float | None:
+def _left_s(rank: RankState | None, steps: Any) -> float | None:
     """Return the time left by the pace of the newest steps, evaluations and checkpoints included."""
     if rank is None or not is_step(steps) or len(rank.recent) < 2:
         return None
-    times = [float(record[1] or 0.0) for record in list(rank.recent)[-_RATE_STEPS:]]
+    times = [float(record[1] or 0.0) for record in rank.newest(_RATE_STEPS)]
     between = [after - before for before, after in pairwise(times) if after > before]
     if not between:
         return None
@@ -227,11 +208,11 @@ def _speedup(state: LiveState, ranks: list[RankState], step_s: float, amount: fl
     if len(present) < 2 or not step_s:
         return None
     nodes = {rank.node for rank in present}
-    work_s = [sum(_mean(rank.now(), place) for place in _WORK) for rank in present]
-    rest_s = max(_mean(rank.now(), STEP_S) - _mean(rank.now(), EXPOSED) - _mean(rank.now(), WAIT) - own
-                 for rank, own in zip(present, work_s, strict=True))  # fmt: skip
+    work_s = [rank.means().work_s for rank in present]
     if not any(work_s):
         return None
+    # The optimizer and the rest do not divide.
+    rest_s = max(rank.means().compute_s - rank.means().work_s for rank in present)
     at_once = len(present) / len(nodes) if len(nodes) > 1 else 1
     alone_s = sum(work_s) / at_once + max(0.0, rest_s)
     than = "one node" if len(nodes) > 1 else "one rank"
@@ -243,19 +224,6 @@ def _predicted(state: LiveState) -> dict[str, float] | None:
     names = ("step_s", "compute_s", "exposed_s", "wait_s", "optimizer_s", "other_s")
     numbers = {name: number for name in names if (number := finite(prediction.get(name))) is not None}
     return numbers if numbers.get("step_s", 0.0) > 0 else None
-
-
-def _mean(records: list[Row], column: int) -> float:
-    values = [value for record in records if (value := record[column]) is not None]
-    return fmean(values) if values else 0.0
-
-
-def _sent_per_s(records: list[Row]) -> float | None:
-    """Return the bytes per second that a rank's machine sent over these steps; None where no step has recorded any."""
-    sent = [
-        (wire, seconds) for record in records if (wire := record[_WIRE]) is not None and (seconds := record[STEP_S])
-    ]
-    return sum(wire for wire, _ in sent) / sum(seconds for _, seconds in sent) if sent else None
 
 
 def _section(document: dict[str, Any], name: str) -> dict[str, Any]:

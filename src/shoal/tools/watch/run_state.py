@@ -22,6 +22,7 @@ from shoal.run_folder import RunFolder
 from shoal.terminal import printable_line
 from shoal.tools.report.rank_log import as_float, is_step, logged_values, read_ballot, read_entered
 from shoal.tools.watch.step_series import (
+    AMOUNT,
     EXPOSED,
     LOSS,
     RECENT_FIELDS,
@@ -51,7 +52,7 @@ _LONGEST_TEXT = 500
 _LONGEST_NAME = 80
 # Of each file, before the others get their turn.
 _TURN_BYTES = 4 << 20
-_FIND_FILES_S = 1.0
+_FIND_FILES_S = 2.0
 
 # Fields of a step that are shown elsewhere, beside those that shoal writes itself.
 _NO_VALUES = STEP_FIELDS.union(("tokens", "ready_s", "tail_s"))
@@ -129,10 +130,13 @@ class LiveState:
             self._find_files()
         self._unread_bytes = self._size = 0
         for path, (kind, name, tail) in self._tails.items():
+            size = _size(path)
+            if size == tail.offset and not tail.has_unfinished_line:
+                self._size += size
+                continue
             for event in tail.poll(_TURN_BYTES):
                 self._add(kind, name, event)
                 self.has_news = True
-            size = _size(path)
             self._size += size
             self._unread_bytes += max(0, size - tail.offset)
         self._limit_buckets()
@@ -160,7 +164,7 @@ class LiveState:
         if kind == "rank" and isinstance(name, int):
             # A machine that joined may write anything into its own rank's file.
             if event.get("rank") == name:
-                self._add_rank_event(self.ranks.setdefault(name, RankState(name)), event)
+                self._add_rank_event(self.ranks.get(name) or self._new_rank(name), event)
             else:
                 self._foreign += 1
         elif kind == "journal":
@@ -169,6 +173,10 @@ class LiveState:
             self._add_supervisor_event(event)
         else:
             self._add_sample(self.nodes.setdefault(str(name), NodeState(str(name))), event)
+
+    def _new_rank(self, number: int) -> RankState:
+        self.ranks[number] = RankState(number)
+        return self.ranks[number]
 
     def _add_rank_event(self, rank: RankState, event: Event) -> None:
         match event["event"]:
@@ -232,19 +240,20 @@ class LiveState:
         if not is_step(step):
             return
         amount = event["samples"] if event["tokens"] is None else event["tokens"]
-        record = [finite(event.get(name)) for name in RECENT_FIELDS]
-        record[RECENT_FIELDS.index("amount")] = finite(amount)
+        record = list(map(finite, map(event.get, RECENT_FIELDS)))
+        record[AMOUNT] = finite(amount)
         # Without `exposed_s` (--measure off) all of a step counts as compute.
         exposed_s, wait_s = record[EXPOSED] or 0.0, record[WAIT] or 0.0
         loss = record[LOSS]
         if loss is None and isinstance(event["loss"], float) and not math.isfinite(event["loss"]):
             self._mark("warning", "not finite", event, f"the loss is {event['loss']} since step {step}", step)
         values = (
-            record[1] or 0.0, step_s, max(0.0, step_s - exposed_s - wait_s), exposed_s, wait_s, finite(amount) or 0.0,
+            record[1] or 0.0, step_s, max(0.0, step_s - exposed_s - wait_s), exposed_s, wait_s, record[AMOUNT] or 0.0,
             math.nan if loss is None else loss,
         )  # fmt: skip
         rank.add(record, values, step // self.stride, min(_RECENT_STEPS, _MOST_RECENT // max(1, len(self.ranks))))
-        self._add_values(rank.rank, step, {name: value for name, value in event.items() if name not in _NO_VALUES})
+        if own_names := event.keys() - _NO_VALUES:
+            self._add_values(rank.rank, step, {name: event[name] for name in own_names})
 
     def _add_world_loss(self, rank: RankState, event: Event) -> None:
         """Replace the loss of one of the newest steps: its `step` event had only this rank's own loss."""
@@ -260,8 +269,12 @@ class LiveState:
 
     def _add_values(self, rank: int, step: int, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
-            if (number := finite(value)) is not None and (name in self.values or len(self.values) < _MOST_VALUES):
-                self.values.setdefault(clean_name(name), ValueSeries()).add(rank, step, step // self.stride, number)
+            if (number := finite(value)) is None:
+                continue
+            if (series := self.values.get(name)) is None and len(self.values) < _MOST_VALUES:
+                series = self.values.setdefault(clean_name(name), ValueSeries())
+            if series is not None:
+                series.add(rank, step, step // self.stride, number)
 
     def _add_membership(self, rank: RankState, event: Event) -> None:
         entered = read_entered(event)

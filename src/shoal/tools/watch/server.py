@@ -39,7 +39,7 @@ from shoal.tools.watch.figures import update as update_of
 from shoal.tools.watch.run_state import LiveState
 
 # How often the folder is read: with and without a viewer. A viewer that connects is served at once.
-POLL_S = 0.5
+POLL_S = 1.0
 _IDLE_S = 3.0
 # Without news, viewers get the figures anyway: they show how long ago the last event was.
 _HEARTBEAT_S = 5.0

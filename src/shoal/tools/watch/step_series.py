@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from shoal.control.membership.types import NEVER, Ballot
@@ -24,7 +25,9 @@ RECENT_FIELDS = (
     "step", "time", "step_s", *(f"{phase}_s" for phase in PHASES), "allreduce_s", "hidden_s", "loss", "amount",
     "grad_norm", "wire_bytes",
 )  # fmt: skip
-LOSS = RECENT_FIELDS.index("loss")
+LOSS, AMOUNT = RECENT_FIELDS.index("loss"), RECENT_FIELDS.index("amount")
+_WIRE = RECENT_FIELDS.index("wire_bytes")
+_WORK = tuple(RECENT_FIELDS.index(name) for name in ("data_s", "forward_s", "backward_s"))
 STEP_S, EXPOSED, WAIT = (RECENT_FIELDS.index(name) for name in ("step_s", "exposed_s", "wait_s"))
 
 Row = list[float | None]
@@ -110,6 +113,39 @@ class ValueSeries:
         self.series.add(bucket, (value,))
 
 
+@dataclass(frozen=True)
+class StepMeans:
+    """Means over the newest steps of a rank, in seconds."""
+
+    step_s: float
+    exposed_s: float
+    wait_s: float
+    work_s: float  # data, forward and backward: what N ranks divide between them
+    sent_bytes_per_s: float | None  # None where no step has recorded what its machine sent
+
+    @property
+    def compute_s(self) -> float:
+        return max(0.0, self.step_s - self.exposed_s - self.wait_s)
+
+
+def average_steps(records: list[Row]) -> StepMeans:
+    columns = list(zip(*records, strict=True)) or [()] * len(RECENT_FIELDS)
+
+    def mean(column: int) -> float:
+        values = [value for value in columns[column] if value is not None]
+        return fmean(values) if values else 0.0
+
+    sent = [(wire, step_s) for wire, step_s in zip(columns[_WIRE], columns[STEP_S], strict=True) if wire is not None]
+    seconds = sum(step_s or 0.0 for _, step_s in sent)
+    return StepMeans(
+        step_s=mean(STEP_S),
+        exposed_s=mean(EXPOSED),
+        wait_s=mean(WAIT),
+        work_s=sum(map(mean, _WORK)),
+        sent_bytes_per_s=sum(wire for wire, _ in sent) / seconds if seconds else None,
+    )
+
+
 @dataclass
 class RankState:
     """What one rank has recorded."""
@@ -124,6 +160,7 @@ class RankState:
     ended: str | None = None
     is_lost: bool = False  # it waits for the next generation
     doing: str = ""
+    _means: StepMeans | None = None
 
     def add(self, record: Row, values: Iterable[float], bucket: int, most_recent: int) -> None:
         step = int(record[0] or 0)
@@ -131,7 +168,7 @@ class RankState:
             self.series.cut(bucket)
             while self.recent and (self.recent[-1][0] or 0) >= step:
                 self.recent.pop()
-        self.last_step, self.is_lost, self.doing = step, False, ""
+        self.last_step, self.is_lost, self.doing, self._means = step, False, "", None
         self.series.add(bucket, values)
         self.recent.append(record)
         self.fresh[step] = record
@@ -140,9 +177,14 @@ class RankState:
         while len(self.fresh) > most_recent:
             del self.fresh[next(iter(self.fresh))]
 
-    def now(self) -> list[Row]:
-        """Return the steps that "now" means."""
-        return list(self.recent)[-_NOW_STEPS:]
+    def means(self) -> StepMeans:
+        """Return the means over the newest steps; computed once for each step."""
+        if self._means is None:
+            self._means = average_steps(self.newest(_NOW_STEPS))
+        return self._means
+
+    def newest(self, most: int) -> list[Row]:
+        return [self.recent[-place] for place in range(min(most, len(self.recent)), 0, -1)]
 
     @property
     def node(self) -> str:
