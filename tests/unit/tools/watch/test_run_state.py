@@ -217,7 +217,6 @@ def test_a_run_in_parts_is_read_in_turns(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(run_state, "_TURN_BYTES", 1000)
     monkeypatch.setattr("shoal.events._BLOCK_BYTES", 500)
     state = read(make_run(tmp_path / "run", all_events(1, 100)))
-    assert state.is_behind
     assert 0 < summarize(state)["loaded"] < 1
     while state.is_behind:
         state.poll()

@@ -148,7 +148,7 @@ def test_a_slow_viewer_misses_updates_and_gets_the_state_again(run: RunFolder) -
             append(run.events(0), step(number))
             await page.send_news()
         assert (await waiting)[0] == "state"
-        kinds = []
+        kinds: list[str] = []
         while not kinds or kinds[-1] != "state":
             append(run.events(0), step(len(kinds) + 40))
             await page.send_news()
