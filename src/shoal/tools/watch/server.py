@@ -85,12 +85,14 @@ class LivePage:
         self._viewers: set[Viewer] = set()
         self._wake = asyncio.Event()
         self._is_closing = False
+        self.closed = asyncio.Event()
         # Read and serialized in one thread at a time; the event loop goes on.
         self._lock = asyncio.Lock()
 
     def close(self) -> None:
         """End the streams of all viewers, so that the server can end."""
         self._is_closing = True
+        self.closed.set()
         self._wake.set()
         for viewer in self._viewers:
             viewer.send(None)
@@ -257,6 +259,10 @@ class _PageServer(uvicorn.Server):
         super().__init__(config)
         self._page = page
 
+    async def main_loop(self) -> None:
+        """Wait for the end. uvicorn's own loop looks ten times a second, which costs as much as reading the run."""
+        await self._page.closed.wait()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
         asyncio.get_running_loop().call_soon_threadsafe(self._page.close)
@@ -288,8 +294,8 @@ async def serve(
         """Send the last state; the run's own process waits for that."""
         await page.send_news()
         await asyncio.sleep(_LAST_STATE_S)
-        page.close()
         server.should_exit = True
+        page.close()
 
     def on_pipe() -> None:
         if until is not None and not os.read(until, 1024):
