@@ -98,9 +98,11 @@ def test_a_real_browser_shows_the_run_as_it_goes_on(tmp_path: Path) -> None:
         page.wait_for("document.querySelector('#progress-text')?.textContent.startsWith('step 50 of 200')")
         assert "10.0.0.2" in page.text("#nodes")
         assert page.evaluate("document.querySelectorAll('#nodes .present').length") == 2
-        # News arrive without a reload.
+        # The load of a node, where it is sampled. News arrive without a reload.
+        append(run.path / "samples" / "node2.jsonl", {"time": 1.0, "clock": 0.75, "other_cores": 1.5, "steal": 0.0})
         add_steps(run, 51, 60)
         page.wait_for("document.querySelector('#progress-text').textContent.startsWith('step 60')")
+        page.wait_for("document.querySelector('[data-node=node2] .load')?.innerText.includes('75%')")
         # A lost node is marked, on the time line too.
         text = "node2 is silent. node1 goes on, as generation 2, with step 61"
         append(

@@ -668,12 +668,20 @@ function drawFigures() {
   ];
   $("figures").replaceChildren(...boxes.map(([name, value, note]) => el("div", {}, el("dt", {}, name), el("dd", {}, value, el("small", {}, note)))));
 }
+// What is sampled of a node while it trains, as parts of the time; shown where it is not zero.
+const SAMPLED = {
+  clock: "clock, of its highest", throttled: "CPU quota used up", frozen: "stood still", memory_stall: "waits for memory",
+  io_stall: "waits for a disk", steal: "CPU given to others", resent: "packets sent again",
+};
 function sampleRows(node) {
-  // What is sampled of a node, where it is: the load of its CPU, its frequency, its memory.
   const s = node.sample, rows = [];
-  const meter = (name, part, text) => rows.push(el("span", {}, name), el("meter", { min: 0, max: 1, value: Math.min(1, part), "aria-label": name }), el("span", {}, text));
-  if (s.cpu_percent !== undefined) meter("CPU", s.cpu_percent / 100, `${fixed(s.cpu_percent, 0)}%${s.cpu_mhz ? ` at ${fixed(s.cpu_mhz / 1e3, 1)} GHz` : ""}`);
-  if (s.memory_used_bytes !== undefined && node.memory_bytes) meter("memory", s.memory_used_bytes / node.memory_bytes, `${si(s.memory_used_bytes, "B")} of ${si(node.memory_bytes, "B")}`);
+  for (const [name, label] of Object.entries(SAMPLED)) {
+    if (!(s[name] > 0)) continue;
+    const text = `${fixed(100 * s[name], s[name] < 0.1 ? 1 : 0)}%`;
+    rows.push(el("span", {}, label), el("meter", { min: 0, max: 1, value: Math.min(1, s[name]), "aria-label": label }), el("span", {}, text));
+  }
+  if (s.other_cores > 0.05) rows.push(el("span", {}, "other programs"), el("span"), el("span", {}, `${number(s.other_cores, 2)} cores`));
+  if (s.on_battery > 0) rows.push(el("span", {}, "on battery"), el("span"), el("span"));
   return rows;
 }
 function drawNodes() {
