@@ -638,9 +638,13 @@ class LineTail:
     def poll(self) -> list[str]:
         return [line.decode(errors="replace") for line, _ in self.poll_bytes()]
 
-    def poll_bytes(self) -> list[tuple[bytes, int]]:
-        """Return whole lines, each with the offset in the file where the next one begins."""
+    def poll_bytes(self, most_bytes: int | None = None) -> list[tuple[bytes, int]]:
+        """Return whole lines, each with the offset in the file where the next one begins.
+
+        With `most_bytes`, stop after about so many: a reader of a long file can do other work in between.
+        """
         lines = []
+        stop_at = None if most_bytes is None else self.offset + most_bytes
         for block in self._unread():
             end = self.offset - self._cutter.pending_bytes
             self.offset += len(block)
@@ -649,7 +653,14 @@ class LineTail:
                 lines.append((line, end))
             if self._cutter.pending_bytes <= _COMPARED_BYTES:
                 self._unfinished = (self._unfinished + block).rpartition(b"\n")[2]
+            if stop_at is not None and self.offset >= stop_at:
+                break
         return lines
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """The length of the line that has no newline yet."""
+        return self._cutter.pending_bytes
 
     def unfinished_line(self) -> str:
         """Return the text after the last newline. Call `poll` first: whole lines are not in it."""
@@ -688,9 +699,18 @@ class EventTail:
     def skip_to_end(self) -> None:
         self._lines.skip_to_end()
 
-    def poll(self) -> list[Event]:
+    @property
+    def offset(self) -> int:
+        """Bytes of the file that have been read."""
+        return self._lines.offset
+
+    @property
+    def has_unfinished_line(self) -> bool:
+        return self._lines.unfinished_bytes > 0
+
+    def poll(self, most_bytes: int | None = None) -> list[Event]:
         events = []
-        for line, _ in self._lines.poll_bytes():
+        for line, _ in self._lines.poll_bytes(most_bytes):
             if (event := parse_event(line, self._schema)) is not None:
                 events.append(event)
             elif line:

@@ -460,6 +460,7 @@ async def get_ready(orders: MeetOrder, run: RunFolder, mesh: Mesh) -> tuple[dict
     listener = None if orders.script_port is None else listen_at(orders.address, orders.script_port)
     facts = {
         "node": orders.node,
+        "address": orders.address,
         "agent_mark": mark,
         "pid": os.getpid(),
         "port": port,

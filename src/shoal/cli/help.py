@@ -30,6 +30,7 @@ GROUPS = {
         "runs": "List past and present runs with their results; delete those that are no longer needed.",
         "logs": "Print the output of all ranks of a run, in order, coloured by rank.",
         "attach": "Watch a run that was started in the background.",
+        "watch": "Show a run on a live page in the browser, or as a table in the terminal.",
         "stop": "Stop a run: it finishes its step and saves a checkpoint.",
         "report": "Write one self-contained HTML page about a run.",
         "verify": "Check that all replicas are equal bit for bit, and that every sample was used exactly once.",
@@ -90,6 +91,10 @@ EXAMPLES = {
     ),
     "logs": (("shoal logs -f runs/NAME", "until the run ends"), ("shoal logs --rank 1 runs/NAME", "of one rank")),
     "attach": (("shoal attach runs/NAME", "Ctrl-C leaves the run going on"),),
+    "watch": (
+        ("shoal watch --open runs/NAME", "a page in the browser"),
+        ("shoal watch --terminal runs/NAME", "over SSH"),
+    ),
     "stop": (("shoal stop runs/NAME", "after its step, with a checkpoint"), ("shoal stop --now runs/NAME", "at once")),
     "report": (("shoal report runs/NAME", "writes report.html into the run folder"),),
     "verify": (("shoal verify runs/NAME", "exit code 1 if something does not agree"),),

@@ -91,6 +91,9 @@ def run(
     detach: Annotated[
         bool, typer.Option("--detach", help="Start the run in the background; see shoal ps, logs, attach.")
     ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Serve a live page about the run while it goes on; see shoal watch.")
+    ] = False,
 ) -> None:
     """Start your own script on every slot of the cluster: one that uses shoal.Session, or any torchrun-style script.
 
@@ -104,6 +107,7 @@ def run(
     """
     from shoal.cli.runs import print_script_end, resume_session, watch_script
     from shoal.cli.train import clear_leftovers
+    from shoal.cli.watch import watched
     from shoal.cluster.target import JoinSpec, parse_on
     from shoal.config.load import refuse_duplicate_settings
     from shoal.runs.start import start_script
@@ -140,7 +144,10 @@ def run(
             fix=f"leave it out: shoal run --resume {resume}",
         )
         clear_leftovers(clean)
-        resume_session(resume, session_settings(flags, set_ or [], None), detach)
+        with watched(watch, detach) as page:
+            if page is not None:
+                page.start(RunFolder.open(resume))
+            resume_session(resume, session_settings(flags, set_ or [], None), detach)
         return
     if not script:
         raise UsageError("no script to run", fix="write for example: shoal run --on local:2 train.py --epochs 3")
@@ -179,15 +186,19 @@ def run(
         restarts=restarts,
     )
     # A script that is only measured shows its own progress.
-    display, watch = watch_script(with_progress=not detach and not measure)
+    display, show = watch_script(with_progress=not detach and not measure)
     if prediction is not None:
         display.note(prediction_line(prediction))
 
-    def store_prediction(folder: RunFolder) -> None:
-        if prediction is not None:
-            write_atomically(folder.prediction, prediction.model_dump_json(indent=2) + "\n")
+    with watched(watch, detach) as page:
 
-    print_script_end(start_script(job, out, detach, display, watch, before=store_prediction), detach)
+        def before(folder: RunFolder) -> None:
+            if prediction is not None:
+                write_atomically(folder.prediction, prediction.model_dump_json(indent=2) + "\n")
+            if page is not None:
+                page.start(folder)
+
+        print_script_end(start_script(job, out, detach, display, show, before), detach)
 
 
 def session_settings(flags: Overrides, sets: list[str], on: str | None) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from shoal.errors import ShoalError, UsageError
 from shoal.run_folder import RunFolder, default_out
 
 if TYPE_CHECKING:
+    from shoal.cli.watch import WatchedRun
     from shoal.config.schema import Config
     from shoal.tools.bench.scaling import ScalingResult
 
@@ -131,6 +132,9 @@ def train(
     confirm: Annotated[
         bool, typer.Option("--confirm", help="With --on join:N, ask here before a joining machine receives anything.")
     ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Serve a live page about the run while it goes on; see shoal watch.")
+    ] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Predict the step time first, and compare at the end.")] = False,
     profile: Annotated[
         Path | None,
@@ -147,6 +151,7 @@ def train(
     given = dict(locals())
     from shoal.cli.progress import make_display
     from shoal.cli.runs import resume_session
+    from shoal.cli.watch import watched
     from shoal.runs.start import refuse_confirm, resume_training, start_training
     from shoal.runs.supervisor import is_script
 
@@ -169,10 +174,12 @@ def train(
                         fix=f"leave it out: shoal run --resume {shlex.quote(str(resume))}",
                     )
         clear_leftovers(clean)
-        if is_of_script:
-            resume_session(resume, changes, detach, json)
-            return
-        with advising_flags(named_flags(given)):
+        with advising_flags(named_flags(given)), watched(watch, detach) as page:
+            if page is not None:
+                page.start(RunFolder.open(resume))
+            if is_of_script:
+                resume_session(resume, changes, detach, json)
+                return
             run, manifest = resume_training(resume, make_display, changes, detach, lineage or "", confirm)
     else:
         settings, folder = new_run_config(given), out or default_out(preset or DEFAULT_PRESET)
@@ -183,8 +190,8 @@ def train(
         if confirm:
             refuse_confirm(settings.run.on)
         clear_leftovers(clean)
-        before = before_start(settings, profile, plan)
-        with advising_flags(named_flags(given)):
+        with advising_flags(named_flags(given)), watched(watch, detach) as page:
+            before = before_start(settings, profile, plan, page)
             run, manifest = start_training(settings, folder, make_display, detach, before, confirm)
     if manifest is None:
         print_detached(run, json)
@@ -222,8 +229,10 @@ def resume_changes(given: dict[str, Any]) -> Overrides:
     return merge([flags_to_overrides(given), *map(parse_set, sets)])
 
 
-def before_start(settings: Config, profile: Path | None, plan: bool) -> Callable[[RunFolder], None]:
-    """Return a function that prints the predicted sync method and speed before the run starts.
+def before_start(
+    settings: Config, profile: Path | None, plan: bool, page: WatchedRun | None = None
+) -> Callable[[RunFolder], None]:
+    """Return a function that prints the predicted sync method and speed, and starts the page, before the run starts.
 
     `--sync auto` uses ./profile.toml if it exists; a profile of another cluster is only refused if it was named.
     """
@@ -237,6 +246,8 @@ def before_start(settings: Config, profile: Path | None, plan: bool) -> Callable
             typer.echo(store_sync_plan(run, named) if named else _default_sync_plan(run), err=True)
         if named is not None:
             typer.echo(prediction_line(store_prediction(run, named)), err=True)
+        if page is not None:
+            page.start(run)
 
     return before
 
@@ -263,7 +274,7 @@ def flags_to_overrides(given: dict[str, Any]) -> Overrides:
 
 def refuse_with_resume(given: dict[str, Any]) -> None:
     """Refuse options of new runs. Flags of settings are checked as settings."""
-    allowed = {"set_", "resume", "lineage", "json", "detach", "clean", "confirm", *FLAGS}
+    allowed = {"set_", "resume", "lineage", "json", "detach", "clean", "confirm", "watch", *FLAGS}
     # A zero is a given value: `--threads 0` must not pass.
     left_out = [name for name, value in given.items() if value is None or value is False or value == []]
     extra = [name for name in given if name not in allowed and name not in left_out]
@@ -277,11 +288,11 @@ def refuse_with_resume(given: dict[str, Any]) -> None:
 
 
 def refuse_with_dry_run(given: dict[str, Any]) -> None:
-    for name in ("plan", "profile"):
+    for name in ("plan", "profile", "watch"):
         if given[name]:
             raise UsageError(
                 f"--{name} does not go with --dry-run",
-                why="--dry-run prints the commands that start the ranks and predicts nothing",
+                why="--dry-run prints the commands that start the ranks, and starts and predicts nothing",
                 fix="leave one of them out; to predict without training: shoal plan",
             )
 

@@ -1,0 +1,53 @@
+"""The command line of `shoal watch` and of `--watch`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import run
+from shoal.cli.watch import is_loopback, listen, page_url
+from tests.support.run_samples import all_events, make_run
+
+
+def test_options_that_do_not_go_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(make_run(tmp_path / "run", all_events(2, 5)).path)
+    refused = {
+        ("watch", folder, "--terminal", "--json"): "--json does not go with --terminal",
+        ("watch", folder, "--terminal", "--port", "80"): "--port does not go with --terminal",
+        ("watch", folder, "--host", "192.0.2.1"): "cannot be served at 192.0.2.1",
+        ("watch", str(tmp_path)): "is not a run folder",
+        ("train", "--watch", "--detach", "--out", str(tmp_path / "new")): "--watch does not go with --detach",
+        ("train", "--watch", "--dry-run"): "--watch does not go with --dry-run",
+        ("run", "--watch", "--detach", "--out", str(tmp_path / "new"), __file__): "--watch does not go with --detach",
+    }
+    for arguments, message in refused.items():
+        assert run(list(arguments), debug=False) == 2, arguments
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_terminal_shows_the_essentials_once_in_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = [event for event in all_events(2, 50) if event["event"] != "end"]
+    for event in events:
+        if event["event"] == "start":
+            event["steps"] = 200
+    folder = make_run(tmp_path / "run", events)
+    with folder.events(1).open("ab") as file:
+        file.write(b"damaged\n")
+    assert run(["watch", str(folder.path), "--terminal"], debug=False) == 0
+    shown = capsys.readouterr().out
+    assert "step 50 of 200 (25%)" in shown
+    assert "running" in shown
+    assert "1 line of the run folder could not be read" in shown
+
+
+def test_the_address_has_the_token_and_names_where_it_listens() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        assert page_url("127.0.0.1", listener, "T") == f"http://127.0.0.1:{port}/?token=T"
+        assert page_url("::1", listener, "T").startswith("http://[::1]:")
+        assert "::" not in page_url("::", listener, "T")
+    assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost")] == [True] * 3
+    assert [is_loopback(host) for host in ("::", "10.0.0.1", "name")] == [False] * 3
