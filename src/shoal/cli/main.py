@@ -40,6 +40,7 @@ VERBS = {
     "explain": "Explain an error log of torch, gloo, torchrun, ssh or shoal: cause and fix.",
     "verify": "Check that all replicas are equal bit for bit, and that every sample was used exactly once.",
     "report": "Write one self-contained HTML page about a run.",
+    "trace": "Write all ranks of a run on one time axis, for Perfetto or chrome://tracing.",
     "sample": "Generate text with a trained model.",
     "lab": "Emulate a cluster on this machine: nodes with limited links and CPUs, and faults on demand.",
     "chaos": "Inject scripted faults into a small real training and check the outcome.",
@@ -60,6 +61,7 @@ _MODULE_OF = {
     "explain": "doctor",
     "verify": "report",
     "sample": "report",
+    "trace": "report",
 }
 
 

@@ -62,6 +62,7 @@ _SETTINGS_OF_FLAGS = {
     "sync": "sync.mode",
     "wire": "sync.wire",
     "accumulate": "sync.accumulate",
+    "profile_steps": "train.profile_steps",
 }
 # A resumed run has the values of its first start.
 _OF_NEW_RUNS = ("on", "out", "threads", "port", "python", "grace", "measure", "restarts")
@@ -98,6 +99,10 @@ def run(
     accumulate: Annotated[
         int | None, typer.Option(min=1, help="Batches between two exchanges (session).", show_default=False)
     ] = None,
+    profile_steps: Annotated[
+        str | None,
+        typer.Option(help="Steps that torch.profiler records (session, --measure), such as 20-22; see shoal trace."),
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="A setting of the session, as section.key=value; may be repeated."),
@@ -130,7 +135,8 @@ def run(
     on the machines that are left; the script continues from its own checkpoint.
     Modules are imported from the script's folder first; with -m from the current folder, unless others can write to it.
     """
-    flags: Overrides = {"train": {"steps": steps}, "sync": {"mode": sync, "wire": wire, "accumulate": accumulate}}
+    loop = {"steps": steps, "profile_steps": profile_steps}
+    flags: Overrides = {"train": loop, "sync": {"mode": sync, "wire": wire, "accumulate": accumulate}}
     refuse_duplicate_settings(given_settings(context, _SETTINGS_OF_FLAGS), set_ or [])
     for option, is_given in (("--plan", plan is not None), ("--profile", profile is not None)):
         if is_given and (measure or resume is not None or plan is None):

@@ -90,8 +90,18 @@ class LoopConfig(Section):
     gc_every: Positive = 100
     seed: Seed = defaults.SEED
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    # Steps that torch.profiler records on every rank, such as `20-22`; `shoal trace` shows them.
+    profile_steps: Annotated[str, Field(pattern=r"^[1-9]\d{0,8}(-[1-9]\d{0,8})?$")] | None = None
     # Whether every rank keeps cores of its own; `auto` where ranks could disturb each other and there are enough cores.
     pin: Literal["auto", "on", "off"] = "auto"
+
+    @field_validator("profile_steps")
+    @classmethod
+    def _check_profile_steps(cls, value: str | None) -> str | None:
+        first, _, last = (value or "").partition("-")
+        if last and int(last) < int(first):
+            raise ValueError(f"the last step of {value} comes before the first")
+        return value
 
 
 class TrainConfig(LoopConfig):

@@ -151,6 +151,8 @@ class Engine:
 
     def begin_step(self) -> None:
         """Begin the next step, or the same one again after a lost peer: from the same state either way."""
+        if self.recorder.profiler is not None:
+            self.recorder.profiler.before_step(self.progress.step + 1)
         self.timer.start()
         self._work = StepWork()
         if self.seeds_steps:
@@ -522,6 +524,8 @@ class Engine:
 
     def _record(self, step: int, exchanges: tuple[CommTimes, ...], **fields: Any) -> None:
         self.times = self.timer.finish()
+        if (exchanged_s := self._exchanged_s(*exchanges)) is not None:
+            fields["exchanged_s"] = round(exchanged_s, 7)
         for name, seconds in (
             ("allreduce", [comm.allreduce_s for comm in exchanges if comm.allreduce_s is not None]),
             ("hidden", [comm.hidden_s for comm in exchanges if comm.hidden_s is not None]),
@@ -529,6 +533,14 @@ class Engine:
             if seconds:
                 self.times[name] = sum(seconds)
         self.recorder.step(step, self.times, samples=self.global_batch, **fields)
+
+    def _exchanged_s(self, comm: CommTimes, outer_times: CommTimes) -> float | None:
+        """Return the time from the step's begin to the end of the exchange that all ranks left together; None if there
+        was none. `shoal trace` puts the clocks of all nodes on one axis by it."""
+        if self.world.size < 2 or self.outer.differs_now:
+            return None
+        times = outer_times if self.outer.replicas_differ else comm
+        return times.ready_at + times.tail_s - self.timer.began if times.ready_at else None
 
     def _warn_of_stragglers(self, known: list[StepStats]) -> None:
         """Judge on all ranks and warn on the first: when that rank leaves, the next one repeats no warning."""

@@ -25,6 +25,7 @@ import hashlib
 import importlib.abc
 import importlib.machinery
 import io
+import json
 import os
 import platform
 import resource
@@ -42,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 
 import shoal
 from shoal.control.processes import RUN_MARK
-from shoal.control.rank_env import Placement
+from shoal.control.rank_env import SETTINGS, Placement
 from shoal.errors import Interrupted, RunFailed
 from shoal.events import EventLog, to_stderr
 from shoal.host.facts import WireCounter, boot_id, cpu_name, physical_cores
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
+
+    from shoal.engine.recorder import StepProfiler
 
     # When something happened: by the clock of the CPU, or by an event in the GPU's queue.
     Mark = float | torch.cuda.Event
@@ -126,6 +129,8 @@ class Measurement:
         self._wire_read_at = 0  # the step at which the counter was read last
         # The reducer holds only the C++ half of a group.
         self._groups: weakref.WeakKeyDictionary[DistributedDataParallel, object] = weakref.WeakKeyDictionary()
+        self._profile_steps = json.loads(os.environ.get(SETTINGS, "{}")).get("train", {}).get("profile_steps")
+        self._profiler: StepProfiler | None = None
 
     def turn_off(self, why: str) -> None:
         """Stop measuring; the script goes on."""
@@ -142,6 +147,7 @@ class Measurement:
             self._parameter_count = 0
             self._current.began = _mark(next(ddp.module.parameters()))
         self._groups[ddp] = group
+        self._profile(0)
         self._keep(ddp, dict(ddp.module.named_parameters()))
 
     def name_comm_hook(self, name: str) -> None:
@@ -196,7 +202,21 @@ class Measurement:
         self._current.ended = now
         self._pending.append(self._current)
         self._current = _TimedStep(now)
+        self._profile(self._step + len(self._pending))
         self._write_steps(is_last=False)
+
+    def _profile(self, done: int) -> None:
+        """Profile the steps that `--profile-steps` names; `done` steps are over."""
+        if not self._profile_steps:
+            return
+        if self._profiler is None:
+            # Not before the script has imported torch.
+            from shoal.engine.recorder import StepProfiler
+
+            path = self._run.profile(self._placement.rank)
+            self._profiler = StepProfiler(self._profile_steps, path, lambda error: to_stderr(error.seen))
+        self._profiler.after_step(done)
+        self._profiler.before_step(done + 1)
 
     def _write_steps(self, is_last: bool) -> None:
         """Write the steps whose times are known: that of a CPU one step later, when callbacks have run for sure."""
@@ -214,6 +234,9 @@ class Measurement:
                 # The first reading covers one step less than the others: the counter is opened with the first step.
                 times |= {"wire_bytes": sent // (self._step - self._wire_read_at)} if sent is not None else {}
                 self._wire_read_at = self._step
+            if isinstance(step.ended, float):
+                # The event is written a step later: it has the time at which its step ended.
+                times["time"] = round(time.time() - (time.perf_counter() - step.ended), 6)
             if self._log is not None and times["step_s"] > 0:
                 self._log.write("step", step=self._step, **times)
 
@@ -239,6 +262,7 @@ class Measurement:
             reached = max(reached, end_s)
         tail_s = spans[last][1] - ready_at
         times |= {"allreduce_s": busy_s, "hidden_s": max(0.0, busy_s - tail_s), "tail_s": tail_s}
+        times["exchanged_s"] = spans[last][1]
         if self._together_at is not None:
             times["ready_s"] = ready_at + _seconds(self._together_at, step.began)
         self._together_at = done[last][1] if spans[last][1] < most_s else updated
@@ -289,6 +313,8 @@ class Measurement:
             import torch
 
             torch.cuda.synchronize()
+        if self._profiler is not None:
+            self._profiler.close()
         self._write_steps(is_last=True)
         for finalizer in self._models:
             finalizer()

@@ -45,6 +45,8 @@ def make_engine(
 ) -> Engine:
     """Make everything that needs no other rank: all but the exchanges."""
     config = config.model_copy(update={"sync": config.sync.first_settings})
+    if config.train.profile_steps:
+        recorder.profile(config.train.profile_steps)
     engine = Engine(
         config=config,
         world=world,
