@@ -32,6 +32,7 @@ from shoal.engine.stragglers import Stragglers
 from shoal.engine.totals import StepTotals
 from shoal.engine.training_state import StateTree, TrainingState
 from shoal.errors import ShoalError, UsageError
+from shoal.host.node_stats import NodeStats, NodeWatch
 from shoal.sync.compression import kernel_or_plain
 from shoal.sync.fence import Fence, OpenFence, StepBoundary
 from shoal.sync.gradients import (
@@ -45,7 +46,7 @@ from shoal.sync.gradients import (
 )
 from shoal.sync.outer import EveryStep, NonFiniteExchange, OuterSync, make_outer_sync
 from shoal.sync.replicas import gather_integers
-from shoal.sync.step_stats import CommTimes, StepGather, StepStats, StepTimer
+from shoal.sync.step_stats import CommTimes, OwnTimes, StepGather, StepStats, StepTimer
 from shoal.sync.world import World, set_collective_timeout, without_group
 
 # Seeds of neighbouring ranks and steps differ by far more than a step draws.
@@ -133,6 +134,8 @@ class Engine:
     tasks_done: dict[str, int] = field(default_factory=dict)
     stragglers: Stragglers = field(default_factory=Stragglers)
     times: dict[str, float] = field(default_factory=dict)  # Seconds of the last step by phase.
+    watch: NodeWatch | None = None  # Samples this machine beside training.
+    disk_s: float = 0.0  # This rank wrote checkpoints for so long since its last step.
     # Rates and other objects' states at the last common step, where a lost peer undoes a round; see `copy_schedule`.
     round_start: StateTree | None = None
     _tasks_done_at_round_start: int = 0  # `periodic_done_step` at that time.
@@ -209,7 +212,10 @@ class Engine:
         result = self._clip(step, clip)
         part_of_loss = self._part_of_loss(result.loss, total_terms)
         gathered = part_of_loss if result.is_finite or self._scaler is not None else math.nan
-        self.step_gather.begin(gathered, comm, self.stop.wanted, self.fence.stop_after_step)
+        own_times = OwnTimes(self.timer.seconds.get("data", 0.0), self._take_gc_s(), self.disk_s)
+        self.disk_s = 0.0
+        node = NodeStats() if self.watch is None else self.watch.recent()
+        self.step_gather.begin(gathered, comm, self.stop.wanted, self.fence.stop_after_step, own_times, node)
         self._apply(result, after)
         outer_times = self._outer_step(step)
         self.fence.set_step(self.outer.common_step(step))
@@ -542,13 +548,18 @@ class Engine:
         times = outer_times if self.outer.replicas_differ else comm
         return times.ready_at + times.tail_s - self.timer.began if times.ready_at else None
 
+    def _take_gc_s(self) -> float:
+        return 0.0 if self.watch is None else self.watch.take_gc_s()
+
     def _warn_of_stragglers(self, known: list[StepStats]) -> None:
-        """Judge on all ranks and warn on the first: when that rank leaves, the next one repeats no warning."""
+        """Judge on all ranks, and warn on one: the slow rank itself, which alone knows the programs on its machine."""
         work, exposed_s = self.plan.micro_batches, self.times.get("exposed", 0.0)
+        top_process = "" if self.watch is None else self.watch.top_process
         for stats in known:
-            for slow in self.stragglers.observe(stats.by_rank, work, self.times["step"], exposed_s):
-                if self.world.is_main:
-                    self.recorder.warn(slow, step=self.progress.step)
+            step_s, step = self.times["step"], self.progress.step
+            for slow in self.stragglers.observe(stats.by_rank, work, step_s, exposed_s, step, top_process):
+                if self.world.is_main if slow.rank is None else self.world.rank == slow.rank:
+                    self.recorder.warn(slow, step=step, **slow.fields)
 
     def _refuse_step(self) -> None:
         """Raise the error that names the culprits; all ranks get here in the same step and can still exchange."""

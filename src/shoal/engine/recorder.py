@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -96,6 +96,7 @@ class Recorder:
         self._lacks_loss: set[int] = set()
         self._recorded_step = 0
         self.profiler: StepProfiler | None = None
+        self._samples: EventLog | None = None
         # Receives every event of this rank, where it prints its own progress.
         self.on_event: Callable[[Event], None] = lambda event: None
         self._enter_world(world)
@@ -151,6 +152,12 @@ class Recorder:
         for record in pending:
             if record["generation"] == generation and not record.get("partial") and record["step"] in self._lacks_loss:
                 self._record_loss(record["step"], record["loss"])
+
+    def sample(self, sample: Mapping[str, Any]) -> None:
+        """Keep a sample of this rank's machine."""
+        if self._samples is None:
+            self._samples = EventLog(self._run.samples(self._world.node), self._world.id, most_kept=100)
+        self._samples.write("sample", **sample)
 
     def profile(self, steps: str) -> None:
         """Record these steps with torch.profiler."""
