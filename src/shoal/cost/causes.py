@@ -24,7 +24,9 @@ _MIN_FAULTS = 20.0
 _SLOW_CLOCK = 0.9
 _MIN_OTHER_CORES = 0.25
 
-UNKNOWN = "unknown"
+UNKNOWN, STARVED = "unknown", "processor time"
+# Not reported after a more exact cause of the same rank.
+VAGUE = (UNKNOWN, STARVED)
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def _candidates(late: RankTimes, others: Sequence[RankTimes], step_s: float, top
         _Candidate(
             starved_s,
             Cause(
-                "processor time",
+                STARVED,
                 f"it waits for a processor {format_percent(late.starved)} of the time",
                 "see which programs compute there: top; and whether its CPU share is limited",
             ),

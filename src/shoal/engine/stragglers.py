@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Any, TypeVar
 
 from shoal.config.defaults import MIN_WAIT_PART, SLOW_RATIO
-from shoal.cost.causes import UNKNOWN, Cause, RankTimes, find_cause
+from shoal.cost.causes import UNKNOWN, VAGUE, Cause, RankTimes, find_cause
 from shoal.errors import ShoalError
 from shoal.sync.step_stats import RankStats
 from shoal.units import format_duration, format_percent
@@ -159,14 +159,19 @@ class Stragglers:
         suspects.clear()
         suspects.update(stragglers)
         news = []
-        for key in confirmed:
+        for key in sorted(confirmed):
             slow = stragglers[key]
             if key in self._reported:
                 self._reported[key] = self._step_count
-            elif self._lasted_s(slow.fields["since"]) >= self._evidence_s:
+            elif self._lasted_s(slow.fields["since"]) >= self._evidence_s and not self._is_vaguer(key, slow):
                 news.append(slow)
                 self._reported[key] = self._step_count
         return news
+
+    def _is_vaguer(self, key: str, slow: SlowRank) -> bool:
+        """Return whether a verdict says less than one about the same rank that was reported already."""
+        place = key.rpartition(": ")[0]
+        return slow.fields["cause"] in VAGUE and any(known.rpartition(": ")[0] == place for known in self._reported)
 
     def _window(self) -> list[_Step] | None:
         """Return the last steps, by number and time; None while there are not enough."""
@@ -189,7 +194,8 @@ class Stragglers:
         slowest = max(range(count), key=lambda rank: own_s[rank])
         others_s = median(_without(own_s, slowest))
         if _is_slow(own_s, slowest) and own_s[slowest] - others_s >= MIN_WAIT_PART * step_s:
-            yield self._names[slowest], self._slow_rank(window, work, own_s, slowest, top_process)
+            slow = self._slow_rank(window, work, own_s, slowest, top_process)
+            yield f"{self._names[slowest]}: {slow.fields['cause']}", slow
         ranks = window[-1].ranks
         yield from self._slow_link(ranks, window, step_s)
         yield from self._lossy_link(ranks)
@@ -256,13 +262,14 @@ class Stragglers:
             len(late) < _LEAST_LATE_STEPS
             or cost < MIN_WAIT_PART
             or late_s[worst] < _LATE_RATIO * max(_without(late_s, worst))
-            or self._names[worst] in self._reported
+            # The last one must be recent: what is over is not reported.
+            or self._lasted_s(late[-1].number) > _LEAST_LATE_S
         ):
             return
         cause = self._cause(steps, worst, top_process)
         known = "cause unknown: " if cause.kind == UNKNOWN else "likely cause: "
         yield (
-            f"{self._names[worst]} at times",
+            f"{self._names[worst]}: {cause.kind}",
             SlowRank(
                 f"all ranks wait at times for {self._names[worst]} since step {late[0].number}: it was late in "
                 f"{len(late)} of {len(steps)} steps, by up to {format_duration(max(s.late_s(worst) for s in late))}, "
@@ -294,7 +301,7 @@ class Stragglers:
             return
         longest_s = max(seconds for _, seconds in writes)
         yield (
-            f"{self._names[worst]} disk",
+            f"{self._names[worst]}: disk",
             SlowRank(
                 f"all ranks wait for the disk of {self._names[worst]} since step {writes[0][0]}: its last "
                 f"{len(writes)} checkpoints took up to {format_duration(longest_s)} each, which costs "

@@ -57,7 +57,7 @@ def test_a_machine_without_any_file_gives_an_empty_sample(machine: Machine) -> N
     ("group", "file", "text"),
     [
         ("0::/user.slice/run.scope", "sys/fs/cgroup/user.slice/cpu.stat", "usage_usec 5\nthrottled_usec {us}\n"),
-        ("4:cpu,cpuacct:/lab/n2", "sys/fs/cgroup/cpu,cpuacct/lab/n2/cpu.stat", "nr_periods 3\nthrottled_time {us}000\n"),
+        ("4:cpu,cpuacct:/lab/n2", "sys/fs/cgroup/cpu,cpuacct/lab/n2/cpu.stat", "periods 3\nthrottled_time {us}000\n"),
         ("4:cpu:/lab/node2", "sys/fs/cgroup/cpu/lab/node2/cpu.stat", "nr_periods 9\nthrottled_time {us}000\n"),
     ],
 )  # fmt: skip
