@@ -35,7 +35,7 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -47,6 +47,8 @@ from shoal.control.rank_env import SETTINGS, Placement
 from shoal.errors import Interrupted, RunFailed
 from shoal.events import EventLog, to_stderr
 from shoal.host.facts import WireCounter, boot_id, cpu_name, physical_cores
+from shoal.host.node_stats import NodeWatch, cpu_wait_s
+from shoal.host.proc import environment_of
 from shoal.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -131,6 +133,9 @@ class Measurement:
         self._groups: weakref.WeakKeyDictionary[DistributedDataParallel, object] = weakref.WeakKeyDictionary()
         self._profile_steps = json.loads(os.environ.get(SETTINGS, "{}")).get("train", {}).get("profile_steps")
         self._profiler: StepProfiler | None = None
+        self._watch: NodeWatch | None = None
+        self._samples: EventLog | None = None
+        self._began, self._waited_s = 0.0, 0.0
 
     def turn_off(self, why: str) -> None:
         """Stop measuring; the script goes on."""
@@ -301,8 +306,30 @@ class Measurement:
             versions={"python": platform.python_version(), "torch": torch.__version__, "shoal": shoal.__version__},
             hardware={**self._hardware, "gpu": torch.cuda.get_device_name() if is_cuda else None},
         )
+        self._began, self._waited_s = time.perf_counter(), cpu_wait_s()
+        self._watch = NodeWatch(lambda pid: RUN_MARK in environment_of(pid), self._keep_sample)
+        self._watch.start()
         if place.local_rank == 0:
             self._wire, self._wire_read_at = WireCounter(interface), self._step
+
+    def _keep_sample(self, sample: Mapping[str, Any]) -> None:
+        if self._placement.local_rank == 0:
+            if self._samples is None:
+                self._samples = EventLog(self._run.samples(self._placement.node), self._placement.rank, most_kept=100)
+            self._samples.write("sample", **sample)
+
+    def _describe_node(self) -> dict[str, Any]:
+        """Return what was seen of this machine beside the training, to explain a rank that is late."""
+        if self._watch is None:
+            return {}
+        self._watch.close()
+        ran_s = max(1e-3, time.perf_counter() - self._began)
+        return {
+            "starved": round(min(1.0, (cpu_wait_s() - self._waited_s) / ran_s), 4),
+            "gc_s": round(self._watch.take_gc_s() / max(1, self._step), 6),
+            "machine": [round(value, 4) for value in self._watch.overall().numbers()],
+            "top_process": self._watch.top_process,
+        }
 
     @_guarded
     def finish(self) -> None:
@@ -338,6 +365,7 @@ class Measurement:
             # None where the ranks exchange in a way that is not measured.
             exchanges=self._exchange_count if self._has_ddp else None,
             is_sharded=self._is_sharded,
+            **self._describe_node(),
             peak_memory_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         )
         self._log.close()

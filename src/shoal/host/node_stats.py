@@ -196,6 +196,7 @@ class NodeWatch:
         self._write = write
         self._counters = counters or NodeCounters()
         self._recent: deque[NodeStats] = deque(maxlen=_RECENT)
+        self._sums, self._count = NodeStats().numbers(), 0
         self._written_at = float("-inf")
         self._written = 0
         self._stopped_s = 0.0
@@ -221,6 +222,10 @@ class NodeWatch:
         """Return the means of the last samples."""
         return mean_stats(tuple(self._recent))
 
+    def overall(self) -> NodeStats:
+        """Return the means of all samples."""
+        return NodeStats(*(value / max(1, self._count) for value in self._sums))
+
     def take_gc_s(self) -> float:
         """Return how long garbage was collected since the last call."""
         seconds, self._gc_s = self._gc_s, 0.0
@@ -234,13 +239,13 @@ class NodeWatch:
             self._gc_s += now - self._gc_began
 
     def _work(self) -> None:
-        sampled_at, waited_s = time.perf_counter(), _thread_wait_s()
+        sampled_at, waited_s = time.perf_counter(), cpu_wait_s("thread-self")
         while True:
             began = time.perf_counter()
             if self._end.wait(_PULSE_S):
                 return
             now, before_s = time.perf_counter(), waited_s
-            waited_s = _thread_wait_s()
+            waited_s = cpu_wait_s("thread-self")
             # A thread that is not woken for long, and did not wait for a processor: all of the process stood still.
             late_s = now - began - _PULSE_S - (waited_s - before_s)
             if late_s > _STOPPED_S:
@@ -276,6 +281,8 @@ class NodeWatch:
         )
         self._at, self._last, self._own = now, counters, own
         self._recent.append(stats)
+        self._sums = tuple(total + value for total, value in zip(self._sums, stats.numbers(), strict=True))
+        self._count += 1
         if self._written < MOST_SAMPLES and (stats.is_notable or now - self._written_at >= _WRITE_EVERY_S):
             self._written, self._written_at = self._written + 1, now
             named = {entry.name: round(getattr(stats, entry.name), 4) for entry in fields(stats)}
@@ -323,8 +330,11 @@ def _own_usage() -> tuple[float, float]:
     return usage.ru_utime + usage.ru_stime, float(usage.ru_majflt)
 
 
-def _thread_wait_s() -> float:
-    """Return how long this thread has waited for a processor; 0 where the kernel does not report it."""
+def cpu_wait_s(task: str = "self") -> float:
+    """Return how long the main thread of this process (or `thread-self`, this one) has waited for a processor.
+
+    0 where the kernel does not report it.
+    """
     with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+        return int(Path(f"/proc/{task}/schedstat").read_text().split()[1]) / 1e9
     return 0.0

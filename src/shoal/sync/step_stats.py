@@ -20,14 +20,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import astuple, dataclass, fields
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.host.node_stats import NodeStats
+from shoal.host.node_stats import NodeStats, cpu_wait_s
 from shoal.sync.interruptible import await_work, own_sockets
 from shoal.sync.world import World, without_group
 
@@ -309,13 +308,13 @@ class KernelCounters:
     def __init__(self) -> None:
         self._connections: dict[int, _Sent] = {}
         self._looks: deque[dict[int, _Sent]] = deque(maxlen=_LOSS_LOOKS)
-        self._delay_s, self._at = _run_delay_s(), time.perf_counter()
+        self._delay_s, self._at = cpu_wait_s("thread-self"), time.perf_counter()
         self._address = 0
         self.look()
 
     def look(self) -> HostStats:
         """Return the statistics since the last look."""
-        delay_s, at = _run_delay_s(), time.perf_counter()
+        delay_s, at = cpu_wait_s("thread-self"), time.perf_counter()
         starved = (delay_s - self._delay_s) / (at - self._at) if at > self._at else 0.0
         self._delay_s, self._at = delay_s, at
         sent_to = self._sent_since_last()
@@ -383,13 +382,6 @@ def _connections() -> Iterator[tuple[int, int, int, _Sent]]:
 
 def _as_number(address: str) -> int:
     return int.from_bytes(socket.inet_aton(address))
-
-
-def _run_delay_s() -> float:
-    """Return how long this thread has waited for a processor; 0 where the kernel does not report it."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    return 0.0
 
 
 class StepTimer:

@@ -243,7 +243,12 @@ def _tail_stats(logs: Logs) -> TailStats | None:
     every = done.prod(axis=0)
     return TailStats(
         by_rank={
-            rank: (*(float(value) for value in np.percentile(row, (50, 95, 99))), float(row.max()))
+            rank: (
+                float(np.median(row)),
+                float(np.percentile(row, 95)),
+                float(np.percentile(row, 99)),
+                float(row.max()),
+            )
             for rank, row in zip(own, table, strict=True)
         },
         median_s=float(np.median(table)),

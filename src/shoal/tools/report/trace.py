@@ -46,6 +46,8 @@ _CATEGORIES = {
 _RECOVERY = ("halted_s", "waited_s", "formed_s", "copied_s")
 _RANK_MOMENTS = {"warning": "seen", "fault": "seen", "note": "text", "choice": "why", "lost": "why"}
 _AGENT_MOMENTS = {"note": "text", "announce": "text", "restart": "name", "ended": "name", "lost": "how"}
+# Of the samples of a node, see `host.node_stats.NodeStats`.
+_COUNTERS = ("throttled", "frozen", "other_cores", "memory_stall", "io_stall", "steal", "clock", "resent")
 # Threads of a node beside its ranks' own, whose numbers are those of the ranks.
 _AGENT_THREAD = 1_000_000
 _NETWORK_THREADS = 2_000_000
@@ -333,6 +335,12 @@ class _TraceWriter:
                 if event["event"] in _AGENT_MOMENTS and is_number(event["time"]):
                     text = str(event.get(_AGENT_MOMENTS[event["event"]]))
                     self._moment(name, _AGENT_THREAD, event["event"], text, event["time"])
+        with suppress(OSError, ShoalError):
+            for sample in read_events(self._run.samples(name)):
+                values = {key: sample[key] for key in _COUNTERS if is_number(sample.get(key))}
+                if is_number(sample.get("time")) and values:
+                    ts = self._ts(name, sample["time"])
+                    self._put({"name": "machine", "ph": "C", "ts": ts, "pid": number, "tid": 0, "args": values})
 
     def _profile(self, rank: int) -> None:
         """Add what torch.profiler recorded of a rank. Its length follows from the profiled steps, not from the run."""

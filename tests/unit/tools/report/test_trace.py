@@ -109,8 +109,11 @@ def test_checkpoints_recovery_and_warnings_are_shown(tmp_path: Path) -> None:
     run.journal("here").write_text(
         json.dumps({"event": "note", "rank": 0, "time": BEGAN + 1, "text": "a note of the agent"}) + "\n"
     )
+    run.samples("here").parent.mkdir()
+    run.samples("here").write_text(json.dumps({"event": "sample", "time": BEGAN + 3, "throttled": 0.5}) + "\n{}\n")
     document = json.loads(write_trace(run).path.read_text())
     slices = check_format(document)
+    assert [event["args"] for event in document["traceEvents"] if event["ph"] == "C"] == [{"throttled": 0.5}]
     found = {event["cat"]: event["dur"] for event in slices}
     assert found["checkpoint"] == pytest.approx(0.4e6)
     assert found["recovery"] == pytest.approx(1.75e6)
