@@ -40,7 +40,7 @@ SLOW_NODE = "node2"
 SLOW_BPS = 20e6
 
 SCRIPT = """
-import gc, os, pathlib, sys, time
+import gc, mmap, os, pathlib, random, sys, time
 import torch, shoal
 
 trouble = pathlib.Path(sys.argv[1])
@@ -73,10 +73,30 @@ def fsync(fd):
     real_fsync(fd)
 os.fsync = fsync
 
+# A file of this rank's own, of which each step reads some pages: they stay in memory while there is enough.
+pages = pathlib.Path(f"{trouble}.pages-{session.rank}")
+pages.write_bytes(bytes(48 << 20))
+has_moved = False
+
+def open_table():
+    with pages.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        table = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    table.madvise(mmap.MADV_RANDOM)
+    return table
+
+table = open_table()
+
 data = Data()
 for step in session:
     with step:
+        if is_slow_node and current() == "memory" and not has_moved:
+            # Pages that are in memory already do not count in a control group that the process enters.
+            table.close()
+            table, has_moved = open_table(), True
         for batch in step.batches(data):
+            for _ in range(150):
+                table[random.randrange(48 << 8) << 12]
             for _ in range(12):
                 loss = (model(batch) - batch).square().mean(dim=1).sum()
             step.backward(loss)
@@ -175,21 +195,17 @@ def _link(nodes: tuple[str, ...], **change: float) -> Callable[[Bench], Abstract
 
 @contextmanager
 def memory(bench: Bench) -> Iterator[None]:
-    """Give the rank less memory than it uses: pages of its libraries are dropped and read again and again."""
+    """Give the rank too little memory for the pages of its file: they are dropped, and read again and again."""
     group = Path("/sys/fs/cgroup/memory") / f"shoal-causes-{os.getpid()}"
     group.mkdir()
-    pid = bench.rank_pid()
-    status = Path(f"/proc/{pid}/status").read_text().splitlines()
-    kb = {line.split(":")[0]: int(line.split()[1]) for line in status if line.startswith("Rss")}
-    (group / "cgroup.procs").write_text(str(pid))
-    (group / "memory.move_charge_at_immigrate").write_text("0")
-    # Its own memory stays charged where it was: only what it touches from now on counts, which is the libraries.
-    (group / "memory.limit_in_bytes").write_text(str(4 << 20))
-    Path("/proc/sys/vm/drop_caches").write_text("1")
-    print(f"  rank of {kb} kB limited to 4 MB more", file=sys.stderr)
+    pid = str(bench.rank_pid())
+    (group / "cgroup.procs").write_text(pid)
+    (group / "memory.limit_in_bytes").write_text(str(16 << 20))
+    bench.trouble.write_text("memory")
     yield
+    bench.trouble.unlink()
     (group / "memory.limit_in_bytes").write_text("-1")
-    (group.parent / "cgroup.procs").write_text(str(pid))
+    (group.parent / "cgroup.procs").write_text(pid)
     group.rmdir()
 
 

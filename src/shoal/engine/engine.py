@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -146,6 +147,7 @@ class Engine:
     _leaves_at_boundary: bool = False  # All ranks have agreed to leave the generation together after a step.
     _nonfinite: StepResult | None = None  # This rank's first result that was not finite.
     _work: StepWork = field(default_factory=StepWork)
+    _backward_ended: float = 0.0  # When the last micro-batch had its backward.
     _has_checked_gradients: bool = False  # Every parameter had a gradient in the first step.
     # Terms of the loss in every sample; 0 if they vary, None before the first step of a world.
     _terms_per_sample: int | None = None
@@ -186,6 +188,7 @@ class Engine:
             self.sync.backward(scaled if self._scaler is None else self._scaler.scale(scaled), is_last)
             # A new tensor, on the device of the loss.
             work.loss_sum = loss.detach().double() + work.loss_sum
+        self._backward_ended = time.perf_counter()
 
     def update(
         self,
@@ -204,8 +207,11 @@ class Engine:
             # Some exchanges would fill in zeros, others wait forever: refuse it in all of them, and on one rank too.
             check_gradients(self.model)
             self._has_checked_gradients = True
+        # What the program did since its last backward is its own work, and no part of the exchange.
+        between_s = time.perf_counter() - self._backward_ended
         with self.timer.phase("backward"):
             comm = self.sync.finish()
+        comm = replace(comm, tail_s=max(0.0, comm.tail_s - between_s))
         # The exchange of this step has succeeded: every rank had applied the step before it.
         self._commit()
         total_terms = self._finish_totals()

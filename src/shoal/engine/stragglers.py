@@ -40,6 +40,8 @@ _LONG_WINDOW_STEPS = 512
 _LEAST_LATE_STEPS = 5
 _LATE_PART = 0.3
 _LATE_RATIO = 4.0
+# Without a cause that can be named: ranks that share busy processors are late in turn.
+_MIN_VAGUE_COST = 0.2
 # Checkpoints: so many writes of such a length, which take such a part of the time.
 _LEAST_WRITES = 2
 _SLOW_WRITE_S = 1.0
@@ -267,6 +269,8 @@ class Stragglers:
         ):
             return
         cause = self._cause(steps, worst, top_process)
+        if cause.kind in VAGUE and cost < _MIN_VAGUE_COST:
+            return
         known = "cause unknown: " if cause.kind == UNKNOWN else "likely cause: "
         yield (
             f"{self._names[worst]}: {cause.kind}",

@@ -27,11 +27,11 @@ def causes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_quota_and_slow_data_are_named_with_rank_and_cause(causes: ModuleType) -> None:
+def test_late_ranks_are_named_with_their_cause(causes: ModuleType) -> None:
     need_lab()
     with causes.training(nodes=2) as bench:
         bench.wait_for_step(60)
-        for name in ("quota", "data"):
+        for name in ("quota", "data", "gc"):
             row = causes.try_cause(bench, causes.TROUBLES[name])
             assert (row["rank"], row["verdict"]) == (True, True), row
             bench.wait_for_step(bench.step + causes.CALM_STEPS)
