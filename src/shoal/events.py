@@ -429,7 +429,7 @@ PHASES = ("data", "forward", "backward", "exposed", "wait", "optimizer", "other"
 EXCHANGE_TIMES = ("allreduce_s", "hidden_s")
 STEP_TIMES = ("step_s", *(f"{phase}_s" for phase in PHASES), *EXCHANGE_TIMES)
 # Fields of a `step` event that shoal writes itself.
-STEP_FIELDS = LOG_FIELDS.union(("loss", "own_loss", "samples", "grad_norm", "wire_bytes"), STEP_TIMES)
+STEP_FIELDS = LOG_FIELDS.union(("loss", "own_loss", "samples", "grad_norm", "wire_bytes", "exchanged_s"), STEP_TIMES)
 
 RANK_EVENTS: Schema = {
     # The GPT counts tokens; a user's training, samples only. Runs of older versions have no `samples`. The loss of a

@@ -257,6 +257,14 @@ class RunFolder:
     def events(self, rank: int) -> Path:
         return self.path / "events" / f"rank-{check_rank(rank)}.jsonl"
 
+    def profile(self, rank: int) -> Path:
+        """What torch.profiler recorded of a rank."""
+        return self.path / "profiles" / f"rank-{check_rank(rank)}.json"
+
+    def samples(self, node: str) -> Path:
+        """What was sampled of a node while it trained; see `host.node_stats`."""
+        return self.path / "samples" / f"{check_name(node)}.jsonl"
+
     def state(self, rank: int) -> Path:
         return self.path / f"state-rank-{check_rank(rank)}.safetensors"
 

@@ -33,6 +33,7 @@ GROUPS = {
         "watch": "Show a run on a live page in the browser, or as a table in the terminal.",
         "stop": "Stop a run: it finishes its step and saves a checkpoint.",
         "report": "Write one self-contained HTML page about a run.",
+        "trace": "Write all ranks of a run on one time axis, for Perfetto or chrome://tracing.",
         "verify": "Check that all replicas are equal bit for bit, and that every sample was used exactly once.",
         "sample": "Generate text with a trained model.",
     },
@@ -97,6 +98,7 @@ EXAMPLES = {
     ),
     "stop": (("shoal stop runs/NAME", "after its step, with a checkpoint"), ("shoal stop --now runs/NAME", "at once")),
     "report": (("shoal report runs/NAME", "writes report.html into the run folder"),),
+    "trace": (("shoal trace runs/NAME", "writes trace.json into the run folder; open it at ui.perfetto.dev"),),
     "verify": (("shoal verify runs/NAME", "exit code 1 if something does not agree"),),
     "sample": (
         ("shoal sample runs/NAME", "five texts"),

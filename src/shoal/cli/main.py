@@ -41,6 +41,7 @@ _MODULE_OF = {
     "explain": "doctor",
     "verify": "report",
     "sample": "report",
+    "trace": "report",
 }
 # Other names of verbs, which users of other tools type.
 _SYNONYMS = {"status": "ps", "list": "ps", "history": "runs", "settings": "config"}

@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,6 +43,39 @@ def report(
         print_json({"report": str(page)})
     else:
         typer.echo(shown(page))
+
+
+@app.command()
+def trace(
+    run: Annotated[Path, typer.Argument(help="A run folder.", readable=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The file to write; compressed if it ends with .gz.", show_default="RUN/trace.json"),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print path, events and clock offsets as JSON.")] = False,
+) -> None:
+    """Write all ranks on one time axis, as a trace for https://ui.perfetto.dev or chrome://tracing.
+
+    It shows computing, communication, waiting, checkpoints and recovery of every rank. The clocks of the machines are
+    put on one axis by the ends of common all-reduces. With `shoal train --profile-steps 20-22` it has what
+    torch.profiler saw in these steps too.
+    """
+    from shoal.tools.report.trace import write_trace
+
+    summary = write_trace(RunFolder.find(run), out)
+    if json:
+        print_json({**asdict(summary), "path": str(summary.path)})
+        return
+    typer.echo(shown(summary.path))
+    offsets = [
+        f"{node} {1e3 * offset_s:+.1f} ms (± {1e3 * summary.spreads_s[node]:.1f})"
+        for node, offset_s in summary.offsets_s.items()
+    ]
+    if len(offsets) > 1:
+        typer.echo(f"clock offsets that were corrected: {', '.join(offsets)}", err=True)
+    if summary.unaligned:
+        names = ", ".join(summary.unaligned)
+        typer.echo(f"{names}: no step in common with the others, so its clock is taken as it is", err=True)
 
 
 @app.command()

@@ -34,6 +34,7 @@ _SETTINGS_OF_FLAGS = {
     "sync": "sync.mode",
     "wire": "sync.wire",
     "accumulate": "sync.accumulate",
+    "profile_steps": "train.profile_steps",
 }
 # A resumed run has the values of its first start.
 _OF_NEW_RUNS = ("on", "out", "threads", "port", "python", "grace", "measure", "restarts")
@@ -69,6 +70,10 @@ def run(
     wire: Annotated[str | None, typer.Option(help=f"{WIRE_HELP} (session).", show_default=False)] = None,
     accumulate: Annotated[
         int | None, typer.Option(min=1, help="Batches between two exchanges (session).", show_default=False)
+    ] = None,
+    profile_steps: Annotated[
+        str | None,
+        typer.Option(help="Steps that torch.profiler records (session, --measure), such as 20-22; see shoal trace."),
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -117,7 +122,7 @@ def run(
 
     flags: Overrides = {
         "run": {"threads": threads},
-        "train": {"steps": steps},
+        "train": {"steps": steps, "profile_steps": profile_steps},
         "sync": {"mode": sync, "wire": wire, "accumulate": accumulate},
     }
     refuse_duplicate_settings(given_settings(context, _SETTINGS_OF_FLAGS), set_ or [])

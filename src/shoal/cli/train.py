@@ -56,6 +56,7 @@ FLAGS = {
     "compile_": "train.compile",
     "precision": "train.precision",
     "pin": "train.pin",
+    "profile_steps": "train.profile_steps",
     "seq_len": "model.seq_len",
     "sync": "sync.mode",
     "every": "sync.every",
@@ -125,6 +126,9 @@ def train(
         typer.Option(help="Precision of matrix products: fp32, bf16 or auto; by default bf16 on a GPU that has it."),
     ] = None,
     pin: Annotated[str | None, typer.Option(help="Pin each rank to its own cores: auto, on or off.")] = None,
+    profile_steps: Annotated[
+        str | None, typer.Option(help="Steps that torch.profiler records, such as 20-22; see shoal trace.")
+    ] = None,
     clean: Annotated[bool, typer.Option("--clean", help="End processes left over from earlier runs.")] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Start the run in the background; see shoal ps, logs, attach.")

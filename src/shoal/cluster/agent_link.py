@@ -219,7 +219,14 @@ class FileReceiver:
         name = re.escape(check_name(sender))
         numbers = "|".join(str(check_rank(rank)) for rank in ranks) or r"(?!)"
         process = rf"(?:rank-(?:{numbers})|torchrun|spawn|join)"
-        texts = rf"agents/{name}\.(?:jsonl|log)|events/rank-(?:{numbers})\.jsonl|logs/{name}/{process}\.(?:log|times)"
+        texts = "|".join(
+            (
+                rf"agents/{name}\.(?:jsonl|log)",
+                rf"samples/{name}\.jsonl",
+                rf"(?:events/rank-(?:{numbers})\.jsonl|profiles/rank-(?:{numbers})\.json)",
+                rf"logs/{name}/{process}\.(?:log|times)",
+            )
+        )
         self._texts = re.compile(texts + (r"|commits\.jsonl" if keeps else ""), re.ASCII)
         self._checkpoints = re.compile(rf"checkpoints/step-\d{{8}}/{_FILE}" if keeps else r"(?!)", re.ASCII)
         self._shift: dict[str, int] = {}  # by file: our offset minus the sender's

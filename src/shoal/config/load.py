@@ -35,6 +35,7 @@ _CHANGEABLE = (
     "train.keep_checkpoints",
     "train.gc_every",
     "train.pin",
+    "train.profile_steps",
     "run.weights",
     "run.threads",
     "sync.measure",
@@ -51,6 +52,7 @@ _WHY_FIXED = {
 
 # How texts with a pattern are written.
 _FORMS = {
+    "train.profile_steps": "write a step or a range of steps, such as 20-22",
     "run.weights": "write one number for each rank, with / between them, such as 1/0.5",
     "run.devices": "write one device for each rank, with / between them, such as cuda/cpu",
     "run.lineage": "write it as `shoal train --resume` prints it, such as 2-1",

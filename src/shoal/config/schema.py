@@ -214,12 +214,26 @@ class LoopConfig(Section):
     Set `cpu` to leave the GPU to others.
     """
 
+    profile_steps: Annotated[str, Field(pattern=r"^[1-9]\d{0,8}(-[1-9]\d{0,8})?$")] | None = None
+    """Steps that torch.profiler records on every rank, such as `20-22`; `shoal trace` shows them.
+
+    Set it to see which operations of a slow step take the time.
+    """
+
     pin: Literal["auto", "on", "off"] = "auto"
     """Whether every rank keeps cores of its own; `auto` where ranks could disturb each other and there are
     enough cores.
 
     Turn it off when other programs need those cores.
     """
+
+    @field_validator("profile_steps")
+    @classmethod
+    def _check_profile_steps(cls, value: str | None) -> str | None:
+        first, _, last = (value or "").partition("-")
+        if last and int(last) < int(first):
+            raise ValueError(f"the last step of {value} comes before the first")
+        return value
 
 
 class TrainConfig(LoopConfig):

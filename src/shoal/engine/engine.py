@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from shoal.engine.stragglers import Stragglers
 from shoal.engine.totals import StepTotals
 from shoal.engine.training_state import StateTree, TrainingState
 from shoal.errors import ShoalError, UsageError
+from shoal.host.node_stats import NodeStats, NodeWatch
 from shoal.sync.compression import kernel_or_plain
 from shoal.sync.fence import Fence, OpenFence, StepBoundary
 from shoal.sync.gradients import (
@@ -45,7 +47,7 @@ from shoal.sync.gradients import (
 )
 from shoal.sync.outer import EveryStep, NonFiniteExchange, OuterSync, make_outer_sync
 from shoal.sync.replicas import gather_integers
-from shoal.sync.step_stats import CommTimes, StepGather, StepStats, StepTimer
+from shoal.sync.step_stats import CommTimes, OwnTimes, StepGather, StepStats, StepTimer
 from shoal.sync.world import World, set_collective_timeout, without_group
 
 # Seeds of neighbouring ranks and steps differ by far more than a step draws.
@@ -133,6 +135,8 @@ class Engine:
     tasks_done: dict[str, int] = field(default_factory=dict)
     stragglers: Stragglers = field(default_factory=Stragglers)
     times: dict[str, float] = field(default_factory=dict)  # Seconds of the last step by phase.
+    watch: NodeWatch | None = None  # Samples this machine beside training.
+    disk_s: float = 0.0  # This rank wrote checkpoints for so long since its last step.
     # Rates and other objects' states at the last common step, where a lost peer undoes a round; see `copy_schedule`.
     round_start: StateTree | None = None
     _tasks_done_at_round_start: int = 0  # `periodic_done_step` at that time.
@@ -143,6 +147,7 @@ class Engine:
     _leaves_at_boundary: bool = False  # All ranks have agreed to leave the generation together after a step.
     _nonfinite: StepResult | None = None  # This rank's first result that was not finite.
     _work: StepWork = field(default_factory=StepWork)
+    _backward_ended: float = 0.0  # When the last micro-batch had its backward.
     _has_checked_gradients: bool = False  # Every parameter had a gradient in the first step.
     # Terms of the loss in every sample; 0 if they vary, None before the first step of a world.
     _terms_per_sample: int | None = None
@@ -151,6 +156,8 @@ class Engine:
 
     def begin_step(self) -> None:
         """Begin the next step, or the same one again after a lost peer: from the same state either way."""
+        if self.recorder.profiler is not None:
+            self.recorder.profiler.before_step(self.progress.step + 1)
         self.timer.start()
         self._work = StepWork()
         if self.seeds_steps:
@@ -181,6 +188,7 @@ class Engine:
             self.sync.backward(scaled if self._scaler is None else self._scaler.scale(scaled), is_last)
             # A new tensor, on the device of the loss.
             work.loss_sum = loss.detach().double() + work.loss_sum
+        self._backward_ended = time.perf_counter()
 
     def update(
         self,
@@ -199,15 +207,21 @@ class Engine:
             # Some exchanges would fill in zeros, others wait forever: refuse it in all of them, and on one rank too.
             check_gradients(self.model)
             self._has_checked_gradients = True
+        # What the program did since its last backward is its own work, and no part of the exchange.
+        between_s = time.perf_counter() - self._backward_ended
         with self.timer.phase("backward"):
             comm = self.sync.finish()
+        comm = replace(comm, tail_s=max(0.0, comm.tail_s - between_s))
         # The exchange of this step has succeeded: every rank had applied the step before it.
         self._commit()
         total_terms = self._finish_totals()
         result = self._clip(step, clip)
         part_of_loss = self._part_of_loss(result.loss, total_terms)
         gathered = part_of_loss if result.is_finite or self._scaler is not None else math.nan
-        self.step_gather.begin(gathered, comm, self.stop.wanted, self.fence.stop_after_step)
+        own_times = OwnTimes(self.timer.seconds.get("data", 0.0), self._take_gc_s(), self.disk_s)
+        self.disk_s = 0.0
+        node = NodeStats() if self.watch is None else self.watch.recent()
+        self.step_gather.begin(gathered, comm, self.stop.wanted, self.fence.stop_after_step, own_times, node)
         self._apply(result, after)
         outer_times = self._outer_step(step)
         self.fence.set_step(self.outer.common_step(step))
@@ -522,6 +536,8 @@ class Engine:
 
     def _record(self, step: int, exchanges: tuple[CommTimes, ...], **fields: Any) -> None:
         self.times = self.timer.finish()
+        if (exchanged_s := self._exchanged_s(*exchanges)) is not None:
+            fields["exchanged_s"] = round(exchanged_s, 7)
         for name, seconds in (
             ("allreduce", [comm.allreduce_s for comm in exchanges if comm.allreduce_s is not None]),
             ("hidden", [comm.hidden_s for comm in exchanges if comm.hidden_s is not None]),
@@ -530,13 +546,26 @@ class Engine:
                 self.times[name] = sum(seconds)
         self.recorder.step(step, self.times, samples=self.global_batch, **fields)
 
+    def _exchanged_s(self, comm: CommTimes, outer_times: CommTimes) -> float | None:
+        """Return the time from the step's begin to the end of the exchange that all ranks left together; None if there
+        was none. `shoal trace` puts the clocks of all nodes on one axis by it."""
+        if self.world.size < 2 or self.outer.differs_now:
+            return None
+        times = outer_times if self.outer.replicas_differ else comm
+        return times.ready_at + times.tail_s - self.timer.began if times.ready_at else None
+
+    def _take_gc_s(self) -> float:
+        return 0.0 if self.watch is None else self.watch.take_gc_s()
+
     def _warn_of_stragglers(self, known: list[StepStats]) -> None:
-        """Judge on all ranks and warn on the first: when that rank leaves, the next one repeats no warning."""
+        """Judge on all ranks, and warn on one: the slow rank itself, which alone knows the programs on its machine."""
         work, exposed_s = self.plan.micro_batches, self.times.get("exposed", 0.0)
+        top_process = "" if self.watch is None else self.watch.top_process
         for stats in known:
-            for slow in self.stragglers.observe(stats.by_rank, work, self.times["step"], exposed_s):
-                if self.world.is_main:
-                    self.recorder.warn(slow, step=self.progress.step)
+            step_s, step = self.times["step"], self.progress.step
+            for slow in self.stragglers.observe(stats.by_rank, work, step_s, exposed_s, step, top_process):
+                if self.world.is_main if slow.rank is None else self.world.rank == slow.rank:
+                    self.recorder.warn(slow, step=step, **slow.fields)
 
     def _refuse_step(self) -> None:
         """Raise the error that names the culprits; all ranks get here in the same step and can still exchange."""

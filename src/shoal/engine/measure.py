@@ -25,6 +25,7 @@ import hashlib
 import importlib.abc
 import importlib.machinery
 import io
+import json
 import os
 import platform
 import resource
@@ -34,7 +35,7 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -42,10 +43,12 @@ from typing import TYPE_CHECKING, Any
 
 import shoal
 from shoal.control.processes import RUN_MARK
-from shoal.control.rank_env import Placement
+from shoal.control.rank_env import SETTINGS, Placement
 from shoal.errors import Interrupted, RunFailed
 from shoal.events import EventLog, to_stderr
 from shoal.host.facts import WireCounter, boot_id, cpu_name, physical_cores
+from shoal.host.node_stats import NodeWatch, cpu_wait_s
+from shoal.host.proc import environment_of
 from shoal.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -54,6 +57,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
+
+    from shoal.engine.recorder import StepProfiler
 
     # When something happened: by the clock of the CPU, or by an event in the GPU's queue.
     Mark = float | torch.cuda.Event
@@ -126,6 +131,11 @@ class Measurement:
         self._wire_read_at = 0  # the step at which the counter was read last
         # The reducer holds only the C++ half of a group.
         self._groups: weakref.WeakKeyDictionary[DistributedDataParallel, object] = weakref.WeakKeyDictionary()
+        self._profile_steps = json.loads(os.environ.get(SETTINGS, "{}")).get("train", {}).get("profile_steps")
+        self._profiler: StepProfiler | None = None
+        self._watch: NodeWatch | None = None
+        self._samples: EventLog | None = None
+        self._began, self._waited_s = 0.0, 0.0
 
     def turn_off(self, why: str) -> None:
         """Stop measuring; the script goes on."""
@@ -142,6 +152,7 @@ class Measurement:
             self._parameter_count = 0
             self._current.began = _mark(next(ddp.module.parameters()))
         self._groups[ddp] = group
+        self._profile(0)
         self._keep(ddp, dict(ddp.module.named_parameters()))
 
     def name_comm_hook(self, name: str) -> None:
@@ -196,7 +207,21 @@ class Measurement:
         self._current.ended = now
         self._pending.append(self._current)
         self._current = _TimedStep(now)
+        self._profile(self._step + len(self._pending))
         self._write_steps(is_last=False)
+
+    def _profile(self, done: int) -> None:
+        """Profile the steps that `--profile-steps` names; `done` steps are over."""
+        if not self._profile_steps:
+            return
+        if self._profiler is None:
+            # Not before the script has imported torch.
+            from shoal.engine.recorder import StepProfiler
+
+            path = self._run.profile(self._placement.rank)
+            self._profiler = StepProfiler(self._profile_steps, path, lambda error: to_stderr(error.seen))
+        self._profiler.after_step(done)
+        self._profiler.before_step(done + 1)
 
     def _write_steps(self, is_last: bool) -> None:
         """Write the steps whose times are known: that of a CPU one step later, when callbacks have run for sure."""
@@ -214,6 +239,9 @@ class Measurement:
                 # The first reading covers one step less than the others: the counter is opened with the first step.
                 times |= {"wire_bytes": sent // (self._step - self._wire_read_at)} if sent is not None else {}
                 self._wire_read_at = self._step
+            if isinstance(step.ended, float):
+                # The event is written a step later: it has the time at which its step ended.
+                times["time"] = round(time.time() - (time.perf_counter() - step.ended), 6)
             if self._log is not None and times["step_s"] > 0:
                 self._log.write("step", step=self._step, **times)
 
@@ -239,6 +267,7 @@ class Measurement:
             reached = max(reached, end_s)
         tail_s = spans[last][1] - ready_at
         times |= {"allreduce_s": busy_s, "hidden_s": max(0.0, busy_s - tail_s), "tail_s": tail_s}
+        times["exchanged_s"] = spans[last][1]
         if self._together_at is not None:
             times["ready_s"] = ready_at + _seconds(self._together_at, step.began)
         self._together_at = done[last][1] if spans[last][1] < most_s else updated
@@ -277,8 +306,30 @@ class Measurement:
             versions={"python": platform.python_version(), "torch": torch.__version__, "shoal": shoal.__version__},
             hardware={**self._hardware, "gpu": torch.cuda.get_device_name() if is_cuda else None},
         )
+        self._began, self._waited_s = time.perf_counter(), cpu_wait_s()
+        self._watch = NodeWatch(lambda pid: RUN_MARK in environment_of(pid), self._keep_sample)
+        self._watch.start()
         if place.local_rank == 0:
             self._wire, self._wire_read_at = WireCounter(interface), self._step
+
+    def _keep_sample(self, sample: Mapping[str, Any]) -> None:
+        if self._placement.local_rank == 0:
+            if self._samples is None:
+                self._samples = EventLog(self._run.samples(self._placement.node), self._placement.rank, most_kept=100)
+            self._samples.write("sample", **sample)
+
+    def _describe_node(self) -> dict[str, Any]:
+        """Return what was seen of this machine beside the training, to explain a rank that is late."""
+        if self._watch is None:
+            return {}
+        self._watch.close()
+        ran_s = max(1e-3, time.perf_counter() - self._began)
+        return {
+            "starved": round(min(1.0, (cpu_wait_s() - self._waited_s) / ran_s), 4),
+            "gc_s": round(self._watch.take_gc_s() / max(1, self._step), 6),
+            "machine": [round(value, 4) for value in self._watch.overall().numbers()],
+            "top_process": self._watch.top_process,
+        }
 
     @_guarded
     def finish(self) -> None:
@@ -289,6 +340,8 @@ class Measurement:
             import torch
 
             torch.cuda.synchronize()
+        if self._profiler is not None:
+            self._profiler.close()
         self._write_steps(is_last=True)
         for finalizer in self._models:
             finalizer()
@@ -312,6 +365,7 @@ class Measurement:
             # None where the ranks exchange in a way that is not measured.
             exchanges=self._exchange_count if self._has_ddp else None,
             is_sharded=self._is_sharded,
+            **self._describe_node(),
             peak_memory_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         )
         self._log.close()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,54 @@ _REMEMBERED_COMMITS = 256
 _TAIL_BYTES = 1 << 20
 
 
+class StepProfiler:
+    """Records the steps `first-last` of this rank with torch.profiler, for `shoal trace`.
+
+    A failure of the profiler is a warning: it must not end a training.
+    """
+
+    def __init__(self, steps: str, path: Path, warn: Callable[[ShoalError], None]) -> None:
+        first, _, last = steps.partition("-")
+        self._steps = range(int(first), int(last or first) + 1)
+        self._path = path
+        self._warn = warn
+        self._profile: Any = None
+
+    def before_step(self, step: int) -> None:
+        if step in self._steps and self._profile is None:
+            import torch
+            from torch.profiler import ProfilerActivity, profile
+
+            activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * torch.cuda.is_available()]
+            with self._warned():
+                self._profile = profile(activities=activities)
+                self._profile.start()
+
+    def after_step(self, step: int) -> None:
+        if self._profile is not None and step + 1 not in self._steps:
+            self.close()
+
+    def close(self) -> None:
+        """Stop, and write what was recorded."""
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            # Renamed when it is whole: an agent may send it to another machine.
+            new = self._path.with_suffix(".new.json")
+            with self._warned():
+                profile.stop()
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                profile.export_chrome_trace(str(new))
+                new.replace(self._path)
+
+    @contextmanager
+    def _warned(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            self._profile = None
+            self._warn(RunFailed(f"the steps are not profiled: {error}", fix="train without --profile-steps"))
+
+
 class Recorder:
     def __init__(self, run: RunFolder, world: World, member: MembershipClient | None = None) -> None:
         self._run = run
@@ -47,6 +95,8 @@ class Recorder:
         # Steps whose `step` event has only this rank's own loss.
         self._lacks_loss: set[int] = set()
         self._recorded_step = 0
+        self.profiler: StepProfiler | None = None
+        self._samples: EventLog | None = None
         # Receives every event of this rank, where it prints its own progress.
         self.on_event: Callable[[Event], None] = lambda event: None
         self._enter_world(world)
@@ -103,6 +153,16 @@ class Recorder:
             if record["generation"] == generation and not record.get("partial") and record["step"] in self._lacks_loss:
                 self._record_loss(record["step"], record["loss"])
 
+    def sample(self, sample: Mapping[str, Any]) -> None:
+        """Keep a sample of this rank's machine."""
+        if self._samples is None:
+            self._samples = EventLog(self._run.samples(self._world.node), self._world.id, most_kept=100)
+        self._samples.write("sample", **sample)
+
+    def profile(self, steps: str) -> None:
+        """Record these steps with torch.profiler."""
+        self.profiler = StepProfiler(steps, self._run.profile(self._world.id), self.warn)
+
     def leave_world(self) -> None:
         self._world = without_group(self._world)
 
@@ -119,6 +179,8 @@ class Recorder:
         loss = own_loss if world_loss is None else world_loss
         self.event("step", step=step, loss=loss, **fields, **seconds)
         self._recorded_step = step
+        if self.profiler is not None:
+            self.profiler.after_step(step)
         if world_loss is None:
             self._lacks_loss.add(step)
 
@@ -219,6 +281,8 @@ class Recorder:
             )
 
     def close(self) -> None:
+        if self.profiler is not None:
+            self.profiler.close()
         if self._ledger is not None:
             self._ledger.close()
         self._events.close()

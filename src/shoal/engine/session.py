@@ -249,6 +249,8 @@ class Session:
             raise
         finally:
             if self._engine is not None:
+                if self._engine.watch is not None:
+                    self._engine.watch.close()
                 self._engine.recorder.close()
             self._start.held.close()
 

@@ -19,6 +19,7 @@ import torch
 
 import shoal
 from shoal.config.schema import EngineConfig
+from shoal.control.processes import RUN_MARK
 from shoal.cost.batch_plan import BatchPlan, plan_global_batch, redivide_batch, weights_of
 from shoal.engine.auto_sync import SyncChooser
 from shoal.engine.checkpoint import CheckpointFolder, Progress
@@ -28,6 +29,8 @@ from shoal.engine.resume import NewestCheckpoint, resume_training
 from shoal.engine.state_transfer import fill_ledger_gaps
 from shoal.engine.training_state import TrainingState, digest_tensors
 from shoal.host.facts import boot_id, cores_for_rank, cpu_name, physical_cores, usable_cores
+from shoal.host.node_stats import NodeWatch
+from shoal.host.proc import environment_of, parent_of
 from shoal.run_folder import RunFolder
 from shoal.sync.fence import Fence, OpenFence
 from shoal.sync.replicas import broadcast_tensors, gather_integers, have_equal_digests
@@ -45,6 +48,9 @@ def make_engine(
 ) -> Engine:
     """Make everything that needs no other rank: all but the exchanges."""
     config = config.model_copy(update={"sync": config.sync.first_settings})
+    watch = _watch_node(recorder, world)
+    if config.train.profile_steps:
+        recorder.profile(config.train.profile_steps)
     engine = Engine(
         config=config,
         world=world,
@@ -56,12 +62,25 @@ def make_engine(
         stop=stop,
         progress=Progress(step=0, cursor=0),
         fence=fence or OpenFence(),
+        watch=watch,
     )
     # All of this lives as long as the process. Frozen, it is not scanned again: a collection of the later objects
     # takes milliseconds instead of a fifth of a second.
     gc.collect()
     gc.freeze()
     return engine
+
+
+def _watch_node(recorder: Recorder, world: World) -> NodeWatch:
+    """Sample this machine beside training. One rank of a node keeps the samples."""
+
+    def is_own(pid: int) -> bool:
+        # Under torchrun and the like, the ranks of a machine have one parent.
+        return RUN_MARK in environment_of(pid) or parent_of(pid) == os.getppid()
+
+    watch = NodeWatch(is_own, recorder.sample if world.is_node_main else lambda sample: None)
+    watch.start()
+    return watch
 
 
 @dataclass(frozen=True)

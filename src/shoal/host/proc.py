@@ -109,6 +109,10 @@ def stat_fields(pid: int) -> list[str]:
     return fields
 
 
+def parent_of(pid: int) -> int:
+    return int(stat_fields(pid)[_PARENT])
+
+
 def start_ticks(pid: int) -> int | None:
     """Return when the process started, in kernel ticks since boot. With its number this identifies a process."""
     try:

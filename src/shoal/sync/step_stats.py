@@ -18,15 +18,15 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.host.node_stats import NodeStats, cpu_wait_s
 from shoal.sync.interruptible import await_work, own_sockets
 from shoal.sync.world import World, without_group
 
@@ -113,10 +113,23 @@ class HostStats:
         return astuple(self)
 
 
+class OwnTimes(NamedTuple):
+    """What this rank did since its last step besides computing."""
+
+    data_s: float = 0.0  # loading data
+    gc_s: float = 0.0  # collecting garbage
+    disk_s: float = 0.0  # writing a checkpoint
+
+
+NO_TIMES, NO_STATS = OwnTimes(), NodeStats()
+
+
 @dataclass(frozen=True)
 class RankStats:
     ready_s: float  # from when all ranks were at the same point to the end of this rank's own work
     host: HostStats
+    own: OwnTimes = NO_TIMES
+    node: NodeStats = NO_STATS
 
 
 @dataclass(frozen=True)
@@ -128,6 +141,17 @@ class StepStats:
     wait_s: float
     stop_after_step: bool  # a rank was asked that all stop together after a step
     by_rank: tuple[RankStats, ...]  # by rank
+
+
+def _rank_stats(row: list[float]) -> RankStats:
+    _, ready_s, _, _, *numbers = row
+    own, host = len(OwnTimes._fields), len(fields(HostStats))
+    return RankStats(
+        ready_s,
+        HostStats(*numbers[own : own + host]),
+        OwnTimes(*numbers[:own]),
+        NodeStats(*numbers[own + host :]),
+    )
 
 
 @dataclass(frozen=True)
@@ -146,7 +170,7 @@ class _PendingGather:
             stop=bool(stop.any()),
             wait_s=float(ready_s.max()) - self.ready_s,
             stop_after_step=bool(stop_after_step.any()),
-            by_rank=tuple(RankStats(ready, HostStats(*host)) for _, ready, _, _, *host in matrix.tolist()),
+            by_rank=tuple(_rank_stats(row) for row in matrix.tolist()),
         )
 
 
@@ -175,13 +199,21 @@ class StepGather:
         self._waited_s = 0.0
         self.late_s = 0.0  # how long the last `finish` waited for ranks that are behind
 
-    def begin(self, loss_sum: float, comm: CommTimes, stop: bool, stop_after_step: bool = False) -> None:
+    def begin(
+        self,
+        loss_sum: float,
+        comm: CommTimes,
+        stop: bool,
+        stop_after_step: bool = False,
+        own_times: OwnTimes = NO_TIMES,
+        node: NodeStats = NO_STATS,
+    ) -> None:
         ready_s = comm.ready_at - self._together_at - self._waited_s
         self._together_at = comm.ready_at + comm.tail_s
         self._begun += 1
         if self._begun % _HOST_STATS_EVERY == 0:
             self._host_stats = self._kernel.look()
-        numbers = [loss_sum, ready_s, stop, stop_after_step, *self._host_stats.numbers()]
+        numbers = [loss_sum, ready_s, stop, stop_after_step, *own_times, *self._host_stats.numbers(), *node.numbers()]
         own = torch.tensor(numbers, dtype=torch.float64, device=self._world.control_device)
         rows = [torch.zeros_like(own) for _ in range(self._world.size)]
         work = dist.all_gather(rows, own, group=self._world.group, async_op=True)
@@ -276,13 +308,13 @@ class KernelCounters:
     def __init__(self) -> None:
         self._connections: dict[int, _Sent] = {}
         self._looks: deque[dict[int, _Sent]] = deque(maxlen=_LOSS_LOOKS)
-        self._delay_s, self._at = _run_delay_s(), time.perf_counter()
+        self._delay_s, self._at = cpu_wait_s("thread-self"), time.perf_counter()
         self._address = 0
         self.look()
 
     def look(self) -> HostStats:
         """Return the statistics since the last look."""
-        delay_s, at = _run_delay_s(), time.perf_counter()
+        delay_s, at = cpu_wait_s("thread-self"), time.perf_counter()
         starved = (delay_s - self._delay_s) / (at - self._at) if at > self._at else 0.0
         self._delay_s, self._at = delay_s, at
         sent_to = self._sent_since_last()
@@ -350,13 +382,6 @@ def _connections() -> Iterator[tuple[int, int, int, _Sent]]:
 
 def _as_number(address: str) -> int:
     return int.from_bytes(socket.inet_aton(address))
-
-
-def _run_delay_s() -> float:
-    """Return how long this thread has waited for a processor; 0 where the kernel does not report it."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    return 0.0
 
 
 class StepTimer:

@@ -13,8 +13,9 @@ import pytest
 
 from shoal.config.schema import RunConfig
 from shoal.cost.batch_plan import rank_weights
-from shoal.engine.stragglers import Stragglers
-from shoal.sync.step_stats import HostStats, KernelCounters, RankStats
+from shoal.engine.stragglers import SlowRank, Stragglers
+from shoal.host.node_stats import NodeStats
+from shoal.sync.step_stats import NO_TIMES, HostStats, KernelCounters, OwnTimes, RankStats
 
 NAMES = ("rank 0 on attic", "rank 1 on cellar", "rank 2 on den")
 # The ring of an all-reduce: every rank sends to the next.
@@ -37,7 +38,7 @@ def watch(
     *phases: tuple[list[RankStats], int], exposed: Sequence[float] = (), work: Sequence[int] = ()
 ) -> list[tuple[int, str]]:
     """Observe every phase for its number of steps; return the warnings with their step within the phase."""
-    stragglers = Stragglers()
+    stragglers = Stragglers(evidence_s=0)
     stragglers.reset(NAMES[: len(phases[0][0])])
     warnings: list[tuple[int, str]] = []
     for number, (figures, steps) in enumerate(phases):
@@ -58,8 +59,8 @@ def test_a_starved_rank_is_named_within_twenty_steps() -> None:
     [(steps, text)] = watch((EVEN, 60), (make_stats([10, 30, 10], starved=[0.1, 0.8, 0.1]), 60))
     assert steps <= 20
     assert text == (
-        "all ranks wait for rank 1 on cellar: it takes 3.0 times as long as the others for its part of a step "
-        "(30 ms, and not 10); for 80% of the time it waits for a processor, because of other programs or a limit"
+        "all ranks wait for rank 1 on cellar since step 61: it takes 3.0 times as long as the others for its part of a "
+        "step (30 ms, and not 10), which costs 62% of the time; likely cause: it waits for a processor 80% of the time"
     )
 
 
@@ -143,7 +144,7 @@ def test_a_rank_with_more_micro_batches_has_no_slow_processor() -> None:
 
 
 def advice(own_ms: Sequence[float], work: Sequence[int], ids: Sequence[int] = (), weights: Sequence[float] = ()) -> str:
-    stragglers = Stragglers()
+    stragglers = Stragglers(evidence_s=0)
     stragglers.reset([f"rank {number}" for number in ids or range(len(own_ms))], ids, weights)
     [slow] = [slow for _ in range(60) for slow in stragglers.observe(make_stats(own_ms), work, 0.03, 0.0)]
     return slow.fix
@@ -180,7 +181,7 @@ def test_a_weight_below_one_micro_batch_is_not_raised() -> None:
 @pytest.mark.parametrize("onset", range(0, 40, 3))
 def test_the_reported_cause_is_right_for_any_onset(onset: int) -> None:
     """The kernel's counters are read every five steps: their values may be older than the slowdown."""
-    stragglers = Stragglers()
+    stragglers = Stragglers(evidence_s=0)
     stragglers.reset(NAMES)
     starved, reported_at = 0.0, None
     for step in range(200):
@@ -196,17 +197,92 @@ def test_the_reported_cause_is_right_for_any_onset(onset: int) -> None:
 
 
 def test_a_new_world_does_not_repeat_the_warning() -> None:
-    stragglers, slow = Stragglers(), make_stats([10, 30, 10])
+    stragglers, slow = Stragglers(evidence_s=0), make_stats([10, 30, 10])
     for expected in (1, 0):
         stragglers.reset(NAMES)
         assert sum(len(stragglers.observe(slow, [1, 1, 1], 0.03, 0.0)) for _ in range(60)) == expected
 
 
 def test_ranks_without_nodes_are_named_by_rank() -> None:
-    stragglers = Stragglers()
+    stragglers = Stragglers(evidence_s=0)
     stragglers.reset(("rank 0", "rank 1"))
     [slow] = [slow for _ in range(60) for slow in stragglers.observe(make_stats([10, 30]), [1, 1], 0.03, 0.0)]
-    assert slow.seen.startswith("all ranks wait for rank 1: it takes")
+    assert slow.seen.startswith("all ranks wait for rank 1 since step 17: it takes")
+
+
+def make_late(late_ms: float, own: OwnTimes = NO_TIMES, **node: float) -> list[RankStats]:
+    """Return the figures of two ranks, of which the second is late."""
+    on_time = RankStats(0.1, HostStats(starved=0.05))
+    return [on_time, RankStats(0.1 + late_ms / 1e3, HostStats(starved=0.05), own, NodeStats(**node))]
+
+
+def judge(phases: Sequence[tuple[list[RankStats], int]], step_s: float | None = None) -> list[tuple[int, SlowRank]]:
+    """Observe the phases in turn as a run does; return the verdicts with their steps."""
+    stragglers = Stragglers()
+    stragglers.reset(NAMES[:2])
+    verdicts: list[tuple[int, SlowRank]] = []
+    number = 0
+    for figures, steps in phases:
+        for _ in range(steps):
+            number += 1
+            took_s = step_s or max(stats.ready_s for stats in figures) + 0.01
+            found = stragglers.observe(figures, [1, 1], took_s, 0.001, number, "yes (process 7)")
+            verdicts += [(number, slow) for slow in found]
+    return verdicts
+
+
+@pytest.mark.parametrize(
+    ("late", "kind"),
+    [
+        (make_late(200, OwnTimes(data_s=0.19)), "data"),
+        (make_late(200, OwnTimes(gc_s=0.15)), "garbage collection"),
+        (make_late(200, throttled=0.6), "CPU quota"),
+        (make_late(200, frozen=0.5), "freezes"),
+        (make_late(200, major_faults=900.0), "memory"),
+        (make_late(200), "unknown"),
+    ],
+)
+def test_a_rank_that_is_late_is_named_with_its_cause_within_a_minute(late: list[RankStats], kind: str) -> None:
+    [(step, slow)] = judge([(make_late(0), 100), (late, 200)])
+    assert (slow.rank, slow.fields["cause"], slow.fields["since"]) == (1, kind, 101)
+    assert slow.fields["cost"] == pytest.approx(0.2 / 0.31, abs=0.01)
+    # Not before the samples show the change, and not later than a minute.
+    assert 10 <= (step - 100) * 0.31 <= 60
+
+
+@pytest.mark.parametrize("step_s", [0.3, 3.0, 14.0])
+def test_long_steps_are_judged_within_a_minute_too(step_s: float) -> None:
+    on_time = [RankStats(step_s / 3, HostStats())] * 2
+    late = [on_time[0], RankStats(0.9 * step_s, HostStats(), node=NodeStats(throttled=0.6))]
+    [(step, slow)] = judge([(on_time, 40), (late, 100)], step_s)
+    assert slow.fields["cause"] == "CPU quota"
+    assert (step - 40) * step_s <= 75
+
+
+def test_short_freezes_are_found_although_most_steps_are_as_fast_as_ever() -> None:
+    frozen = make_late(600, frozen=0.25)
+    usual = make_late(0, frozen=0.25)
+    phases = [(make_late(0), 100)] + [(usual, 9), (frozen, 1)] * 40
+    [(step, slow)] = judge(phases)
+    assert (slow.rank, slow.fields["cause"]) == (1, "freezes")
+    assert "late in" in slow.seen
+    assert (step - 100) * 0.17 <= 60
+
+
+def test_slow_writes_of_checkpoints_are_found() -> None:
+    writing = [make_late(0)[0], RankStats(0.1, HostStats(), OwnTimes(disk_s=3.0))]
+    [(_, slow)] = judge([(make_late(0), 60)] + [(writing, 1), (make_late(0), 49)] * 4)
+    assert (slow.rank, slow.fields["cause"]) == (1, "disk")
+    assert "checkpoints took up to 3" in slow.seen
+
+
+def test_noise_on_both_ranks_gives_no_verdict() -> None:
+    draw = random.Random(3)
+
+    def noisy() -> list[RankStats]:
+        return [RankStats(0.1 * draw.lognormvariate(0, 0.25), HostStats(starved=draw.random())) for _ in range(2)]
+
+    assert judge([(noisy(), 1) for _ in range(3000)]) == []
 
 
 def test_the_kernel_counters_give_the_rate_of_a_connection() -> None:

@@ -146,7 +146,7 @@ class FileSender:
         self._sent = dict(have)  # bytes of each file that were sent
         self._logs = self._name(run.logs(node))
         # Neither its orders, which hold the run's token, nor its votes, which no other node needs.
-        self._always = [self._name(run.journal(node)), self._name(run.agent_log(node))]
+        self._always = [self._name(run.journal(node)), self._name(run.agent_log(node)), self._name(run.samples(node))]
         if keeps:
             self._always.append(run.commits.name)
         self._checkpoint: list[str] = []
@@ -187,7 +187,8 @@ class FileSender:
     def _names(self) -> list[str]:
         logs = [f"{self._logs}/{name}" for name in list_below(self._run.path, self._logs) if is_plain_name(name)]
         events = [self._name(self._run.events(rank)) for rank in sorted(self._ranks)]
-        return [*self._always, *events, *logs, *self._checkpoint]
+        profiles = [self._name(self._run.profile(rank)) for rank in sorted(self._ranks)]
+        return [*self._always, *events, *profiles, *logs, *self._checkpoint]
 
     def _name(self, path: Path) -> str:
         return str(path.relative_to(self._run.path))

@@ -316,14 +316,16 @@ def _first_process(node: str, site: LabSite) -> tuple[str, ...]:
 
     In its first line /proc is still the host's, so it learns its number there. Ignoring SIGCHLD makes the kernel reap
     orphans. /sys shows the interfaces of the namespace that mounted it; some containers forbid the mount, and then only
-    tools that read /sys/class/net are misled.
+    tools that read /sys/class/net are misled. The control groups below /sys stay visible, as on a real machine: a CPU
+    limit can be told from other programs only there.
     """
+    keep_groups = "mount -t sysfs sysfs /mnt && mount --rbind /sys/fs/cgroup /mnt/fs/cgroup && mount --move /mnt /sys"
     script = (
         "read -r pid rest < /proc/self/stat",
         f"hostname {node}",
         f"mount --bind {_quote(site.folder / 'hosts')} /etc/hosts",
         "mount -t proc proc /proc",
-        "mount -t sysfs sysfs /sys 2> /dev/null || true",
+        f"{{ {keep_groups}; }} 2> /dev/null || mount -t sysfs sysfs /sys 2> /dev/null || true",
         f"echo $pid > {_quote(site.pid(node).file)}",
         "exec env --ignore-signal=CHLD sleep infinity",
     )

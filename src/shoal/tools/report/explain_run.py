@@ -69,6 +69,7 @@ def explain_step_time(summary: RunSummary) -> str:
         _explain_allreduce(summary),
         _explain_bytes(summary),
         _name_slowest_rank(summary, step_s.median),
+        _explain_tail(summary),
         warn_of_other_programs({"": summary.other_load}),
     ]
     return " ".join(sentence for sentence in sentences if sentence)
@@ -121,6 +122,23 @@ def _name_slowest_rank(summary: RunSummary, step_s: float) -> str:
     if waits[other] - waits[slowest] < _NEGLIGIBLE * step_s:
         return ""
     return f"Rank {slowest} was the slowest: rank {other} waited {format_ms(waits[other])} a step for it."
+
+
+def _explain_tail(summary: RunSummary) -> str:
+    """Explain what the slowest of N costs, and what one more rank would. Empty where it is not worth a word."""
+    tail = summary.tail
+    if tail is None or tail.slowest_s < (1 + _NEGLIGIBLE) * tail.median_s:
+        return ""
+    count, how = len(tail.by_rank), "as"
+    if tail.slowest_s > (1 + _NEGLIGIBLE) * tail.independent_s:
+        how = "more than"
+    elif tail.slowest_s < (1 - _NEGLIGIBLE) * tail.independent_s:
+        how = "less than"
+    return (
+        f"A rank's own part of a step took {format_ms(tail.median_s)}, and the slowest of {count} "
+        f"{format_ms(tail.slowest_s)} on average, {how} independent ranks would ({format_ms(tail.independent_s)}); "
+        f"one more such rank would make it {format_ms(tail.one_more_s)}."
+    )
 
 
 def _wait_times(summary: RunSummary) -> dict[int, float]:

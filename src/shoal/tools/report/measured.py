@@ -7,13 +7,17 @@ the same data end equal too. So the number of all-reduces counts as well.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from statistics import median
 
 import numpy as np
 
 from shoal.config.defaults import MIN_WAIT_PART, SLOW_RATIO
+from shoal.cost.causes import UNKNOWN, RankTimes, find_cause
 from shoal.events import Event
+from shoal.host.node_stats import NodeStats
 from shoal.tools.report.membership import Logs, logs_of_last_launch
+from shoal.tools.report.rank_log import RankLog, as_float, is_number
 from shoal.units import format_ms, rank_list
 
 _MIN_STEPS = 12
@@ -64,12 +68,32 @@ def find_stragglers(logs: Logs) -> Iterator[Event]:
     if slow_s < SLOW_RATIO * others_s or slow_s - others_s < MIN_WAIT_PART * median(steps_s):
         return
     node = logs[slowest].start.get("node")
+    others = [_rank_times(logs[rank], seconds) for rank, seconds in parts_s.items() if rank != slowest]
+    late, top = _rank_times(logs[slowest], slow_s), logs[slowest].end.get("top_process")
+    cause = find_cause(late, others, slow_s - others_s, median(steps_s), str(top or ""))
+    is_known = cause.kind != UNKNOWN
     yield {
         "event": "warning",
         "rank": slowest,
         "time": None,
         "seen": f"all ranks wait for rank {slowest} on {node}: it takes {slow_s / max(1e-6, others_s):.1f} times as "
-        f"long as the others for its part of a step ({format_ms(slow_s)}, and not {format_ms(others_s)})",
+        f"long as the others for its part of a step ({format_ms(slow_s)}, and not {format_ms(others_s)})"
+        + (f"; likely cause: {cause.evidence}" if is_known else ""),
+        "cause": cause.kind,
         "why": "a step ends when the slowest rank has done its part",
-        "fix": "see which programs compute there: top; give that rank less to do, or leave its machine out",
+        "fix": cause.fix
+        if is_known
+        else "see which programs compute there: top; give that rank less to do, or leave its machine out",
     }
+
+
+def _rank_times(log: RankLog, ready_s: float) -> RankTimes:
+    """Return what a rank recorded at its end of its machine and its own work."""
+    machine = log.end.get("machine")
+    is_whole = isinstance(machine, list) and len(machine) == len(fields(NodeStats)) and all(map(is_number, machine))
+    return RankTimes(
+        ready_s,
+        gc_s=as_float(log.end.get("gc_s"), 0.0),
+        starved=as_float(log.end.get("starved"), 0.0),
+        node=NodeStats(*machine) if is_whole and isinstance(machine, list) else NodeStats(),
+    )

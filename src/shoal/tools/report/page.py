@@ -185,7 +185,25 @@ def _times(summary: RunSummary, figures: dict[str, Figure]) -> str:
     return (
         f"{_phases_legend()}<h3>A median step{window}</h3>{_chart('medians', figures)}"
         f"<h3>Over the steps of {_rank_choice(figures)}</h3>"
-        f'<div class="chart" id="steps" data-figure="{first}"></div>'
+        f'<div class="chart" id="steps" data-figure="{first}"></div>{_tail(summary)}'
+    )
+
+
+def _tail(summary: RunSummary) -> str:
+    """Return a table of the own part of a step on every rank, and of the slowest of all."""
+    tail = summary.tail
+    if tail is None:
+        return ""
+    rows = [
+        f"<tr><td>rank {rank}</td>{''.join(f'<td>{format_ms(seconds)}</td>' for seconds in parts)}</tr>"
+        for rank, parts in tail.by_rank.items()
+    ]
+    return (
+        "<h3>A rank's own part of a step, without waiting</h3><table><tr><th></th><th>median</th><th>95%</th>"
+        f"<th>99%</th><th>longest</th></tr>{''.join(rows)}</table>"
+        f"<p>The slowest of {len(tail.by_rank)} takes {format_ms(tail.slowest_s)} on average; if ranks varied "
+        f"independently of each other it would be {format_ms(tail.independent_s)}, and with one more such rank "
+        f"{format_ms(tail.one_more_s)}.</p>"
     )
 
 

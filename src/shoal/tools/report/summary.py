@@ -41,11 +41,26 @@ from shoal.units import TOKENS, Unit, unit_of
 Status = Literal["finished", "interrupted", "failed", "unfinished"]
 
 
+# Fewer steps have no tail to speak of.
+_LEAST_TAIL_STEPS = 20
+
+
 @dataclass(frozen=True)
 class MeanMedianP95:
     mean: float
     median: float
     p95: float
+
+
+@dataclass(frozen=True)
+class TailStats:
+    """How the own part of a step varies, on every rank and on the slowest of all, for which a step waits."""
+
+    by_rank: dict[int, tuple[float, float, float, float]]  # median, 95th and 99th percentile, longest
+    median_s: float  # over all ranks
+    slowest_s: float  # mean over the steps of the slowest rank's part
+    independent_s: float  # the same if the ranks varied independently of each other
+    one_more_s: float  # the same with one more rank of the same kind
 
 
 @dataclass(frozen=True)
@@ -105,6 +120,7 @@ class RunSummary:
     choice: Event
     faults: list[Event]
     warnings: list[Event]
+    tail: TailStats | None = None  # None for one rank, and where waits were not measured
 
     @property
     def start(self) -> Event:
@@ -190,6 +206,7 @@ def summarize(events: Iterable[Event]) -> RunSummary:
         # A lost peer is a consequence: show the peer's own fault first.
         faults=sorted(faults, key=lambda fault: fault.get("error") == PeerLost.__name__),
         warnings=[*(warning for log in logs.values() for warning in log.warnings), *find_stragglers(logs)],
+        tail=_tail_stats(timed),
     )
 
 
@@ -200,6 +217,50 @@ def timing_rows(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
         for position, step in enumerate(log.steps.tolist()):
             times = {name: round(float(values[position]), 6) for name, values in columns.items()}
             yield {"step": step, "rank": rank, **{name: time for name, time in times.items() if np.isfinite(time)}}
+
+
+def _tail_stats(logs: Logs) -> TailStats | None:
+    """Compare the slowest rank of each measured step with what independent ranks would give.
+
+    All ranks end a step together, so a rank's own part is its step without the wait.
+    """
+    own: dict[int, dict[int, float]] = {}
+    for rank, log in logs.items():
+        positions = log.measured()
+        own_s = (log.column("step_s") - log.column("wait_s"))[positions]
+        own[rank] = {
+            int(step): float(seconds)
+            for step, seconds in zip(log.steps[positions], own_s, strict=True)
+            if np.isfinite(seconds) and seconds > 0
+        }
+    common = sorted(set.intersection(*map(set, own.values()))) if len(own) > 1 else []
+    if len(common) < _LEAST_TAIL_STEPS:
+        return None
+    table = np.array([[by_step[step] for step in common] for by_step in own.values()])
+    values = np.unique(table)
+    # The chance that a rank is done by then, by rank: independent ranks multiply.
+    done = np.array([np.searchsorted(np.sort(row), values, side="right") / len(row) for row in table])
+    every = done.prod(axis=0)
+    return TailStats(
+        by_rank={
+            rank: (
+                float(np.median(row)),
+                float(np.percentile(row, 95)),
+                float(np.percentile(row, 99)),
+                float(row.max()),
+            )
+            for rank, row in zip(own, table, strict=True)
+        },
+        median_s=float(np.median(table)),
+        slowest_s=float(table.max(axis=0).mean()),
+        independent_s=_mean_of(values, every),
+        one_more_s=_mean_of(values, every * done.mean(axis=0)),
+    )
+
+
+def _mean_of(values: Floats, cumulative: Floats) -> float:
+    """Return the mean of a distribution on sorted values, given the chance of each value or less."""
+    return float((values * np.diff(cumulative, prepend=0.0)).sum())
 
 
 def _losses(logs: Logs, longest: RankLog) -> tuple[Steps, Floats]:

@@ -397,3 +397,24 @@ def test_with_shared_memory_one_rank_per_node_sends() -> None:
     apart = [start(rank, 3, node=node, inside="shared") for rank, node in enumerate("aab")]
     # A ring of two nodes: each sends the gradients once, one of them for two ranks.
     assert summarize(apart).theoretical_bytes_per_step == (GRAD_BYTES / 2 + GRAD_BYTES) / 2
+
+
+def test_the_slowest_of_independent_ranks_is_as_slow_as_their_distributions_give() -> None:
+    """Each rank takes 0.1 s, or 0.2 s in every tenth step, never both in the same one."""
+    events = [start(rank, world_size=2) for rank in range(2)]
+    for number in range(1, 401):
+        for rank in range(2):
+            own_s = 0.2 if number % 10 == rank else 0.1
+            events.append(step(number, rank, step_s=0.25, wait_s=0.25 - own_s))
+    tail = summarize(events).tail
+    assert tail is not None
+    assert tail.by_rank[0][0] == pytest.approx(0.1)
+    assert tail.by_rank[0][3] == pytest.approx(0.2)
+    assert tail.slowest_s == pytest.approx(0.12)
+    # Both on time: 0.9 · 0.9; with a third, 0.9 again.
+    assert tail.independent_s == pytest.approx(0.1 + 0.1 * (1 - 0.81))
+    assert tail.one_more_s == pytest.approx(0.1 + 0.1 * (1 - 0.729))
+
+
+def test_one_rank_has_no_tail() -> None:
+    assert summarize([start(0, world_size=1), *(step(number) for number in range(100))]).tail is None

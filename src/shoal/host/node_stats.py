@@ -1,0 +1,340 @@
+"""Watch this machine while it trains: what may slow down a rank, by the kernel's counters.
+
+A thread reads some files of /proc and /sys every few seconds. A file that a machine does not have is left out. Counters
+are turned into parts of the time, so that they can be compared with a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from shoal.host.proc import read_number, read_text
+
+SAMPLE_S = 3.0
+# A thread that sleeps this long notices when its process stood still. Shorter stops are not noticed.
+_PULSE_S = 0.1
+_STOPPED_S = 0.08
+# Samples that count as now.
+_RECENT = 5
+# Other programs are looked up only if they use this many cores: reading every process takes milliseconds.
+_MIN_OTHER_CORES = 0.2
+# A file of samples: one at least every minute, all notable ones, and no more than these.
+_WRITE_EVERY_S = 60.0
+MOST_SAMPLES = 20_000
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+
+@dataclass(frozen=True)
+class NodeStats:
+    """How a machine did lately. Parts are of the time; 0 where nothing is known."""
+
+    throttled: float = 0.0  # its control group had used up its CPU quota
+    frozen: float = 0.0  # the rank's whole process stood still and did not wait for a processor
+    other_cores: float = 0.0  # cores that programs outside the run kept busy
+    major_faults: float = 0.0  # of the rank a second: pages that were read from a disk
+    memory_stall: float = 0.0  # tasks waited for memory (PSI)
+    io_stall: float = 0.0  # tasks waited for a disk (PSI)
+    steal: float = 0.0  # the hypervisor gave the processors to others
+    clock: float = 0.0  # clock frequency as a part of the highest
+    heat: float = 0.0  # thermal throttling events a second
+    link_errors: float = 0.0  # damaged and dropped packets a second
+    resent: float = 0.0  # part of the TCP segments that were sent again
+    on_battery: float = 0.0  # 1: the power cable is out
+
+    @property
+    def is_notable(self) -> bool:
+        parts = (self.throttled, self.frozen, self.memory_stall, self.io_stall, self.steal)
+        counts = (self.major_faults / 100, self.other_cores, self.heat, self.link_errors / 10, self.resent * 20)
+        return max(*parts, *counts) > 0.1
+
+    def numbers(self) -> tuple[float, ...]:
+        return astuple(self)
+
+
+def mean_stats(samples: Iterable[NodeStats]) -> NodeStats:
+    rows = [sample.numbers() for sample in samples]
+    return NodeStats(*(sum(column) / len(rows) for column in zip(*rows, strict=True))) if rows else NodeStats()
+
+
+class NodeCounters:
+    """Reads the kernel's counters of this machine; each is absent where its file is."""
+
+    def __init__(self, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:
+        self._proc = proc
+        self._sys = sys
+        self._cgroups = list(_cpu_stat_files(proc, sys))
+        cpus = sys / "devices/system/cpu"
+        self._clocks = sorted(cpus.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))
+        self._heat = sorted(cpus.glob("cpu[0-9]*/thermal_throttle/core_throttle_count"))
+
+    def read(self) -> dict[str, float]:
+        counters: dict[str, float] = {}
+        for name in ("memory", "io"):
+            if (total_us := _some_total_us(read_text(self._proc / "pressure" / name))) is not None:
+                counters[f"{name}_stall"] = total_us / 1e6
+        if throttled := [seconds for path in self._cgroups if (seconds := _throttled_s(read_text(path))) is not None]:
+            counters["throttled"] = max(throttled)
+        counters |= self._read_cpu()
+        if self._heat:
+            counters["heat"] = float(sum(read_number(path) or 0 for path in self._heat))
+        counters |= _tcp_counters(read_text(self._proc / "self/net/snmp"))
+        errors = _link_errors(read_text(self._proc / "self/net/dev"))
+        return counters if errors is None else counters | {"link_errors": errors}
+
+    def _read_cpu(self) -> dict[str, float]:
+        line = read_text(self._proc / "stat").partition("\n")[0].split()
+        if len(line) < 9 or line[0] != "cpu":
+            return {}
+        user, nice, system, idle, iowait, irq, softirq, steal = (int(word) / _TICKS for word in line[1:9])
+        busy = user + nice + system + irq + softirq
+        return {"busy": busy, "steal": steal, "all": busy + idle + iowait + steal}
+
+    def read_clock(self) -> float | None:
+        """Return the mean clock frequency of all cores as a part of their highest."""
+        parts = []
+        for path in self._clocks:
+            now, most = read_number(path), read_number(path.with_name("cpuinfo_max_freq"))
+            if now and most:
+                parts.append(now / most)
+        return sum(parts) / len(parts) if parts else None
+
+    def is_on_battery(self) -> bool:
+        """Return whether a power cable could be in, and is not."""
+        supplies = (self._sys / "class/power_supply").glob("*")
+        mains = [path for path in supplies if read_text(path / "type") == "Mains"]
+        return bool(mains) and all(read_number(path / "online") == 0 for path in mains)
+
+    def process_times(self) -> dict[int, float]:
+        """Return the CPU seconds of every process that this machine shows."""
+        times: dict[int, float] = {}
+        for entry in self._proc.iterdir():
+            if entry.name.isdigit():
+                words = read_text(entry / "stat").rpartition(")")[2].split()
+                if len(words) > 13:
+                    times[int(entry.name)] = (int(words[11]) + int(words[12])) / _TICKS
+        return times
+
+    def process_name(self, pid: int) -> str:
+        return read_text(self._proc / str(pid) / "comm")
+
+
+def _some_total_us(text: str) -> int | None:
+    for line in text.splitlines():
+        if line.startswith("some ") and "total=" in line:
+            return int(line.rpartition("total=")[2])
+    return None
+
+
+def _cpu_stat_files(proc: Path, sys: Path) -> Iterable[Path]:
+    """Yield the cpu.stat of this process's control group and of those above it, of both versions."""
+    for line in read_text(proc / "self/cgroup").splitlines():
+        _, controllers, name = [*line.split(":", 2), "", ""][:3]
+        names = controllers.split(",")
+        if controllers and "cpu" not in names:
+            continue
+        for root in (sys / "fs/cgroup", sys / "fs/cgroup" / (controllers or "unified"), sys / "fs/cgroup/cpu"):
+            folder = root / name.strip("/")
+            while folder != root.parent and folder.is_relative_to(root):
+                if (folder / "cpu.stat").is_file():
+                    yield folder / "cpu.stat"
+                folder = folder.parent
+
+
+def _throttled_s(text: str) -> float | None:
+    """Return how long a control group was without its quota: version 2 counts microseconds, version 1 nanoseconds."""
+    values = dict(line.split(maxsplit=1) for line in text.splitlines() if len(line.split()) == 2)
+    for name, unit in (("throttled_usec", 1e6), ("throttled_time", 1e9)):
+        if values.get(name, "").isdigit():
+            return int(values[name]) / unit
+    return None
+
+
+def _tcp_counters(text: str) -> dict[str, float]:
+    names, values = ([line.split()[1:] for line in text.splitlines() if line.startswith("Tcp:")] + [[], []])[:2]
+    table = dict(zip(names, values, strict=False))
+    try:
+        return {"tcp_sent": float(table["OutSegs"]), "tcp_resent": float(table["RetransSegs"])}
+    except (KeyError, ValueError):
+        return {}
+
+
+def _link_errors(text: str) -> float | None:
+    """Return damaged packets of all interfaces in both directions, and dropped ones that were to be sent."""
+    total = None
+    for line in text.splitlines()[2:]:
+        name, _, numbers = line.partition(":")
+        words = numbers.split()
+        if name.strip() != "lo" and len(words) >= 12:
+            total = (total or 0.0) + int(words[2]) + int(words[10]) + int(words[11])
+    return total
+
+
+class NodeWatch:
+    """Samples this machine in a thread, for the rank whose process it is.
+
+    `is_own` tells whether a process belongs to the run: all others are other programs. `write` receives the samples
+    that are worth keeping.
+    """
+
+    def __init__(
+        self,
+        is_own: Callable[[int], bool] = lambda pid: False,
+        write: Callable[[Mapping[str, Any]], None] = lambda sample: None,
+        counters: NodeCounters | None = None,
+    ) -> None:
+        self._is_own = is_own
+        self._write = write
+        self._counters = counters or NodeCounters()
+        self._recent: deque[NodeStats] = deque(maxlen=_RECENT)
+        self._sums, self._count = NodeStats().numbers(), 0
+        self._written_at = float("-inf")
+        self._written = 0
+        self._stopped_s = 0.0
+        self._gc_s = self._gc_began = 0.0
+        self._owned: dict[int, bool] = {}
+        self._process_times: tuple[float, dict[int, float]] | None = None
+        self._look_every_s = self._last_other_cores = 0.0
+        self._end = threading.Event()
+        self.top_process = ""  # the program outside the run that used the most of the processors lately
+        self.sample_cpu_s = 0.0  # what all samples took
+        self._at, self._last, self._own = time.perf_counter(), self._counters.read(), _own_usage()
+
+    def start(self) -> None:
+        gc.callbacks.append(self._on_gc)
+        threading.Thread(target=self._work, name="shoal-node-watch", daemon=True).start()
+
+    def close(self) -> None:
+        self._end.set()
+        with contextlib.suppress(ValueError):
+            gc.callbacks.remove(self._on_gc)
+
+    def recent(self) -> NodeStats:
+        """Return the means of the last samples."""
+        return mean_stats(tuple(self._recent))
+
+    def overall(self) -> NodeStats:
+        """Return the means of all samples."""
+        return NodeStats(*(value / max(1, self._count) for value in self._sums))
+
+    def take_gc_s(self) -> float:
+        """Return how long garbage was collected since the last call."""
+        seconds, self._gc_s = self._gc_s, 0.0
+        return seconds
+
+    def _on_gc(self, phase: str, _: Mapping[str, int]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._gc_began = now
+        elif self._gc_began:
+            self._gc_s += now - self._gc_began
+
+    def _work(self) -> None:
+        sampled_at, waited_s = time.perf_counter(), cpu_wait_s("thread-self")
+        while True:
+            began = time.perf_counter()
+            if self._end.wait(_PULSE_S):
+                return
+            now, before_s = time.perf_counter(), waited_s
+            waited_s = cpu_wait_s("thread-self")
+            # A thread that is not woken for long, and did not wait for a processor: all of the process stood still.
+            late_s = now - began - _PULSE_S - (waited_s - before_s)
+            if late_s > _STOPPED_S:
+                self._stopped_s += late_s
+            if now - sampled_at >= SAMPLE_S:
+                sampled_at = now
+                with contextlib.suppress(OSError, ValueError):
+                    self.sample()
+
+    def sample(self) -> NodeStats:
+        """Read all counters once; return what happened since the last sample."""
+        cpu_began = time.thread_time()
+        now, counters, own = time.perf_counter(), self._counters.read(), _own_usage()
+        elapsed_s = max(1e-3, now - self._at)
+        spent = {name: max(0.0, value - self._last[name]) for name, value in counters.items() if name in self._last}
+        stopped_s, self._stopped_s = self._stopped_s, 0.0
+        throttled = min(1.0, spent.get("throttled", 0.0) / elapsed_s)
+        other_cores = self._other_cores(now, spent.get("busy", 0.0) / elapsed_s - (own[0] - self._own[0]) / elapsed_s)
+        stats = NodeStats(
+            throttled=throttled,
+            # A group without quota stands still too.
+            frozen=max(0.0, min(1.0, stopped_s / elapsed_s) - throttled),
+            other_cores=other_cores,
+            major_faults=(own[1] - self._own[1]) / elapsed_s,
+            memory_stall=min(1.0, spent.get("memory_stall", 0.0) / elapsed_s),
+            io_stall=min(1.0, spent.get("io_stall", 0.0) / elapsed_s),
+            steal=spent.get("steal", 0.0) / max(1e-3, spent.get("all", 0.0)),
+            clock=self._counters.read_clock() or 0.0,
+            heat=spent.get("heat", 0.0) / elapsed_s,
+            link_errors=spent.get("link_errors", 0.0) / elapsed_s,
+            resent=spent.get("tcp_resent", 0.0) / max(1.0, spent.get("tcp_sent", 0.0)),
+            on_battery=float(self._counters.is_on_battery()),
+        )
+        self._at, self._last, self._own = now, counters, own
+        self._recent.append(stats)
+        self._sums = tuple(total + value for total, value in zip(self._sums, stats.numbers(), strict=True))
+        self._count += 1
+        if self._written < MOST_SAMPLES and (stats.is_notable or now - self._written_at >= _WRITE_EVERY_S):
+            self._written, self._written_at = self._written + 1, now
+            named = {entry.name: round(getattr(stats, entry.name), 4) for entry in fields(stats)}
+            self._write({**named, "top_process": self.top_process})
+        self.sample_cpu_s += time.thread_time() - cpu_began
+        return stats
+
+    def _other_cores(self, now: float, beside_cores: float) -> float:
+        """Return the cores that programs outside the run use, and remember the one that uses the most."""
+        if beside_cores < _MIN_OTHER_CORES:
+            self._process_times, self._last_other_cores = None, 0.0
+            return 0.0
+        before = self._process_times
+        if before is not None and now - before[0] < self._look_every_s:
+            return self._last_other_cores
+        cpu_began = time.thread_time()
+        times = self._counters.process_times()
+        # On a machine with thousands of processes look less often: not for more than a thousandth of the time.
+        self._look_every_s = 1000 * (time.thread_time() - cpu_began)
+        self._process_times = now, times
+        if before is None:
+            return 0.0
+        used = {pid: (seconds - before[1][pid]) for pid, seconds in times.items() if pid in before[1]}
+        elapsed_s, total_s, most_s = max(1e-3, now - before[0]), 0.0, 0.0
+        for pid, seconds in used.items():
+            if seconds > 0.02 * elapsed_s and not self._is_of_run(pid):
+                total_s += seconds
+                if seconds > most_s:
+                    most_s, self.top_process = seconds, f"{self._counters.process_name(pid)} (process {pid})"
+        self._last_other_cores = total_s / elapsed_s
+        return self._last_other_cores
+
+    def _is_of_run(self, pid: int) -> bool:
+        if pid not in self._owned:
+            if len(self._owned) > 1000:
+                self._owned.clear()
+            with contextlib.suppress(OSError):
+                self._owned[pid] = pid == os.getpid() or self._is_own(pid)
+        return self._owned.get(pid, True)
+
+
+def _own_usage() -> tuple[float, float]:
+    """Return the CPU seconds and the major page faults of this process."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime, float(usage.ru_majflt)
+
+
+def cpu_wait_s(task: str = "self") -> float:
+    """Return how long the main thread of this process (or `thread-self`, this one) has waited for a processor.
+
+    0 where the kernel does not report it.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{task}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0

@@ -1,0 +1,37 @@
+"""Causes of slow steps, injected on an emulated node by the benchmark's own means."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support.labs import need_lab
+
+FILE = Path(__file__).parents[3] / "benchmarks/causes.py"
+
+
+@pytest.fixture
+def causes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_of_causes", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_late_ranks_are_named_with_their_cause(causes: ModuleType) -> None:
+    need_lab()
+    with causes.training(nodes=2) as bench:
+        bench.wait_for_step(60)
+        for name in ("quota", "data", "gc"):
+            row = causes.try_cause(bench, causes.TROUBLES[name])
+            assert (row["rank"], row["verdict"]) == (True, True), row
+            bench.wait_for_step(bench.step + causes.CALM_STEPS)
