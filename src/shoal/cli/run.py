@@ -14,7 +14,7 @@ from shoal import __version__
 from shoal.cli.main import load_verb
 from shoal.cli.output import given_settings, print_json, refuse_given
 from shoal.cli.runs import print_script_end, resume_session, watch_script
-from shoal.cli.train import DEFAULT_PRESET, PROFILE, clear_leftovers
+from shoal.cli.train import BALANCE_DEFAULT, BALANCE_HELP, DEFAULT_PRESET, PROFILE, clear_leftovers
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.target import JoinSpec, parse_on
 from shoal.config.load import (
@@ -58,6 +58,7 @@ _LONGEST_GRACE_S = 86400.0
 _SETTINGS_OF_FLAGS = {
     "on": "run.on",
     "threads": "run.threads",
+    "balance": "run.balance",
     "steps": "train.steps",
     "sync": "sync.mode",
     "wire": "sync.wire",
@@ -98,6 +99,9 @@ def run(
     accumulate: Annotated[
         int | None, typer.Option(min=1, help="Batches between two exchanges (session).", show_default=False)
     ] = None,
+    balance: Annotated[
+        str | None, typer.Option(help=f"{BALANCE_HELP.rstrip('.')} (session).", show_default=BALANCE_DEFAULT)
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="A setting of the session, as section.key=value; may be repeated."),
@@ -130,7 +134,11 @@ def run(
     on the machines that are left; the script continues from its own checkpoint.
     Modules are imported from the script's folder first; with -m from the current folder, unless others can write to it.
     """
-    flags: Overrides = {"train": {"steps": steps}, "sync": {"mode": sync, "wire": wire, "accumulate": accumulate}}
+    flags: Overrides = {
+        "train": {"steps": steps},
+        "sync": {"mode": sync, "wire": wire, "accumulate": accumulate},
+        "run": {"balance": balance},
+    }
     refuse_duplicate_settings(given_settings(context, _SETTINGS_OF_FLAGS), set_ or [])
     for option, is_given in (("--plan", plan is not None), ("--profile", profile is not None)):
         if is_given and (measure or resume is not None or plan is None):

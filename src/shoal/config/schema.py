@@ -257,6 +257,10 @@ class RunConfig(Section):
     # `1/1/0.5` gives a slow machine a smaller share of every batch, one number per rank; unset, all are equal. A hosts
     # file sets it from the `weight` of its machines.
     weights: Annotated[str, Field(pattern=r"^\d+(\.\d+)?(/\d+(\.\d+)?)*$")] | None = None
+    # Whether shares follow the measured speed of the ranks. `off`: they stay as they were at the start; `static`: they
+    # are measured once, in the first steps; `live`: they follow. Unset: as `live`, once machines differ by more than
+    # 10%; but `weights` are kept, and so are the equal shares of ranks on one machine.
+    balance: Literal["off", "static", "live"] | None = None
     # `cuda/cpu/cpu` gives each rank a device of its own; unset, all have `train.device`. Ranks without a GPU and ranks
     # with one train together; give them `weights` too.
     devices: Annotated[str, Field(pattern=r"^(auto|cpu|cuda)(/(auto|cpu|cuda))*$")] | None = None

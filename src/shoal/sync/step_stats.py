@@ -117,6 +117,7 @@ class HostStats:
 class RankStats:
     ready_s: float  # from when all ranks were at the same point to the end of this rank's own work
     host: HostStats
+    work_s: float = 0.0  # the part of it that the micro-batches of the step took
 
 
 @dataclass(frozen=True)
@@ -140,13 +141,13 @@ class _PendingGather:
     def read(self, world: World) -> StepStats:
         await_work(self.work, world.release)
         matrix = torch.stack(self.rows).cpu()
-        loss_sum, ready_s, stop, stop_after_step = matrix[:, :4].unbind(dim=1)
+        loss_sum, ready_s, _, stop, stop_after_step = matrix[:, :5].unbind(dim=1)
         return StepStats(
             loss_sum=float(loss_sum.sum()),
             stop=bool(stop.any()),
             wait_s=float(ready_s.max()) - self.ready_s,
             stop_after_step=bool(stop_after_step.any()),
-            by_rank=tuple(RankStats(ready, HostStats(*host)) for _, ready, _, _, *host in matrix.tolist()),
+            by_rank=tuple(RankStats(ready, HostStats(*host), work) for _, ready, work, _, _, *host in matrix.tolist()),
         )
 
 
@@ -175,13 +176,16 @@ class StepGather:
         self._waited_s = 0.0
         self.late_s = 0.0  # how long the last `finish` waited for ranks that are behind
 
-    def begin(self, loss_sum: float, comm: CommTimes, stop: bool, stop_after_step: bool = False) -> None:
+    def begin(
+        self, loss_sum: float, comm: CommTimes, stop: bool, stop_after_step: bool = False, work_s: float = 0.0
+    ) -> None:
+        """Send this rank's numbers. `work_s` is how long it took for its micro-batches."""
         ready_s = comm.ready_at - self._together_at - self._waited_s
         self._together_at = comm.ready_at + comm.tail_s
         self._begun += 1
         if self._begun % _HOST_STATS_EVERY == 0:
             self._host_stats = self._kernel.look()
-        numbers = [loss_sum, ready_s, stop, stop_after_step, *self._host_stats.numbers()]
+        numbers = [loss_sum, ready_s, work_s, stop, stop_after_step, *self._host_stats.numbers()]
         own = torch.tensor(numbers, dtype=torch.float64, device=self._world.control_device)
         rows = [torch.zeros_like(own) for _ in range(self._world.size)]
         work = dist.all_gather(rows, own, group=self._world.group, async_op=True)
