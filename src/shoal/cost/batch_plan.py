@@ -166,11 +166,6 @@ def _least_work(batch: int, sizes: Sequence[int], weights: Sequence[float]) -> i
     return min(sizes, key=lambda size: (busiest(size), -size))
 
 
-def cost_of_size(size: int) -> float:
-    """Return what a sample costs in micro-batches of this size, relative to very large ones."""
-    return (size + _OVERHEAD_SEQUENCES) / size
-
-
 def divisors(number: int, most: int) -> list[int]:
     """Return the divisors up to `most`: the sizes of micro-batches that a batch can be divided into."""
     return [size for size in range(1, min(number, most) + 1) if number % size == 0]

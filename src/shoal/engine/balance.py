@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, median
 
-from shoal.cost.batch_plan import BatchPlan, cost_of_size, divisors
+from shoal.cost.batch_plan import BatchPlan, divisors
 
 # The first steps of a world warm up caches, allocators and data workers.
 _WARM_UP_STEPS = 3
@@ -31,6 +31,9 @@ _STEADY = 0.25
 _SIMILAR = 1.10
 # Micro-batches are small enough when the step is within this part of one that could be divided at will.
 _MATCH = 0.05
+# What starting a micro-batch costs, in samples, until it was measured: little, or smaller ones would never be tried.
+_FIRST_OVERHEAD = 0.5
+_MOST_OVERHEAD = 16.0
 # `static` measures so many steps, then keeps what it has.
 _STATIC_STEPS = 24
 
@@ -65,6 +68,13 @@ class ShareChange:
     speeds: tuple[float, ...]  # By rank, relative to the fastest.
     before_s: float  # The slowest rank's part of a step.
     after_s: float
+    overhead: float  # What starting a micro-batch costs, in samples.
+
+    @property
+    def cost(self) -> float:
+        """What a sample costs now, relative to before: more in smaller micro-batches."""
+        before, after = self.before.micro_batch, self.plan.micro_batch
+        return (after + self.overhead) / after / ((before + self.overhead) / before)
 
 
 def measure_speeds(steps: Sequence[Sequence[RankTime]], micro_batches: Sequence[int]) -> tuple[RankSpeed, ...]:
@@ -108,7 +118,7 @@ def divide_by_speed(count: int, speeds: Sequence[RankSpeed]) -> tuple[int, ...]:
     return tuple(parts)
 
 
-def best_plan(plan: BatchPlan, speeds: Sequence[RankSpeed], sizes: Sequence[int]) -> BatchPlan:
+def best_plan(plan: BatchPlan, speeds: Sequence[RankSpeed], sizes: Sequence[int], overhead: float) -> BatchPlan:
     """Return the best division into micro-batches of one of these sizes; `speeds` are those with the present size.
 
     Smaller ones can follow the speeds more closely, but cost more for each sample. Take the cheapest size that is fine
@@ -119,7 +129,7 @@ def best_plan(plan: BatchPlan, speeds: Sequence[RankSpeed], sizes: Sequence[int]
         count = plan.global_batch // size
         if count < len(speeds):
             continue
-        scaled = [_at_size(speed, plan.micro_batch, size) for speed in speeds]
+        scaled = _at_size(speeds, plan.micro_batch, size, overhead)
         parts = divide_by_speed(count, scaled)
         end_s = slowest_s(parts, scaled)
         candidates.append((end_s, -size, end_s <= (1 + _MATCH) * even_s(count, scaled), BatchPlan(size, parts)))
@@ -131,27 +141,43 @@ def best_plan(plan: BatchPlan, speeds: Sequence[RankSpeed], sizes: Sequence[int]
 
 
 def find_change(
-    steps: Sequence[Sequence[RankTime]], plan: BatchPlan, sizes: Sequence[int], min_gain: float
+    steps: Sequence[Sequence[RankTime]],
+    plan: BatchPlan,
+    sizes: Sequence[int],
+    min_gain: float,
+    overhead: float = _FIRST_OVERHEAD,
 ) -> ShareChange | None:
     """Return better shares than those of `plan`, with which these steps were done, if the gain is certain."""
     speeds = measure_speeds(steps, plan.micro_batches)
     before_s = slowest_s(plan.micro_batches, speeds)
-    most_gain = 1 - even_s(plan.global_batch // plan.micro_batch, speeds) / before_s
+    cheapest = max(sizes, default=plan.micro_batch)
+    ideal_s = even_s(plan.global_batch // cheapest, _at_size(speeds, plan.micro_batch, cheapest, overhead))
+    most_gain = 1 - ideal_s / before_s
     if most_gain < min_gain or not _is_steady(steps, plan.micro_batches):
         return None
-    better = best_plan(plan, speeds, sizes)
+    better = best_plan(plan, speeds, sizes, overhead)
     # What a rank does for each sample decides whether it gains or loses, whatever the size of micro-batches is.
     doubtful = [
         speed.bounded(_ERRORS if after > before else -_ERRORS if after < before else 0.0)
         for speed, before, after in zip(speeds, _samples(plan), _samples(better), strict=True)
     ]
-    scaled = [_at_size(speed, plan.micro_batch, better.micro_batch) for speed in doubtful]
+    scaled = _at_size(doubtful, plan.micro_batch, better.micro_batch, overhead)
     if slowest_s(better.micro_batches, scaled) > (1 - min_gain) * slowest_s(plan.micro_batches, doubtful):
         return None
-    expected = [_at_size(speed, plan.micro_batch, better.micro_batch) for speed in speeds]
+    expected = _at_size(speeds, plan.micro_batch, better.micro_batch, overhead)
     fastest_s = min(speed.micro_batch_s for speed in speeds)
     relative = tuple(round(fastest_s / speed.micro_batch_s, 3) for speed in speeds)
-    return ShareChange(plan, better, relative, before_s, slowest_s(better.micro_batches, expected))
+    return ShareChange(plan, better, relative, before_s, slowest_s(better.micro_batches, expected), overhead)
+
+
+def measure_overhead(before: BatchPlan, before_s: Sequence[float], after: BatchPlan, after_s: Sequence[float]) -> float:
+    """Return what starting a micro-batch costs, in samples, from the ranks' times for one of two different sizes."""
+    small, large = sorted((before.micro_batch, after.micro_batch))
+    ratio = median(new / old for old, new in zip(before_s, after_s, strict=True))
+    if after.micro_batch > before.micro_batch:
+        ratio = 1 / ratio
+    # A large one takes (large + overhead) / (small + overhead) times as long as a small one.
+    return min(max(0.0, (ratio * large - small) / max(1e-6, 1 - ratio)), _MOST_OVERHEAD)
 
 
 def differ(speeds: Sequence[float]) -> bool:
@@ -179,6 +205,10 @@ class Balance:
         self._observed = 0
         self._has_changed = False
         self._steps.clear()
+        self._overhead = _FIRST_OVERHEAD
+        # The ranks' times for a micro-batch before its size changed, until they are compared with those after it.
+        self._earlier: tuple[BatchPlan, list[float]] | None = None
+        self._has_overhead = False
 
     def observe(self, step: Sequence[RankTime]) -> None:
         """Take the times of all ranks in one step."""
@@ -204,15 +234,29 @@ class Balance:
         for length, min_gain in _WINDOWS:
             if len(self._steps) < length:
                 return None
-            change = find_change(list(self._steps)[-length:], plan, sizes, min_gain)
+            steps = list(self._steps)[-length:]
+            self._learn_overhead(steps, plan)
+            change = find_change(steps, plan, sizes, min_gain, self._overhead)
             if change is not None and (self._mode is not None or self.speeds or differ(change.speeds)):
                 self.speeds = dict(zip(ids, change.speeds, strict=True))
                 self._has_changed = True
+                if change.plan.micro_batch != plan.micro_batch and not self._has_overhead:
+                    self._earlier = plan, [speed.micro_batch_s for speed in measure_speeds(steps, plan.micro_batches)]
                 self._steps.clear()
                 # The first step with other shares may start data workers anew.
                 self._skip = 1 + lag_steps
                 return change
         return None
+
+    def _learn_overhead(self, steps: Sequence[Sequence[RankTime]], plan: BatchPlan) -> None:
+        """Learn what smaller micro-batches cost, once in a world: by chance it would be another each time."""
+        if self._earlier is None:
+            return
+        earlier, earlier_s = self._earlier
+        if earlier.micro_batch != plan.micro_batch:
+            now_s = [speed.micro_batch_s for speed in measure_speeds(steps, plan.micro_batches)]
+            self._overhead, self._has_overhead = measure_overhead(earlier, earlier_s, plan, now_s), True
+        self._earlier = None
 
     def adopt(self, speeds: Mapping[int, float]) -> None:
         """Take over the speeds that the ranks of another world measured."""
@@ -242,8 +286,8 @@ def describe_change(change: ShareChange, names: Sequence[str]) -> str:
     )
     if plan.micro_batch != before.micro_batch:
         text += f" of {before.micro_batch}"
-        cost = cost_of_size(plan.micro_batch) / cost_of_size(before.micro_batch) - 1
-        text += f" (smaller ones cost about {cost:.0%} more for each sample)" if cost > 0 else ""
+        more = change.cost - 1
+        text += f" (smaller ones cost about {more:.0%} more for each sample)" if more > 0 else ""
     times = f"{1e3 * change.after_s:.0f} ms instead of {1e3 * change.before_s:.0f}"
     return f"{text}; the computing of a step takes about {times}"
 
@@ -256,10 +300,10 @@ def _samples(plan: BatchPlan) -> list[int]:
     return [plan.micro_batch * count for count in plan.micro_batches]
 
 
-def _at_size(speed: RankSpeed, present: int, size: int) -> RankSpeed:
-    """Return the speed with micro-batches of another size, by the usual cost of starting one."""
-    factor = size * cost_of_size(size) / (present * cost_of_size(present))
-    return RankSpeed(speed.micro_batch_s * factor, speed.error_s * factor, speed.other_s)
+def _at_size(speeds: Sequence[RankSpeed], present: int, size: int, overhead: float) -> list[RankSpeed]:
+    """Return the speeds with micro-batches of another size."""
+    factor = (size + overhead) / (present + overhead)
+    return [RankSpeed(speed.micro_batch_s * factor, speed.error_s * factor, speed.other_s) for speed in speeds]
 
 
 def _is_steady(steps: Sequence[Sequence[RankTime]], micro_batches: Sequence[int]) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from tests.support.ranks import run_ranks
 
 # The speeds of the ranks from a step on.
 SPEEDS = {1: (5.0, 2.0, 1.0), 26: (1.0, 1.0, 2.0)}
-LIVE = {"run": {"balance": "live"}, "train": {"micro_batch": 1}}
+LIVE: dict[str, dict[str, Any]] = {"run": {"balance": "live"}, "train": {"micro_batch": 1}}
 
 
 @contextmanager
@@ -60,8 +61,9 @@ def train(world: World, path: Path, task: Task, resume: bool = False, stop_after
     session = make_session(world, path, task, resume)
     model, data = make_model(task), make_data(task)
     session.attach(model, make_optimizer(model, task))
-    step_number, shares, own = [0], [()], []
-    with measured(SPEEDS, step_number, shares):  # type: ignore[arg-type]
+    step_number, own = [0], list[int]()
+    shares: list[Sequence[int]] = [()]
+    with measured(SPEEDS, step_number, shares):
         for step in session:
             step_number[0], shares[0] = step.number, session.engine.plan.micro_batches
             own.append(shares[0][world.rank])
@@ -74,7 +76,7 @@ def train(world: World, path: Path, task: Task, resume: bool = False, stop_after
     return arrays(model), own
 
 
-def commits(path: Path) -> list[dict[str, object]]:
+def commits(path: Path) -> list[dict[str, Any]]:
     return list(read_events(RunFolder(path).commits))
 
 
@@ -94,7 +96,7 @@ def test_changing_shares_train_what_one_process_does(counts: str, tmp_path: Path
     assert records[0]["shares"] == [4, 4, 4]
     assert records[20]["shares"] == [8, 3, 1]
     assert records[-1]["shares"] == [3, 3, 6]
-    assert all(sum(record["shares"]) == BATCH for record in records)  # type: ignore[call-overload]
+    assert all(sum(record["shares"]) == BATCH for record in records)
     for step, record in enumerate(records):
         assert record["shares"] == [own[step] for _, own in results]
     changes = [event for event in read_events(RunFolder(path).events(0)) if event["event"] == "shares"]
@@ -136,7 +138,7 @@ def test_outer_rounds_change_their_shares_together(mode: str, tmp_path: Path) ->
     assert records[-1]["shares"] != [4, 4, 4]
     # A share is the weight of a whole round.
     for first in range(0, 40, 4):
-        assert len({tuple(record["shares"]) for record in records[first : first + 4]}) == 1  # type: ignore[call-overload]
+        assert len({tuple(record["shares"]) for record in records[first : first + 4]}) == 1
 
 
 def test_without_a_setting_ranks_of_one_machine_are_equal(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from shoal.engine.balance import (
     divide_by_speed,
     even_s,
     find_change,
+    measure_overhead,
     possible_sizes,
     slowest_s,
 )
@@ -57,7 +59,7 @@ def test_the_batch_stays_and_micro_batches_fit_into_memory(
 ) -> None:
     size = max(size for size in range(1, most + 1) if batch % size == 0 and batch // size >= len(speeds))
     plan = divide_batch(batch, size, [1.0] * len(speeds))
-    better = best_plan(plan, speeds, possible_sizes(plan, most, is_fixed))
+    better = best_plan(plan, speeds, possible_sizes(plan, most, is_fixed), overhead=2.0)
     assert better.global_batch == batch
     assert better.micro_batch <= most
     assert min(better.micro_batches) >= 1
@@ -70,7 +72,7 @@ def test_micro_batches_become_small_enough_to_match_the_speeds() -> None:
     for batch, size, seconds in ((64, 32, (1.0, 3.0)), (96, 32, (1.0, 2.5, 5.0)), (256, 64, (1.0, 2.2))):
         speeds = [RankSpeed(second, 0.0, 0.0) for second in seconds]
         plan = divide_batch(batch, size, [1.0] * len(speeds))
-        better = best_plan(plan, speeds, possible_sizes(plan, size, is_fixed=False))
+        better = best_plan(plan, speeds, possible_sizes(plan, size, is_fixed=False), overhead=2.0)
         count = sum(better.micro_batches)
         assert better.micro_batch < size
         assert slowest_s(better.micro_batches, speeds) <= 1.05 * even_s(count, speeds)
@@ -83,6 +85,7 @@ def train(
     seed: int = 0,
     mode: str | None = None,
     size: int = 8,
+    overhead: float = 2.0,
 ) -> tuple[list[tuple[int, ShareChange]], list[float]]:
     """Train with ranks of these speeds; return the changes, and each step's speed as part of the sum of all ranks'."""
     noise = random.Random(seed)
@@ -92,7 +95,7 @@ def train(
     parts: list[float] = []
     for step in range(1, steps + 1):
         speeds = speeds_at(step)
-        cost = (plan.micro_batch + 2) / (8 + 2) * 8 / plan.micro_batch
+        cost = (plan.micro_batch + overhead) / plan.micro_batch
         work = [
             cost * plan.micro_batch * count / speed * max(0.3, noise.gauss(1.0, jitter))
             for count, speed in zip(plan.micro_batches, speeds, strict=True)
@@ -139,6 +142,22 @@ def test_static_shares_are_measured_once() -> None:
     assert not train(lambda _: (1.0, 0.33), 60, mode="off")[0]
 
 
+def test_the_cost_of_smaller_micro_batches_is_measured() -> None:
+    large, small = BatchPlan(8, (1, 1)), BatchPlan(2, (4, 4))
+    assert measure_overhead(large, [10.0, 20.0], small, [4.0, 8.0]) == pytest.approx(2.0)
+    assert measure_overhead(small, [4.0, 8.0], large, [10.0, 20.0]) == pytest.approx(2.0)
+    assert measure_overhead(large, [10.0, 20.0], small, [2.0, 4.0]) == 0.0
+    assert measure_overhead(large, [10.0, 20.0], small, [11.0, 21.0]) > 10
+
+
+def test_micro_batches_that_became_too_small_become_larger_again() -> None:
+    # With two machines of 1 : 0.55 and a batch of 6 micro-batches, smaller ones match better, but cost too much here.
+    changes, _ = train(lambda _: (1.0, 0.55), 80, 0.02, size=16, overhead=12.0)
+    sizes = [change.plan.micro_batch for _, change in changes]
+    assert sizes[-1] == max(sizes), sizes
+    assert len(sizes) <= 4
+
+
 def test_time_that_does_not_depend_on_the_share_is_no_reason_for_another_one() -> None:
     plan = BatchPlan(4, (4, 4))
     steps = [[RankTime(1.0, 0.1), RankTime(1.0, 0.12)]] * 12
@@ -154,7 +173,7 @@ def test_speeds_divide_the_batch_of_the_next_world() -> None:
 
 
 def test_a_change_is_explained() -> None:
-    change = ShareChange(BatchPlan(16, (2, 2)), BatchPlan(8, (6, 2)), (1.0, 0.33), 0.3, 0.15)
+    change = ShareChange(BatchPlan(16, (2, 2)), BatchPlan(8, (6, 2)), (1.0, 0.33), 0.3, 0.15, overhead=2.0)
     assert describe_change(change, ("rank 0 on pond0", "rank 1 on pond1")) == (
         "rank 1 on pond1 computes at 0.33 of the speed of rank 0 on pond0, so the batch is divided by speed: 6:2 "
         "micro-batches of 8, and not 2:2 of 16 (smaller ones cost about 11% more for each sample); the computing of a "
