@@ -18,6 +18,7 @@ from math import sqrt
 from statistics import fmean, median
 
 from shoal.cost.batch_plan import BatchPlan, divisors
+from shoal.engine.stragglers import SlowRank
 
 # The first steps of a world warm up caches, allocators and data workers.
 _WARM_UP_STEPS = 3
@@ -69,6 +70,7 @@ class ShareChange:
     before_s: float  # The slowest rank's part of a step.
     after_s: float
     overhead: float  # What starting a micro-batch costs, in samples.
+    useless: int | None = None  # A rank without which the others would be no slower.
 
     @property
     def cost(self) -> float:
@@ -167,7 +169,19 @@ def find_change(
     expected = _at_size(speeds, plan.micro_batch, better.micro_batch, overhead)
     fastest_s = min(speed.micro_batch_s for speed in speeds)
     relative = tuple(round(fastest_s / speed.micro_batch_s, 3) for speed in speeds)
-    return ShareChange(plan, better, relative, before_s, slowest_s(better.micro_batches, expected), overhead)
+    after_s = slowest_s(better.micro_batches, expected)
+    useless = find_useless(better, expected)
+    return ShareChange(plan, better, relative, before_s, after_s, overhead, useless)
+
+
+def find_useless(plan: BatchPlan, speeds: Sequence[RankSpeed]) -> int | None:
+    """Return the slowest rank if the others would end a step without it as early as with it: one of them at most."""
+    slowest = max(range(len(speeds)), key=lambda rank: speeds[rank].micro_batch_s)
+    others = [speed for rank, speed in enumerate(speeds) if rank != slowest]
+    if not others:
+        return None
+    without_s = slowest_s(divide_by_speed(sum(plan.micro_batches), others), others)
+    return slowest if without_s <= slowest_s(plan.micro_batches, speeds) else None
 
 
 def measure_overhead(before: BatchPlan, before_s: Sequence[float], after: BatchPlan, after_s: Sequence[float]) -> float:
@@ -290,6 +304,18 @@ def describe_change(change: ShareChange, names: Sequence[str]) -> str:
         text += f" (smaller ones cost about {more:.0%} more for each sample)" if more > 0 else ""
     times = f"{1e3 * change.after_s:.0f} ms instead of {1e3 * change.before_s:.0f}"
     return f"{text}; the computing of a step takes about {times}"
+
+
+def useless_warning(change: ShareChange, names: Sequence[str]) -> SlowRank | None:
+    """Return a warning that a rank is too slow to help, if there is one."""
+    if change.useless is None:
+        return None
+    return SlowRank(
+        f"{names[change.useless]} is too slow to help: the other ranks would do its part of a step in the same time",
+        why=f"it computes at {change.speeds[change.useless]:.2f} of the speed of the fastest rank, and has one "
+        f"micro-batch of each step or more, of {change.plan.micro_batch} samples",
+        fix="start the next run without it, or give it less: a smaller --micro-batch, a larger --global-batch",
+    )
 
 
 def _parts(plan: BatchPlan) -> str:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from shoal.config.schema import EngineConfig, SyncConfig
 from shoal.cost.batch_plan import BatchPlan, redivide_batch, weights_of
 from shoal.cost.model_size import grad_bytes
-from shoal.engine.balance import Balance, RankTime, describe_change, possible_sizes
+from shoal.engine.balance import Balance, RankTime, describe_change, possible_sizes, useless_warning
 from shoal.engine.checkpoint import Progress, Shares
 from shoal.engine.recorder import Recorder
 from shoal.engine.refusal import StepResult, explain_refusal
@@ -613,6 +614,8 @@ class Engine:
             speeds=list(change.speeds),
             why=describe_change(change, self.world.names),
         )
+        if (warning := useless_warning(change, self.world.names)) is not None and self.world.is_main:
+            self.recorder.warn(warning, step=step)
 
     @property
     def _has_several_machines(self) -> bool:
@@ -624,7 +627,11 @@ class Engine:
     def _keeps_micro_batch(self) -> bool:
         """Whether micro-batches keep their size: it was set, or the model is compiled or normalised over them."""
         is_set = self.has_fixed_shapes or self.config.train.micro_batch is not None
-        return is_set or any(isinstance(module, _BatchNorm) or _is_compiled(module) for module in self.model.modules())
+        return is_set or self._has_fixed_layers
+
+    @cached_property
+    def _has_fixed_layers(self) -> bool:
+        return any(isinstance(module, _BatchNorm) or _is_compiled(module) for module in self.model.modules())
 
     def _refuse_step(self) -> None:
         """Raise the error that names the culprits; all ranks get here in the same step and can still exchange."""

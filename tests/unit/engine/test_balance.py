@@ -23,6 +23,7 @@ from shoal.engine.balance import (
     measure_overhead,
     possible_sizes,
     slowest_s,
+    useless_warning,
 )
 
 SECONDS = st.floats(1e-4, 10.0)
@@ -156,6 +157,14 @@ def test_micro_batches_that_became_too_small_become_larger_again() -> None:
     sizes = [change.plan.micro_batch for _, change in changes]
     assert sizes[-1] == max(sizes), sizes
     assert len(sizes) <= 4
+
+
+def test_a_machine_that_is_too_slow_to_help_is_named() -> None:
+    changes, _ = train(lambda _: (1.0, 1.0, 0.02), 30, 0.02)
+    warning = useless_warning(changes[0][1], ("rank 0", "rank 1", "rank 2 on pond3"))
+    assert warning is not None
+    assert warning.seen.startswith("rank 2 on pond3 is too slow to help: ")
+    assert useless_warning(train(lambda _: (1.0, 0.33), 30)[0][0][1], ("rank 0", "rank 1")) is None
 
 
 def test_time_that_does_not_depend_on_the_share_is_no_reason_for_another_one() -> None:
