@@ -44,10 +44,10 @@ def measured(
     """Let all ranks measure these speeds, instead of those of the machine that runs the test."""
     observe = Balance.observe
 
-    def observe_speeds(balance: Balance, step: Sequence[RankTime]) -> None:
+    def observe_speeds(self: Balance, step: Sequence[RankTime]) -> None:
         now = speeds[max(first for first in speeds if first <= session_step[0])]
         times = [RankTime(count / speed, 0.1) for count, speed in zip(shares[0], now, strict=True)]
-        observe(balance, times)
+        observe(self, times)
 
     Balance.observe = observe_speeds  # type: ignore[method-assign]
     try:
