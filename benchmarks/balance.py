@@ -52,7 +52,7 @@ def samples_per_s(records: Sequence[dict[str, Any]], first: int, last: int) -> f
     """Return the speed between two steps: the median, since a checkpoint or another program may stop one of them."""
     times = {record["step"]: record["time"] for record in records}
     begin, end = records[0]["samples"]
-    return float(end - begin) / median(times[step] - times[step - 1] for step in range(first + 1, last + 1))
+    return float((end - begin) / median(times[step] - times[step - 1] for step in range(first + 1, last + 1)))
 
 
 def on(cores: Sequence[float]) -> str:
