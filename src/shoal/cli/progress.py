@@ -185,6 +185,8 @@ class EventPrinter:
                 )
             case "choice" if event["rank"] == self._lead:
                 yield f"step {event['step']}: from here on {escape(event['why'])}"
+            case "shares" if event["rank"] == self._lead:
+                yield f"step {event['step']}: {escape(event['why'])}"
             case "eval" if event["rank"] == self._lead:
                 yield f"step {event['step']}: validation loss {event['val_loss']:.4f}"
             case "log" if event["rank"] == self._lead and (values := logged_values(event)):

@@ -12,7 +12,7 @@ import typer
 
 from shoal import __version__
 from shoal.cli.output import Depth, given_settings, print_json, refuse_given
-from shoal.cli.train import PROFILE
+from shoal.cli.train import BALANCE_DEFAULT, BALANCE_HELP, PROFILE
 from shoal.config.defaults import DEFAULT_CLAIM, DEFAULT_MEMORY, GRACE_S, MOUNT
 from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_mean
 from shoal.config.sync_choice import SYNC_HELP, WIRE_HELP
@@ -30,6 +30,7 @@ _LONGEST_GRACE_S = 86400.0
 _SETTINGS_OF_FLAGS = {
     "on": "run.on",
     "threads": "run.threads",
+    "balance": "run.balance",
     "steps": "train.steps",
     "sync": "sync.mode",
     "wire": "sync.wire",
@@ -70,6 +71,9 @@ def run(
     wire: Annotated[str | None, typer.Option(help=f"{WIRE_HELP} (session).", show_default=False)] = None,
     accumulate: Annotated[
         int | None, typer.Option(min=1, help="Batches between two exchanges (session).", show_default=False)
+    ] = None,
+    balance: Annotated[
+        str | None, typer.Option(help=f"{BALANCE_HELP.rstrip('.')} (session).", show_default=BALANCE_DEFAULT)
     ] = None,
     profile_steps: Annotated[
         str | None,
@@ -121,7 +125,7 @@ def run(
     from shoal.tools.report.explain_run import prediction_line
 
     flags: Overrides = {
-        "run": {"threads": threads},
+        "run": {"threads": threads, "balance": balance},
         "train": {"steps": steps, "profile_steps": profile_steps},
         "sync": {"mode": sync, "wire": wire, "accumulate": accumulate},
     }

@@ -41,11 +41,17 @@ app = typer.Typer(add_completion=False)
 
 DEFAULT_PRESET = "grammar"
 PROFILE = Path("profile.toml")
+BALANCE_HELP = (
+    "How unequal machines share a batch: off (equally, or by run.weights), static (by their speed in the first steps) "
+    "or live (shares follow their speed)."
+)
+BALANCE_DEFAULT = "live where machines differ by more than 10%"
 # The setting of each flag; a flag has the name of its parameter below.
 FLAGS = {
     "on": "run.on",
     "launcher": "run.launcher",
     "threads": "run.threads",
+    "balance": "run.balance",
     "data": "data.path",
     "tokenizer": "data.tokenizer",
     "steps": "train.steps",
@@ -115,6 +121,7 @@ def train(
     inside: Annotated[
         str | None, typer.Option(help="Exchange between ranks of one machine: auto, gloo, copies or shared (memory).")
     ] = None,
+    balance: Annotated[str | None, typer.Option(help=BALANCE_HELP, show_default=BALANCE_DEFAULT)] = None,
     launcher: Annotated[str | None, typer.Option(help="What starts the ranks: shoal, torchrun or spawn.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads per rank.", show_default="cores / ranks")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
@@ -150,7 +157,8 @@ def train(
     """Train a model data-parallel. Gradients are exchanged in every step, or weights every few steps (--sync).
 
     Every setting can be given as --set section.key=value; the sections are model, data, train, sync, run, members.
-    With --resume only settings that no finished step depends on: steps, weights, threads, intervals, measure, members.
+    With --resume only settings that no finished step depends on: steps, weights, balance, threads, intervals, measure,
+    members.
     """
     given = dict(locals())
     from shoal.cli.progress import make_display

@@ -37,6 +37,7 @@ _CHANGEABLE = (
     "train.pin",
     "train.profile_steps",
     "run.weights",
+    "run.balance",
     "run.threads",
     "sync.measure",
     "sync.timeout_s",
@@ -222,6 +223,14 @@ def _no_effect(config: EngineConfig, key: str) -> tuple[str, str] | None:
     # All ranks compare their digests, whichever launcher started them.
     if section == "members" and name != "digest_every" and config.run.launcher != "shoal":
         return f"with run.launcher={config.run.launcher} the members of a run never change", "--set run.launcher=shoal"
+    if key == "run.balance" and config.run.balance != "off":
+        if config.sync.measure == "off":
+            return (
+                "with sync.measure=off no rank knows how long its part of a step takes",
+                "--set sync.measure=hook",
+            )
+        if data.sharding == "modulo":
+            return "with data.sharding=modulo all ranks have equal shares", "--set data.sharding=cursor"
     if key == "run.lineage":
         return "it is for a run that is resumed, and this one is new", "shoal train --resume RUN --lineage LINEAGE"
     if key == "run.preset":

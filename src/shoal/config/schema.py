@@ -538,9 +538,17 @@ class RunConfig(Section):
 
     weights: Annotated[str, Field(pattern=r"^\d+(\.\d+)?(/\d+(\.\d+)?)*$")] | None = None
     """`1/1/0.5` gives a slow machine a smaller share of every batch, one number per rank; unset, all are
-    equal. A hosts file sets it from the `weight` of its machines.
+    equal at first. A hosts file sets it from the `weight` of its machines.
 
-    Set it when `shoal report` names a straggler that is always the same.
+    Set it to fix the shares of machines whose speeds you know.
+    """
+
+    balance: Literal["off", "static", "live"] | None = None
+    """Whether shares follow the measured speed of the ranks. `off`: they stay as they were at the start;
+    `static`: they are measured once, in the first steps; `live`: they follow. Unset: as `live`, once machines differ by
+    more than 10%; but `weights` are kept, and so are the equal shares of ranks on one machine.
+
+    Turn it off to compare runs step by step on the same shares.
     """
 
     devices: Annotated[str, Field(pattern=r"^(auto|cpu|cuda)(/(auto|cpu|cuda))*$")] | None = None

@@ -109,7 +109,7 @@ def plan_global_batch(config: EngineConfig, world_size: int) -> BatchPlan:
 def redivide_batch(global_batch: int, most: int, weights: Sequence[float], is_compiled: bool = False) -> BatchPlan:
     """Divide the same global batch among other ranks, in micro-batches of at most `most` sequences that leave the
     busiest rank the least work. Compiled code keeps the largest that fits: compiling takes longer than many steps."""
-    sizes = [size for size in _divisors(global_batch, most) if global_batch // size >= len(weights)]
+    sizes = [size for size in divisors(global_batch, most) if global_batch // size >= len(weights)]
     if not sizes:
         raise ConfigError(
             f"{len(weights)} ranks cannot share a global batch of {global_batch} sequences",
@@ -133,9 +133,9 @@ def micro_batch(train: LoopConfig, weights: Sequence[float], most: int = MICRO_B
         )
     size = train.micro_batch
     if size is None:
-        return _least_work(batch, _divisors(batch, most), weights)
+        return _least_work(batch, divisors(batch, most), weights)
     if batch % size or batch // size < world_size:
-        sizes = [divisor for divisor in _divisors(batch, MICRO_BATCH_CAP) if batch // divisor >= world_size]
+        sizes = [divisor for divisor in divisors(batch, MICRO_BATCH_CAP) if batch // divisor >= world_size]
         nearest = min(sizes, key=lambda divisor: abs(divisor - size))
         raise ConfigError(
             f"a global batch of {batch} sequences cannot be shared by {world_size} ranks in micro-batches of {size}",
@@ -148,7 +148,7 @@ def micro_batch(train: LoopConfig, weights: Sequence[float], most: int = MICRO_B
 def half_micro_batch(train: LoopConfig, weights: Sequence[float]) -> int | None:
     """Return half of the present micro-batch, or the next below that fits; None where it cannot be smaller."""
     half = micro_batch(train, weights) // 2
-    return max(_divisors(world_batch(train, len(weights)), half), default=None)
+    return max(divisors(world_batch(train, len(weights)), half), default=None)
 
 
 def _least_work(batch: int, sizes: Sequence[int], weights: Sequence[float]) -> int:
@@ -166,5 +166,6 @@ def _least_work(batch: int, sizes: Sequence[int], weights: Sequence[float]) -> i
     return min(sizes, key=lambda size: (busiest(size), -size))
 
 
-def _divisors(number: int, most: int) -> list[int]:
+def divisors(number: int, most: int) -> list[int]:
+    """Return the divisors up to `most`: the sizes of micro-batches that a batch can be divided into."""
     return [size for size in range(1, min(number, most) + 1) if number % size == 0]

@@ -43,6 +43,16 @@ Counts = TypeVar("Counts")
 
 
 @dataclass(frozen=True)
+class Shares:
+    """How the global batch of the next step is divided, where shares follow the ranks' speeds."""
+
+    micro_batch: int
+    ids: tuple[int, ...]  # Of the ranks, in their order.
+    micro_batches: tuple[int, ...]
+    speeds: dict[int, float]  # By rank id, relative to each other.
+
+
+@dataclass(frozen=True)
 class Progress:
     """The position of a training."""
 
@@ -51,6 +61,7 @@ class Progress:
     generation: str = "0-0"  # See docs/faults.md.
     lineage: str = "0-0"
     history: tuple[tuple[str, int], ...] = ()  # The lineages before this one, and the step after which each was left.
+    shares: Shares | None = None
 
 
 @dataclass(frozen=True)
@@ -245,7 +256,18 @@ def _read_progress_of(folder: Path) -> Progress | None:
 
 def read_progress(state: dict[str, Any]) -> Progress:
     history = tuple((str(lineage), int(step)) for lineage, step in state.pop("history", ()))
-    return _parse_counts(Progress, {**state, "history": history})
+    return _parse_counts(Progress, {**state, "history": history, "shares": _parse_shares(state.get("shares"))})
+
+
+def _parse_shares(document: Any) -> Shares | None:
+    if document is None:
+        return None
+    ids, micro_batches = (tuple(map(int, document[name])) for name in ("ids", "micro_batches"))
+    speeds = {int(id): float(speed) for id, speed in document["speeds"].items()}
+    shares = Shares(int(document["micro_batch"]), ids, micro_batches, speeds)
+    if len(ids) != len(micro_batches) or min(*micro_batches, shares.micro_batch, *speeds.values()) <= 0:
+        raise ValueError(f"these are no shares: {document!r:.80}")
+    return shares
 
 
 def _parse_counts(kind: type[Counts], values: dict[str, Any]) -> Counts:

@@ -41,6 +41,8 @@ class Console:
                 self._print(f"step {event['step']}: validation loss {event['val_loss']:.4f}")
             case "choice":
                 self._print(f"step {event['step']}: from here on {event['why']}")
+            case "shares":
+                self._print(f"step {event['step']}: {event['why']}")
             case "warning":
                 self._print(f"warning: {event['seen']} ({self._run.name_in(event['fix'])})")
 

@@ -16,17 +16,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.config.schema import EngineConfig, SyncConfig
-from shoal.cost.batch_plan import BatchPlan, weights_of
+from shoal.cost.batch_plan import BatchPlan, redivide_batch, weights_of
 from shoal.cost.model_size import grad_bytes
-from shoal.engine.checkpoint import Progress
+from shoal.engine.balance import Balance, RankTime, describe_change, possible_sizes, useless_warning
+from shoal.engine.checkpoint import Progress, Shares
 from shoal.engine.recorder import Recorder
 from shoal.engine.refusal import StepResult, explain_refusal
 from shoal.engine.stragglers import Stragglers
@@ -77,10 +80,14 @@ def make_exchanges(config: EngineConfig, state: TrainingState, world: World, pla
     if config.sync.is_outer:
         sync: GradientSync = NoExchange(model)
     else:
-        rows = plan.micro_batch * model.rows_per_sample if isinstance(model, HasTiedHead) else None
-        sync = make_gradient_sync(config.sync, model, world, tokens=rows)
+        sync = make_gradient_sync(config.sync, model, world, tokens=_tied_rows(model, plan))
     set_collective_timeout(world, exchange_timeout_s(config.sync, outer))
     return Exchanges(sync, outer, StepGather(world, outer.lag_steps), StepTotals(world, state.buffers(), weight))
+
+
+def _tied_rows(model: nn.Module, plan: BatchPlan) -> int | None:
+    """Return the rows of a tied embedding that a micro-batch touches at most."""
+    return plan.micro_batch * model.rows_per_sample if isinstance(model, HasTiedHead) else None
 
 
 def no_exchanges(model: nn.Module, world: World, steps: StepGather | None = None) -> Exchanges:
@@ -92,6 +99,13 @@ def no_exchanges(model: nn.Module, world: World, steps: StepGather | None = None
 def exchange_timeout_s(sync: SyncConfig, outer: OuterSync) -> float:
     """Return how long a rank waits for a peer: a rank that may run ahead waits for as many steps of the slowest."""
     return sync.timeout_s * (1 + outer.lag_steps)
+
+
+class UnsettledStep(NamedTuple):
+    """A step of which this rank does not know the world's loss yet."""
+
+    began: Progress  # Where it began.
+    plan: BatchPlan  # How its batch was divided.
 
 
 @dataclass
@@ -134,6 +148,7 @@ class Engine:
     periodic_done_step: int = 0
     tasks_done: dict[str, int] = field(default_factory=dict)
     stragglers: Stragglers = field(default_factory=Stragglers)
+    balance: Balance = field(default_factory=Balance)  # Makes the shares of the batch follow the ranks' speeds.
     times: dict[str, float] = field(default_factory=dict)  # Seconds of the last step by phase.
     watch: NodeWatch | None = None  # Samples this machine beside training.
     disk_s: float = 0.0  # This rank wrote checkpoints for so long since its last step.
@@ -142,8 +157,7 @@ class Engine:
     _tasks_done_at_round_start: int = 0  # `periodic_done_step` at that time.
     # Called on every rank after a step that another one follows.
     between_steps: Callable[[], None] = field(default=lambda: None)
-    # Where the steps began of which this rank does not know the world's loss yet.
-    _unsettled: deque[Progress] = field(default_factory=deque)
+    _unsettled: deque[UnsettledStep] = field(default_factory=deque)
     _leaves_at_boundary: bool = False  # All ranks have agreed to leave the generation together after a step.
     _nonfinite: StepResult | None = None  # This rank's first result that was not finite.
     _work: StepWork = field(default_factory=StepWork)
@@ -221,7 +235,9 @@ class Engine:
         own_times = OwnTimes(self.timer.seconds.get("data", 0.0), self._take_gc_s(), self.disk_s)
         self.disk_s = 0.0
         node = NodeStats() if self.watch is None else self.watch.recent()
-        self.step_gather.begin(gathered, comm, self.stop.wanted, self.fence.stop_after_step, own_times, node)
+        # Not up to now: the exchange may have waited for a slower rank.
+        work_s = comm.ready_at - self.timer.began
+        self.step_gather.begin(gathered, comm, self.stop.wanted, self.fence.stop_after_step, work_s, own_times, node)
         self._apply(result, after)
         outer_times = self._outer_step(step)
         self.fence.set_step(self.outer.common_step(step))
@@ -232,6 +248,7 @@ class Engine:
         wants_stop = self._settle(stats)
         self._record(step, (comm, outer_times), own_loss=result.loss, grad_norm=result.norm, **make_fields())
         self._warn_of_stragglers(stats)
+        self._rebalance(stats)
         return wants_stop
 
     def roll_back(self) -> int:
@@ -307,8 +324,7 @@ class Engine:
         """Wait for the statistics of all steps so far; return whether any rank wants to stop."""
         return self._settle(self.step_gather.drain())
 
-    def unsettled_steps(self) -> list[Progress]:
-        """Return where the steps began of which this rank does not know the world's loss."""
+    def unsettled_steps(self) -> list[UnsettledStep]:
         return list(self._unsettled)
 
     def leave_at_boundary(self) -> None:
@@ -340,10 +356,43 @@ class Engine:
     def set_launched_ranks(self, launched_ranks: int) -> None:
         """Set the number of ranks at launch, and start to judge stragglers anew."""
         self.launched_ranks = launched_ranks
-        self.stragglers.reset(self.world.names, self.world.ids, weights_of(self.config.run, range(launched_ranks)))
+        self._restart_stragglers()
+        self.balance.reset()
+
+    def _restart_stragglers(self) -> None:
+        weights = weights_of(self.config.run, range(self.launched_ranks))
+        self.stragglers.reset(self.world.names, self.world.ids, weights)
 
     def set_plan(self, plan: BatchPlan, largest_micro_batch: int) -> None:
         self.plan, self.largest_micro_batch = plan, largest_micro_batch
+
+    def weights_of(self, ids: Sequence[int]) -> tuple[float, ...]:
+        """Return the shares of the ranks with these ids, relative to each other: by speed if that was measured."""
+        return self.balance.weights(ids) or weights_of(self.config.run, ids)
+
+    def saved_shares(self) -> Shares | None:
+        """Return the shares of the next step for a checkpoint; None if they do not follow speeds."""
+        if not self.balance.weights(self.world.ids):
+            return None
+        return Shares(self.plan.micro_batch, self.world.ids, self.plan.micro_batches, dict(self.balance.speeds))
+
+    def restore_shares(self, saved: Shares | None) -> None:
+        """Divide the batch as a checkpoint's ranks did, or by their speeds if its ranks were others."""
+        if saved is None or not self.balance.is_on:
+            return
+        self.balance.adopt(saved.speeds)
+        plan = BatchPlan(saved.micro_batch, saved.micro_batches)
+        if saved.ids != self.world.ids or plan.global_batch != self.global_batch:
+            weights = self.weights_of(self.world.ids)
+            plan = redivide_batch(self.global_batch, self.largest_micro_batch, weights, self._keeps_micro_batch)
+        self.change_plan(plan)
+
+    def change_plan(self, plan: BatchPlan) -> None:
+        """Divide the following batches in another way, between two steps. All ranks call it after the same step."""
+        self.sync.resize(_tied_rows(self.model, plan) or 0)
+        self.plan = plan
+        self.exchanges.totals.weight = self.weight
+        self.outer.set_weight(self.weight)
 
     def set_sync(self, sync: SyncConfig) -> None:
         """Set the sync mode of the exchanges that `connect` makes next."""
@@ -499,7 +548,7 @@ class Engine:
                             other.step()
                     if after is not None:
                         after()
-                self._unsettled.append(self.progress)
+                self._unsettled.append(UnsettledStep(self.progress, self.plan))
                 self.move_to(result.step, self.progress.cursor + self.global_batch)
             self.zero_grad()
 
@@ -527,10 +576,10 @@ class Engine:
     def _settle(self, known: list[StepStats]) -> bool:
         """Propose the steps whose statistics have arrived from all ranks for the next commit."""
         for stats in known:
-            began = self._unsettled.popleft()
+            began, plan = self._unsettled.popleft()
             if not math.isfinite(stats.loss_sum):
                 self._refuse_step()
-            self.recorder.propose(began.step + 1, began.cursor, began.cursor + self.global_batch, stats.loss_sum)
+            self.recorder.propose(began.step + 1, began.cursor, plan, stats.loss_sum)
             self._leaves_at_boundary |= stats.stop_after_step
         return any(stats.stop for stats in known)
 
@@ -567,11 +616,62 @@ class Engine:
                 if self.world.is_main if slow.rank is None else self.world.rank == slow.rank:
                     self.recorder.warn(slow, step=step, **slow.fields)
 
+    def _rebalance(self, known: list[StepStats]) -> None:
+        """Let the shares follow the speeds. All ranks know the same times, so all change their shares in this step.
+
+        Where replicas train alone, a rank's share is its weight in the next exchange: it changes with the round.
+        """
+        if not self.balance.is_on or not self._has_several_machines:
+            return
+        for stats in known:
+            self.balance.observe([RankTime(rank.work_s, rank.ready_s - rank.work_s) for rank in stats.by_rank])
+        step = self.progress.step
+        if step % self.outer.round_steps or step >= self.config.train.steps:
+            return
+        sizes = possible_sizes(self.plan, self.largest_micro_batch, self._keeps_micro_batch)
+        change = self.balance.judge(self.plan, sizes, self.world.ids, self.outer.lag_steps)
+        if change is None:
+            return
+        self.change_plan(change.plan)
+        self._restart_stragglers()
+        self.recorder.event(
+            "shares",
+            step=step,
+            micro_batch=change.plan.micro_batch,
+            shares=list(change.plan.micro_batches),
+            ids=list(self.world.ids),
+            speeds=list(change.speeds),
+            why=describe_change(change, self.world.names),
+        )
+        if (warning := useless_warning(change, self.world.names)) is not None and self.world.is_main:
+            self.recorder.warn(warning, step=step)
+
+    @property
+    def _has_several_machines(self) -> bool:
+        """Whether speeds can differ. Without a setting, ranks of one machine and of one kind count as equal."""
+        run, world = self.config.run, self.world
+        return run.balance is not None or run.devices is not None or world.local_size < world.size
+
+    @property
+    def _keeps_micro_batch(self) -> bool:
+        """Whether micro-batches keep their size: it was set, or the model is compiled or normalised over them."""
+        is_set = self.has_fixed_shapes or self.config.train.micro_batch is not None
+        return is_set or self._has_fixed_layers
+
+    @cached_property
+    def _has_fixed_layers(self) -> bool:
+        return any(isinstance(module, _BatchNorm) or _is_compiled(module) for module in self.model.modules())
+
     def _refuse_step(self) -> None:
         """Raise the error that names the culprits; all ranks get here in the same step and can still exchange."""
         error = explain_refusal(self.world, self._nonfinite, self.state.all_parameters, self.lower_rate_advice)
         if error is not None:
             raise error
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether a program compiled this module, by `torch.compile(module)` or `module.compile()`."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def describe_exchanges(engine: Engine) -> dict[str, object]:

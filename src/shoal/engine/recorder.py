@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.control.rank_messages import AbandonCommits
+from shoal.cost.batch_plan import BatchPlan
 from shoal.errors import CheckpointError, RunFailed, ShoalError
 from shoal.events import FLUSH_S, Event, EventLog, FileMark, FileMarker, read_events, read_last_events, to_stderr
 from shoal.host.facts import WireCounter
@@ -184,9 +185,9 @@ class Recorder:
         if world_loss is None:
             self._lacks_loss.add(step)
 
-    def propose(self, step: int, first: int, end: int, loss: float) -> None:
+    def propose(self, step: int, first: int, plan: BatchPlan, loss: float) -> None:
         """Add a step that is done here. Whether all ranks have it is known when the next exchange succeeds."""
-        self._pending.append(self.describe(step, first, end, loss))
+        self._pending.append(self.describe(step, first, plan, loss))
         if step <= self._recorded_step:
             self._record_loss(step, loss)
 
@@ -194,13 +195,14 @@ class Recorder:
         self._events.write("loss", step=step, loss=loss)
         self._lacks_loss.discard(step)
 
-    def describe(self, step: int, first: int, end: int, loss: float) -> Record:
-        """Return the ledger's line of a step on the samples `[first, end)`."""
+    def describe(self, step: int, first: int, plan: BatchPlan, loss: float) -> Record:
+        """Return the ledger's line of a step: its samples, from `first` on, and how many of them each member had."""
         world = self._world
         return {
             "step": step,
-            "samples": [first, end],
+            "samples": [first, first + plan.global_batch],
             "members": list(world.ids),
+            "shares": [plan.micro_batch * count for count in plan.micro_batches],
             "generation": str(world.generation),
             "lineage": str(world.lineage.name),
             "loss": loss,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.control.rank_messages import EnterGeneration
-from shoal.cost.batch_plan import redivide_batch, weights_of
+from shoal.cost.batch_plan import redivide_batch
 from shoal.engine import recorder
 from shoal.engine.auto_sync import SyncChooser
 from shoal.engine.checkpoint import CheckpointFolder
@@ -196,7 +196,7 @@ class GenerationChanger:
         is_outer = engine.config.sync.is_outer
         optimizer_state = self._outer_momentum if is_outer else engine.state.optimizer_state().tensors
         digest = combine_digests(tensor_digests({**engine.state.weights(), **optimizer_state}))
-        unsettled = sum(began.step < self._state_step for began in engine.unsettled_steps())
+        unsettled = sum(step.began.step < self._state_step for step in engine.unsettled_steps())
         return ReplicaState(True, self._state_step, digest, unsettled)
 
     def _describe_training(self, step: int) -> JoinerInfo:
@@ -210,6 +210,7 @@ class GenerationChanger:
             tasks_done=engine.tasks_done,
             has_fixed_shapes=engine.has_fixed_shapes,
             sync=self.chooser.as_numbers(),
+            speeds={str(id): speed for id, speed in engine.balance.speeds.items()},
             history=engine.history,
         )
 
@@ -277,7 +278,8 @@ class GenerationChanger:
         engine.set_sync(self.chooser.adopt(info.sync))
         engine.has_fixed_shapes = info.has_fixed_shapes
         # The global batch stays; it is divided anew over the ranks of this world.
-        shares = weights_of(engine.config.run, world.ids)
+        engine.balance.adopt({int(id): speed for id, speed in info.speeds.items()})
+        shares = engine.weights_of(world.ids)
         engine.set_plan(
             redivide_batch(info.global_batch, info.micro_batch, shares, info.has_fixed_shapes), info.micro_batch
         )
@@ -368,6 +370,8 @@ class GenerationChanger:
             # All of them are before the checkpoint: it is saved after the ledger.
             engine.recorder.drop_unwritten()
         engine.recorder.enter_world(world, [])
+        # Ranks that were started anew know no speeds. The checkpoint may have them.
+        engine.balance.adopt({})
         self.chooser.reset()
         engine.set_sync(self.chooser.initial_sync)
         if engine.reset is not None:

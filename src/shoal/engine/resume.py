@@ -155,6 +155,7 @@ def resume_training(
         # The next resume would continue from what this machine has trained apart from the chosen lineage.
         folder.set_aside_newer(shared_step(own.progress, chosen))
     before_load(step, not info.has_moments)
+    engine.restore_shares(chosen.shares)
     if not info.has_moments and not engine.config.sync.is_outer:
         raise CheckpointError(
             f"the checkpoint of step {step} is of replicas with moments of their own, and this run exchanges gradients",

@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from safetensors import SafetensorError
@@ -33,7 +34,7 @@ def _common_state(engine: Engine, shards: RankShards | None) -> Checkpoint:
     with outer.common():
         model = engine.common_weights()
     optimizer = StateTree(outer.state(), None) if outer.replicas_differ else engine.state.optimizer_state()
-    return Checkpoint(engine.progress, model, optimizer, shards)
+    return Checkpoint(replace(engine.progress, shares=engine.saved_shares()), model, optimizer, shards)
 
 
 def _own_state(engine: Engine) -> StateTree:

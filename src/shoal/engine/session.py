@@ -39,6 +39,7 @@ from shoal.control.membership.types import Ballot
 from shoal.control.rank_messages import MEMBERSHIP_FD, EnterGeneration
 from shoal.cost.batch_plan import world_batch
 from shoal.engine.auto_sync import SyncChooser
+from shoal.engine.balance import Balance
 from shoal.engine.batches import BatchAhead, Source, move, open_source, read_ahead
 from shoal.engine.engine import Engine
 from shoal.engine.environment import open_session
@@ -371,6 +372,9 @@ class Session:
     def _configure_engine(self, engine: Engine, reset: Callable[[], None] | None) -> None:
         engine.reset, engine.is_reset_copy = reset, reset is not self._reset
         engine.seeds_steps = self._start.seeds_steps
+        if self._start.sharding == "modulo":
+            # Equal shards are used up at the same time only by equal shares.
+            engine.balance = Balance("off")
         if self._start.lower_rate_advice:
             engine.lower_rate_advice = self._start.lower_rate_advice
 

@@ -20,8 +20,9 @@ import torch
 import shoal
 from shoal.config.schema import EngineConfig
 from shoal.control.processes import RUN_MARK
-from shoal.cost.batch_plan import BatchPlan, plan_global_batch, redivide_batch, weights_of
+from shoal.cost.batch_plan import BatchPlan, plan_global_batch, redivide_batch
 from shoal.engine.auto_sync import SyncChooser
+from shoal.engine.balance import Balance
 from shoal.engine.checkpoint import CheckpointFolder, Progress
 from shoal.engine.engine import Engine, StopRequest, describe_exchanges, no_exchanges
 from shoal.engine.recorder import Recorder
@@ -63,6 +64,7 @@ def make_engine(
         progress=Progress(step=0, cursor=0),
         fence=fence or OpenFence(),
         watch=watch,
+        balance=Balance(_balance_mode(config)),
     )
     # All of this lives as long as the process. Frozen, it is not scanned again: a collection of the later objects
     # takes milliseconds instead of a fifth of a second.
@@ -81,6 +83,14 @@ def _watch_node(recorder: Recorder, world: World) -> NodeWatch:
     watch = NodeWatch(is_own, recorder.sample if world.is_node_main else lambda sample: None)
     watch.start()
     return watch
+
+
+def _balance_mode(config: EngineConfig) -> str | None:
+    """Return how shares follow speeds. Given weights are kept, unless the user wants them to follow."""
+    run = config.run
+    if config.sync.measure == "off" or (run.weights is not None and run.balance != "live"):
+        return "off"
+    return run.balance
 
 
 @dataclass(frozen=True)
@@ -103,7 +113,7 @@ def start_training(
     launched = world.size if recovery is None else recovery.launched
     plan = launch_plan = plan_global_batch(config, launched)
     if recovery is not None and world.ids != tuple(range(launched)):
-        shares = weights_of(config.run, world.ids)
+        shares = engine.weights_of(world.ids)
         plan = redivide_batch(launch_plan.global_batch, launch_plan.micro_batch, shares, engine.has_fixed_shapes)
     _make_equal(engine)
     engine.set_plan(plan, launch_plan.micro_batch)

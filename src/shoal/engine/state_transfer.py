@@ -94,6 +94,7 @@ class JoinerInfo:
     tasks_done: Mapping[str, int]
     has_fixed_shapes: bool
     sync: Sequence[int]  # The sync choice as numbers, see `SyncChooser`.
+    speeds: Mapping[str, float]  # The measured speeds by rank id, see `Balance`.
     history: Sequence[tuple[str, int]]  # The lineages before this launch's first one.
 
     def broadcast(self, world: World, source: int) -> JoinerInfo:
@@ -282,13 +283,14 @@ def share_pending(engine: Engine, path: Path, own_step: int, world: World, plan:
 
 def _own_losses(engine: Engine, pending: list[Record], own_step: int) -> list[Record]:
     """Return records with this rank's own loss, of steps whose world loss it has not learned."""
-    batch = engine.global_batch
     known = {record["step"] for record in pending}
     return [
-        engine.recorder.describe(began.step + 1, began.cursor, began.cursor + batch, loss / engine.weight)
+        engine.recorder.describe(
+            began.step + 1, began.cursor, plan, loss * plan.global_batch / plan.share(engine.world.rank)
+        )
         | {"partial": True}
         # There may be one loss more than steps: that of a step which was never applied.
-        for began, loss in zip(engine.unsettled_steps(), engine.step_gather.own_losses(), strict=False)
+        for (began, plan), loss in zip(engine.unsettled_steps(), engine.step_gather.own_losses(), strict=False)
         if began.step < own_step and began.step + 1 not in known
     ]
 

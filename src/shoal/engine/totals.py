@@ -30,7 +30,7 @@ class StepTotals:
 
     def __init__(self, world: World, buffers: Mapping[str, Tensor], weight: float) -> None:
         self._world = world
-        self._weight = weight  # This rank's part of the global batch.
+        self.weight = weight  # This rank's part of the global batch.
         self._buffers = list(buffers.values())
         self._before: list[Tensor] = []
         self.common = [buffer.clone() for buffer in self._buffers]  # When all ranks last had the same.
@@ -79,7 +79,7 @@ class StepTotals:
             return
         device = self._world.control_device
         parts = [torch.tensor([count // _BASE, count % _BASE], dtype=torch.float32, device=device)]
-        parts += [(buffer.flatten().float() * self._weight).to(device) for buffer in self._buffers]
+        parts += [(buffer.flatten().float() * self.weight).to(device) for buffer in self._buffers]
         self._flat = torch.cat(parts)
         self._work = dist.all_reduce(self._flat, group=self._world.group, async_op=True)
 

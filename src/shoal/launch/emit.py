@@ -71,10 +71,9 @@ def worker_words(job: EmitJob) -> list[str]:
         wanted["data.cache_dir"] = str(job.cache_dir)
     preset = job.config.run.preset
     base = _flat_settings(build_config(preset)) if preset in PRESETS else None
-    if job.config.run.weights:
-        wanted["run.weights"] = job.config.run.weights
-    if job.config.run.devices:
-        wanted["run.devices"] = job.config.run.devices
+    run = job.config.run
+    own = {"run.weights": run.weights, "run.balance": run.balance, "run.devices": run.devices}
+    wanted |= {key: value for key, value in own.items() if value}
     if base is None or not base.keys() <= wanted.keys():
         # A file may use any name for its preset, and no --set removes what a preset sets: begin at the defaults.
         base, wanted["run.preset"], preset = _flat_settings(build_config(_PLAIN_PRESET)), preset, _PLAIN_PRESET

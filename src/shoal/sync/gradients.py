@@ -57,6 +57,9 @@ class GradientSync(Protocol):
 
     def load_state(self, state: State) -> None: ...
 
+    def resize(self, tokens: int) -> None:
+        """Prepare for micro-batches of so many tokens, between two steps."""
+
     def close(self) -> None:
         """Leave the model as it was before."""
 
@@ -98,6 +101,9 @@ class _SyncDefaults:
 
     def backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()
+
+    def resize(self, tokens: int) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -193,6 +199,11 @@ class HookedDDP(_DDPSync, CompressorState):
             spans = sorted([*self._tied.spans, *spans]) if spans else []
         now = time.perf_counter()
         return CommTimes(ready_at, now - ready_at, covered(spans) if spans else None)
+
+    def resize(self, tokens: int) -> None:
+        if self._tied is not None:
+            self._tied.resize(tokens)
+            self.extra_bytes = self._tied.extra_bytes
 
     def close(self) -> None:
         if self._tied is not None:
@@ -372,9 +383,13 @@ class TiedHead:
         self._pending: Future[Tensor] | None = None
         self.is_last = True
         self.spans: list[list[float]] = []
+        self.resize(tokens)
+
+    def resize(self, tokens: int) -> None:
+        """Make room for the rows of so many tokens of every rank."""
         self._tokens = tokens
-        self._rows = torch.empty(world.size * tokens, dtype=torch.int64)
-        self._row_gradients = torch.empty(world.size * tokens, weight.shape[1], dtype=weight.dtype)
+        self._rows = torch.empty(self._world.size * tokens, dtype=torch.int64)
+        self._row_gradients = torch.empty(self._world.size * tokens, self._weight.shape[1], dtype=self._weight.dtype)
 
     @property
     def extra_bytes(self) -> int:

@@ -73,6 +73,9 @@ class OuterSync:
         """The fragments on their way between replicas, one bit each."""
         return 0
 
+    def set_weight(self, weight: float) -> None:
+        """Set this rank's part of the samples of the coming rounds."""
+
     def rewind(self, common_step: int, in_flight: int) -> None:
         """Make the model's parameters the common ones of that step; `state` then has room for what is to be loaded."""
 
@@ -159,6 +162,9 @@ class LocalSteps(OuterSync):
         finally:
             for shard in self._shards:
                 shard.swap()
+
+    def set_weight(self, weight: float) -> None:
+        self._exchange.weight = weight
 
     def rewind(self, common_step: int, in_flight: int) -> None:
         for shard in self._shards:
@@ -411,7 +417,7 @@ class OuterExchange:
     def __init__(self, world: World, compressor: Compressor, weight: float, timed: bool = True) -> None:
         self.compressor = compressor
         self._world = world
-        self._weight = weight
+        self.weight = weight  # This rank's part of the samples of a round.
         self._timed = timed
         self._blocked_s = 0.0
         self._wait_s = 0.0
@@ -420,7 +426,7 @@ class OuterExchange:
     def start(self, shards: Sequence[OuterShard]) -> Iterator[AsyncExchange]:
         """Start exchanges one by one as they are requested: the gradient of a shard is made when it is sent."""
         for shard in shards:
-            gradient = shard.outer_gradient(self._weight)
+            gradient = shard.outer_gradient(self.weight)
             bucket = Bucket(shard.index, gradient, shard.parameters, is_last=shard is shards[-1])
             yield AsyncExchange(shard, self.compressor(bucket))
 

@@ -130,6 +130,7 @@ class RankStats:
     host: HostStats
     own: OwnTimes = NO_TIMES
     node: NodeStats = NO_STATS
+    work_s: float = 0.0  # the part of `ready_s` that the micro-batches of the step took
 
 
 @dataclass(frozen=True)
@@ -144,13 +145,14 @@ class StepStats:
 
 
 def _rank_stats(row: list[float]) -> RankStats:
-    _, ready_s, _, _, *numbers = row
+    _, ready_s, work_s, _, _, *numbers = row
     own, host = len(OwnTimes._fields), len(fields(HostStats))
     return RankStats(
         ready_s,
         HostStats(*numbers[own : own + host]),
         OwnTimes(*numbers[:own]),
         NodeStats(*numbers[own + host :]),
+        work_s,
     )
 
 
@@ -164,7 +166,7 @@ class _PendingGather:
     def read(self, world: World) -> StepStats:
         await_work(self.work, world.release)
         matrix = torch.stack(self.rows).cpu()
-        loss_sum, ready_s, stop, stop_after_step = matrix[:, :4].unbind(dim=1)
+        loss_sum, ready_s, _, stop, stop_after_step = matrix[:, :5].unbind(dim=1)
         return StepStats(
             loss_sum=float(loss_sum.sum()),
             stop=bool(stop.any()),
@@ -205,15 +207,18 @@ class StepGather:
         comm: CommTimes,
         stop: bool,
         stop_after_step: bool = False,
+        work_s: float = 0.0,
         own_times: OwnTimes = NO_TIMES,
         node: NodeStats = NO_STATS,
     ) -> None:
+        """Send this rank's numbers. `work_s` is how long it took for its micro-batches."""
         ready_s = comm.ready_at - self._together_at - self._waited_s
         self._together_at = comm.ready_at + comm.tail_s
         self._begun += 1
         if self._begun % _HOST_STATS_EVERY == 0:
             self._host_stats = self._kernel.look()
-        numbers = [loss_sum, ready_s, stop, stop_after_step, *own_times, *self._host_stats.numbers(), *node.numbers()]
+        own_numbers = (*own_times, *self._host_stats.numbers(), *node.numbers())
+        numbers = [loss_sum, ready_s, work_s, stop, stop_after_step, *own_numbers]
         own = torch.tensor(numbers, dtype=torch.float64, device=self._world.control_device)
         rows = [torch.zeros_like(own) for _ in range(self._world.size)]
         work = dist.all_gather(rows, own, group=self._world.group, async_op=True)

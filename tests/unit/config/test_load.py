@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cli.train import FLAGS, flags_to_overrides
-from shoal.config.load import build_config, known_keys, load_config, to_toml, validate_session
+from shoal.config.load import (
+    build_config,
+    known_keys,
+    load_config,
+    refuse_fixed,
+    refuse_without_effect,
+    to_toml,
+    validate_session,
+)
 from shoal.config.presets import PRESETS, depth_overrides
 from shoal.config.schema import Config, DataConfig, ModelConfig
 from shoal.config.sync_choice import TRAIN_METHODS, WIRE_FORMATS
@@ -313,3 +321,15 @@ def test_every_rank_may_have_its_own_device() -> None:
     config = build_config("grammar", sets=["run.devices=cuda/cpu"])
     assert [config.device_of(rank) for rank in range(3)] == ["cuda", "cpu", "auto"]
     assert "such as cuda/cpu" in refusal("run.devices=gpu/cpu").seen
+
+
+@pytest.mark.parametrize("other", ["sync.measure=off", "data.sharding=modulo"])
+def test_shares_that_cannot_follow_speeds_are_refused(other: str) -> None:
+    config = build_config(sets=["run.balance=live", other])
+    with pytest.raises(ConfigError, match=r"run\.balance has no effect here"):
+        refuse_without_effect(config, ["run.balance"])
+    refuse_without_effect(build_config(sets=["run.balance=off", other]), ["run.balance"])
+
+
+def test_a_resumed_run_may_change_how_work_is_divided() -> None:
+    refuse_fixed({"run.balance": "--balance", "run.weights": "run.weights"})

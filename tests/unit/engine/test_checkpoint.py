@@ -25,7 +25,9 @@ from shoal.engine.checkpoint import (
     CheckpointFolder,
     Progress,
     RankShards,
+    Shares,
     read_checkpoint,
+    read_progress,
     read_shard,
     write_shard,
 )
@@ -385,3 +387,17 @@ def choose(world: World, folders: Path) -> tuple[int, int]:
     newest = resume.find_newest(world, recorder, own)
     source, kept = resume.gather_checkpoints(world, own, "", newest)
     return source, kept[source].progress.step
+
+
+def test_the_shares_of_the_next_step_are_saved(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=2)
+    shares = Shares(4, (0, 2), (3, 1), {0: 1.0, 2: 0.33})
+    folder.save(checkpoint_of(Progress(5, 50, shares=shares)))
+    assert folder.load_latest().progress == Progress(5, 50, shares=shares)
+
+
+@pytest.mark.parametrize("wrong", [{"micro_batches": [3]}, {"micro_batches": [3, 0]}, {"speeds": {"0": 0.0}}])
+def test_shares_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
+    shares = {"micro_batch": 4, "ids": [0, 2], "micro_batches": [3, 1], "speeds": {"0": 1.0, "2": 0.5}, **wrong}
+    with pytest.raises(ValueError, match="these are no shares"):
+        read_progress({"step": 5, "cursor": 50, "shares": shares})

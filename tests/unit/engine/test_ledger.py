@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from shoal.config.load import build_config, change_settings, load_config
 from shoal.control.rank_env import Placement
+from shoal.cost.batch_plan import BatchPlan
 from shoal.data.prepare import create_run, reopen_run
 from shoal.engine.recorder import Recorder
 from shoal.run_folder import RunFolder
@@ -281,8 +282,8 @@ def test_the_loss_is_compared_only_with_the_events_of_all_ranks(tmp_path: Path) 
 def test_a_rank_records_the_losses_it_receives_after_an_interruption(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
     recorder = Recorder(run, unjoined_world(Placement(0, 1, 0, 1), torch.device("cpu")))
-    records = [recorder.describe(step, step - 1, step, loss=2.0) for step in (1, 2, 3, 4)]
-    recorder.propose(1, 0, 1, 2.0)
+    records = [recorder.describe(step, step - 1, BatchPlan(1, (1,)), loss=2.0) for step in (1, 2, 3, 4)]
+    recorder.propose(1, 0, BatchPlan(1, (1,)), 2.0)
     for step in (1, 2, 3):
         recorder.step(step, {}, own_loss=9.0)
     records[2]["generation"] = "7-0"

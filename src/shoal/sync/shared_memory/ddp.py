@@ -96,6 +96,9 @@ class SharedDDP(CompressorState):
         now = time.perf_counter()
         return CommTimes(spans[-1][0], now - spans[-1][0], covered(spans)) if self._timed else CommTimes(now, 0.0, None)
 
+    def resize(self, tokens: int) -> None:
+        pass
+
     def close(self) -> None:
         """Close the pipeline, after the last bucket of all ranks."""
         for hook in self._hooks:

@@ -1,0 +1,146 @@
+"""How much of all machines' speed a training gets when they are unequal: emulated nodes, against each of them alone.
+
+    sudo .venv/bin/python benchmarks/balance.py --steps 80
+    sudo .venv/bin/python benchmarks/balance.py --scale 0.3 --steps 60       on a machine that others use too
+
+Four trials: two nodes with 1 and 0.33 of a core, with equal shares and with shares that follow the speed; three nodes
+with 1, 0.66 and 0.33; one of two nodes cut to a third in mid-run and given back; 200 steps on two equal nodes. The
+first three are given as parts of the sum of what the nodes do alone. `--scale` multiplies all cores: a quota that the
+machine can always give is measured well even if other programs compute, too. Three nodes need 1.99 cores at scale 1.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from _common import options
+from shoal.events import read_events
+from shoal.run_folder import RunFolder
+
+_WARM_STEPS = 25
+_CUT_AT, _GIVEN_BACK_AFTER, _FOLLOWED_AFTER = 40, 60, 20
+_SETTINGS = ("train.eval_every=1000000", "train.checkpoint_every=1000000")
+
+
+def shoal(*words: str) -> None:
+    subprocess.run([sys.executable, "-m", "shoal", *words], check=True, capture_output=True)
+
+
+def commits(out: Path) -> list[dict[str, Any]]:
+    path = RunFolder(out).commits
+    return list(read_events(path)) if path.exists() else []
+
+
+def train(folder: Path, name: str, on: str, steps: int, *options_: str) -> list[dict[str, Any]]:
+    """Train; return the lines of the ledger."""
+    out = folder / name
+    sets = [word for setting in _SETTINGS for word in ("--set", setting)]
+    shoal("train", "--on", on, "--steps", str(steps), "--out", str(out), *sets, *options_)
+    return commits(out)
+
+
+def samples_per_s(records: Sequence[dict[str, Any]], first: int, last: int) -> float:
+    """Return the speed between two steps: the median, since a checkpoint or another program may stop one of them."""
+    times = {record["step"]: record["time"] for record in records}
+    begin, end = records[0]["samples"]
+    return float((end - begin) / median(times[step] - times[step - 1] for step in range(first + 1, last + 1)))
+
+
+def on(cores: Sequence[float]) -> str:
+    return f"lab:{len(cores)},cpu={'/'.join(f'{part:g}' for part in cores)}"
+
+
+def alone(folder: Path, cores: float, steps: int) -> float:
+    return samples_per_s(train(folder, f"alone-{cores:g}", on([cores]), steps), steps // 4, steps)
+
+
+def await_step(out: Path, step: int) -> None:
+    while not any(record["step"] >= step for record in commits(out)[-3:]):
+        time.sleep(0.1)
+
+
+def cut_and_give_back(folder: Path, cores: float) -> list[dict[str, Any]]:
+    """Cut one of two equal nodes to a third in mid-run, and give it back; return the lines of the ledger."""
+    name, out = "balance-bench", folder / "cut"
+    steps = _CUT_AT + 2 * _GIVEN_BACK_AFTER
+    shoal("lab", "up", "2", "--name", name, "--cpu", f"{cores:g}")
+    try:
+        sets = [word for setting in _SETTINGS for word in ("--set", setting)]
+        shoal("train", "--on", f"lab:{name}", "--steps", str(steps), "--out", str(out), "--detach", *sets)
+        for at, now in ((_CUT_AT, cores / 3), (_CUT_AT + _GIVEN_BACK_AFTER, cores)):
+            await_step(out, at)
+            shoal("lab", "cpu", "node2", f"{now:g}", "--name", name)
+        await_step(out, steps)
+        shoal("attach", str(out))
+    finally:
+        shoal("lab", "down", "--name", name)
+    return commits(out)
+
+
+def changes(records: Sequence[dict[str, Any]]) -> list[tuple[int, list[int]]]:
+    """Return the steps that had other shares than the step before, and these."""
+    return [
+        (after["step"], after["shares"]) for before, after in pairwise(records) if before["shares"] != after["shares"]
+    ]
+
+
+def main() -> None:
+    parser = options(__doc__.split("\n")[0], rounds_=1, steps=80)
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--only", choices=("two", "three", "cut", "noise"))
+    chosen = parser.parse_args()
+    full, medium, low = (round(chosen.scale * part, 4) for part in (1.0, 0.66, 0.33))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        speeds: dict[float, float] = {}
+
+        def part_of_sum(cores: Sequence[float], records: Sequence[dict[str, Any]], first: int, last: int) -> float:
+            for part in cores:
+                if part not in speeds:
+                    speeds[part] = alone(folder, part, chosen.steps // 2)
+            return round(samples_per_s(records, first, last) / sum(speeds[part] for part in cores), 3)
+
+        def two() -> dict[str, Any]:
+            equal = train(folder, "equal", on([full, low]), chosen.steps, "--balance", "off")
+            balanced = train(folder, "balanced", on([full, low]), chosen.steps)
+            return {
+                "equal shares": part_of_sum([full, low], equal, _WARM_STEPS, chosen.steps),
+                "shares by speed": part_of_sum([full, low], balanced, _WARM_STEPS, chosen.steps),
+                "changes": changes(balanced),
+            }
+
+        def three() -> dict[str, Any]:
+            records = train(folder, "three", on([full, medium, low]), chosen.steps)
+            part = part_of_sum([full, medium, low], records, _WARM_STEPS, chosen.steps)
+            return {"shares by speed": part, "changes": changes(records)}
+
+        def cut() -> dict[str, Any]:
+            records = cut_and_give_back(folder, full)
+            back = _CUT_AT + _GIVEN_BACK_AFTER
+            third = round(full / 3, 4)
+            return {
+                "cut": part_of_sum([full, third], records, _CUT_AT + _FOLLOWED_AFTER, back),
+                "given back": part_of_sum([full, full], records, back + _FOLLOWED_AFTER, len(records)),
+                "changes": changes(records),
+            }
+
+        def noise() -> dict[str, Any]:
+            return {"changes": changes(train(folder, "noise", on([full, full]), 200, "--balance", "live"))}
+
+        trials: dict[str, Callable[[], dict[str, Any]]] = {"two": two, "three": three, "cut": cut, "noise": noise}
+        for trial, measure in trials.items():
+            if chosen.only in (None, trial):
+                print(json.dumps({"trial": trial, "scale": chosen.scale, **measure()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

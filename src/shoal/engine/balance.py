@@ -1,0 +1,341 @@
+"""Shares that follow speed: from the measured times of all ranks to whole micro-batches for each. Pure: no exchange.
+
+A step ends when the slowest rank has done its part, so the best shares let all ranks finish together. Every rank sees
+the same gathered times in the same step and comes to the same shares.
+
+Times are noisy. Shares change only if the step would surely be shorter: with the slower ranks as fast, and the faster
+ranks as slow, as their measurements allow. A short window of steps finds a machine that slowed down, a long one a small
+difference that lasts.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import fmean, median
+
+from shoal.cost.batch_plan import BatchPlan, divisors
+from shoal.engine.stragglers import SlowRank
+
+# The first steps of a world warm up caches, allocators and data workers.
+_WARM_UP_STEPS = 3
+# The steps of a window, and the certain gain that it needs: the shorter, the more steps look different by chance.
+_WINDOWS = ((6, 0.10), (12, 0.06), (24, 0.04), (48, 0.03))
+# A mean is taken for certain to within so many standard errors.
+_ERRORS = 2.0
+# Wait for the end of a change: both halves of a window must agree to within this part.
+_STEADY = 0.25
+# Without a setting, machines are left equal until their speeds differ by more than this.
+_SIMILAR = 1.10
+# Micro-batches are small enough when the step is within this part of one that could be divided at will.
+_MATCH = 0.05
+# What starting a micro-batch costs, in samples, until it was measured: little, or smaller ones would never be tried.
+_FIRST_OVERHEAD = 0.5
+_MOST_OVERHEAD = 16.0
+# `static` measures so many steps, then keeps what it has.
+_STATIC_STEPS = 24
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """One rank's own part of a step."""
+
+    work_s: float  # All its micro-batches.
+    other_s: float  # What does not depend on their number: the optimizer.
+
+
+@dataclass(frozen=True)
+class RankSpeed:
+    """What is known of a rank, from some steps."""
+
+    micro_batch_s: float
+    error_s: float  # The standard error of `micro_batch_s`.
+    other_s: float
+
+    def bounded(self, errors: float) -> RankSpeed:
+        """Return the speed if the mean is wrong by so many standard errors."""
+        return RankSpeed(max(0.1 * self.micro_batch_s, self.micro_batch_s + errors * self.error_s), 0.0, self.other_s)
+
+
+@dataclass(frozen=True)
+class ShareChange:
+    """A better division of the global batch."""
+
+    before: BatchPlan
+    plan: BatchPlan
+    speeds: tuple[float, ...]  # By rank, relative to the fastest.
+    before_s: float  # The slowest rank's part of a step.
+    after_s: float
+    overhead: float  # What starting a micro-batch costs, in samples.
+    useless: int | None = None  # A rank without which the others would be no slower.
+
+    @property
+    def cost(self) -> float:
+        """What a sample costs now, relative to before: more in smaller micro-batches."""
+        before, after = self.before.micro_batch, self.plan.micro_batch
+        return (after + self.overhead) / after / ((before + self.overhead) / before)
+
+
+def measure_speeds(steps: Sequence[Sequence[RankTime]], micro_batches: Sequence[int]) -> tuple[RankSpeed, ...]:
+    """Return each rank's speed in these steps, of which it did so many micro-batches each."""
+
+    def speed(rank: int) -> RankSpeed:
+        times = [step[rank].work_s / micro_batches[rank] for step in steps]
+        mean = fmean(times)
+        # `statistics.stdev` is exact, and a hundred times slower: this runs in every step.
+        variance = sum((seconds - mean) ** 2 for seconds in times) / max(1, len(times) - 1)
+        error_s = sqrt(variance / len(times))
+        # Between steps all ranks save checkpoints and evaluate: only the usual rest counts.
+        return RankSpeed(max(1e-9, mean), error_s, max(0.0, median(step[rank].other_s for step in steps)))
+
+    return tuple(speed(rank) for rank in range(len(micro_batches)))
+
+
+def slowest_s(micro_batches: Sequence[int], speeds: Sequence[RankSpeed]) -> float:
+    """Return how long the slowest rank takes for its part of a step."""
+    return max(speed.other_s + count * speed.micro_batch_s for count, speed in zip(micro_batches, speeds, strict=True))
+
+
+def even_s(count: int, speeds: Sequence[RankSpeed]) -> float:
+    """Return how long a step would take if `count` micro-batches could be divided at will: no division is faster."""
+    rate = sum(1 / speed.micro_batch_s for speed in speeds)
+    return (count + sum(speed.other_s / speed.micro_batch_s for speed in speeds)) / rate
+
+
+def divide_by_speed(count: int, speeds: Sequence[RankSpeed]) -> tuple[int, ...]:
+    """Divide `count` micro-batches such that the slowest rank ends as early as possible; each rank gets at least one.
+
+    Each micro-batch goes to the rank that would finish it first, and of several such to the lowest one.
+    """
+    parts = [1] * len(speeds)
+    queue = [(speed.other_s + 2 * speed.micro_batch_s, rank) for rank, speed in enumerate(speeds)]
+    heapq.heapify(queue)
+    for _ in range(count - len(speeds)):
+        end_s, rank = queue[0]
+        parts[rank] += 1
+        heapq.heapreplace(queue, (end_s + speeds[rank].micro_batch_s, rank))
+    return tuple(parts)
+
+
+def best_plan(plan: BatchPlan, speeds: Sequence[RankSpeed], sizes: Sequence[int], overhead: float) -> BatchPlan:
+    """Return the best division into micro-batches of one of these sizes; `speeds` are those with the present size.
+
+    Smaller ones can follow the speeds more closely, but cost more for each sample. Take the cheapest size that is fine
+    enough (see `_MATCH`); where none of those is faster than the best of all, take that one.
+    """
+    candidates: list[tuple[float, int, bool, BatchPlan]] = []
+    for size in sizes:
+        count = plan.global_batch // size
+        if count < len(speeds):
+            continue
+        scaled = _at_size(speeds, plan.micro_batch, size, overhead)
+        parts = divide_by_speed(count, scaled)
+        end_s = slowest_s(parts, scaled)
+        candidates.append((end_s, -size, end_s <= (1 + _MATCH) * even_s(count, scaled), BatchPlan(size, parts)))
+    best = min(candidates, key=lambda candidate: candidate[:2], default=None)
+    if best is None:
+        return plan
+    fine = min((candidate for candidate in candidates if candidate[2]), key=lambda c: c[:2], default=best)
+    return fine[3] if fine[0] <= (1 + _MATCH) * best[0] else best[3]
+
+
+def find_change(
+    steps: Sequence[Sequence[RankTime]],
+    plan: BatchPlan,
+    sizes: Sequence[int],
+    min_gain: float,
+    overhead: float = _FIRST_OVERHEAD,
+) -> ShareChange | None:
+    """Return better shares than those of `plan`, with which these steps were done, if the gain is certain."""
+    speeds = measure_speeds(steps, plan.micro_batches)
+    before_s = slowest_s(plan.micro_batches, speeds)
+    cheapest = max(sizes, default=plan.micro_batch)
+    ideal_s = even_s(plan.global_batch // cheapest, _at_size(speeds, plan.micro_batch, cheapest, overhead))
+    most_gain = 1 - ideal_s / before_s
+    if most_gain < min_gain or not _is_steady(steps, plan.micro_batches):
+        return None
+    better = best_plan(plan, speeds, sizes, overhead)
+    # What a rank does for each sample decides whether it gains or loses, whatever the size of micro-batches is.
+    doubtful = [
+        speed.bounded(_ERRORS if after > before else -_ERRORS if after < before else 0.0)
+        for speed, before, after in zip(speeds, _samples(plan), _samples(better), strict=True)
+    ]
+    scaled = _at_size(doubtful, plan.micro_batch, better.micro_batch, overhead)
+    if slowest_s(better.micro_batches, scaled) > (1 - min_gain) * slowest_s(plan.micro_batches, doubtful):
+        return None
+    expected = _at_size(speeds, plan.micro_batch, better.micro_batch, overhead)
+    fastest_s = min(speed.micro_batch_s for speed in speeds)
+    relative = tuple(round(fastest_s / speed.micro_batch_s, 3) for speed in speeds)
+    after_s = slowest_s(better.micro_batches, expected)
+    useless = find_useless(better, expected)
+    return ShareChange(plan, better, relative, before_s, after_s, overhead, useless)
+
+
+def find_useless(plan: BatchPlan, speeds: Sequence[RankSpeed]) -> int | None:
+    """Return the slowest rank if the others would end a step without it as early as with it: one of them at most."""
+    slowest = max(range(len(speeds)), key=lambda rank: speeds[rank].micro_batch_s)
+    others = [speed for rank, speed in enumerate(speeds) if rank != slowest]
+    if not others:
+        return None
+    without_s = slowest_s(divide_by_speed(sum(plan.micro_batches), others), others)
+    return slowest if without_s <= slowest_s(plan.micro_batches, speeds) else None
+
+
+def measure_overhead(before: BatchPlan, before_s: Sequence[float], after: BatchPlan, after_s: Sequence[float]) -> float:
+    """Return what starting a micro-batch costs, in samples, from the ranks' times for one of two different sizes."""
+    small, large = sorted((before.micro_batch, after.micro_batch))
+    ratio = median(new / old for old, new in zip(before_s, after_s, strict=True))
+    if after.micro_batch > before.micro_batch:
+        ratio = 1 / ratio
+    # A large one takes (large + overhead) / (small + overhead) times as long as a small one.
+    return min(max(0.0, (ratio * large - small) / max(1e-6, 1 - ratio)), _MOST_OVERHEAD)
+
+
+def differ(speeds: Sequence[float]) -> bool:
+    """Return whether machines of these relative speeds differ by so much that their shares should."""
+    return max(speeds) > _SIMILAR * min(speeds)
+
+
+class Balance:
+    """Decides when the shares of a world change. All its ranks have equal ones: they get the same times."""
+
+    def __init__(self, mode: str | None = "off") -> None:
+        self._mode = mode
+        self._steps: deque[Sequence[RankTime]] = deque(maxlen=_WINDOWS[-1][0])
+        # The measured speeds by rank id, as soon as shares have followed them: they divide the batch of the next world.
+        self.speeds: dict[int, float] = {}
+        self.reset()
+
+    @property
+    def is_on(self) -> bool:
+        return self._mode != "off"
+
+    def reset(self) -> None:
+        """Measure anew in another world. Its ranks have only the speeds in common."""
+        self._skip = _WARM_UP_STEPS
+        self._observed = 0
+        self._has_changed = False
+        self._steps.clear()
+        self._overhead = _FIRST_OVERHEAD
+        # The ranks' times for a micro-batch before its size changed, until they are compared with those after it.
+        self._earlier: tuple[BatchPlan, list[float]] | None = None
+        self._has_overhead = False
+
+    def observe(self, step: Sequence[RankTime]) -> None:
+        """Take the times of all ranks in one step."""
+        if self._skip:
+            self._skip -= 1
+        else:
+            self._steps.append(step)
+            self._observed += 1
+
+    @property
+    def _is_done(self) -> bool:
+        return self._mode == "static" and (self._has_changed or self._observed > _STATIC_STEPS)
+
+    def judge(
+        self, plan: BatchPlan, sizes: Sequence[int], ids: Sequence[int], lag_steps: int = 0
+    ) -> ShareChange | None:
+        """Return better shares for the ranks with these ids, if there are any; the next steps must have them.
+
+        `lag_steps` is how many steps with the present shares will be observed later.
+        """
+        if not self.is_on or len(ids) < 2 or self._is_done:
+            return None
+        for length, min_gain in _WINDOWS:
+            if len(self._steps) < length:
+                return None
+            steps = list(self._steps)[-length:]
+            self._learn_overhead(steps, plan)
+            change = find_change(steps, plan, sizes, min_gain, self._overhead)
+            if change is not None and (self._mode is not None or self.speeds or differ(change.speeds)):
+                self.speeds = dict(zip(ids, change.speeds, strict=True))
+                self._has_changed = True
+                if change.plan.micro_batch != plan.micro_batch and not self._has_overhead:
+                    self._earlier = plan, [speed.micro_batch_s for speed in measure_speeds(steps, plan.micro_batches)]
+                self._steps.clear()
+                # The first step with other shares may start data workers anew.
+                self._skip = 1 + lag_steps
+                return change
+        return None
+
+    def _learn_overhead(self, steps: Sequence[Sequence[RankTime]], plan: BatchPlan) -> None:
+        """Learn what smaller micro-batches cost, once in a world: by chance it would be another each time."""
+        if self._earlier is None:
+            return
+        earlier, earlier_s = self._earlier
+        if earlier.micro_batch != plan.micro_batch:
+            now_s = [speed.micro_batch_s for speed in measure_speeds(steps, plan.micro_batches)]
+            self._overhead, self._has_overhead = measure_overhead(earlier, earlier_s, plan, now_s), True
+        self._earlier = None
+
+    def adopt(self, speeds: Mapping[int, float]) -> None:
+        """Take over the speeds that the ranks of another world measured."""
+        self.speeds = dict(speeds)
+
+    def weights(self, ids: Sequence[int]) -> tuple[float, ...] | None:
+        """Return the speeds of these ranks, that of an unknown one as the average; None if nothing was measured."""
+        if not self.is_on or not self.speeds:
+            return None
+        average = fmean(self.speeds.values())
+        return tuple(self.speeds.get(id, average) for id in ids)
+
+
+def possible_sizes(plan: BatchPlan, most: int, is_fixed: bool) -> list[int]:
+    """Return the micro-batches to choose from: none larger than `most`, for which there is memory."""
+    return [plan.micro_batch] if is_fixed else divisors(plan.global_batch, max(most, plan.micro_batch))
+
+
+def describe_change(change: ShareChange, names: Sequence[str]) -> str:
+    """Return a sentence about what changes and why."""
+    before, plan = change.before, change.plan
+    order = sorted(range(len(names)), key=lambda rank: change.speeds[rank])
+    slowest, fastest = order[0], order[-1]
+    text = (
+        f"{names[slowest]} computes at {change.speeds[slowest]:.2f} of the speed of {names[fastest]}, so the batch is "
+        f"divided by speed: {_parts(plan)} micro-batches of {plan.micro_batch}, and not {_parts(before)}"
+    )
+    if plan.micro_batch != before.micro_batch:
+        text += f" of {before.micro_batch}"
+        more = change.cost - 1
+        text += f" (smaller ones cost about {more:.0%} more for each sample)" if more > 0 else ""
+    times = f"{1e3 * change.after_s:.0f} ms instead of {1e3 * change.before_s:.0f}"
+    return f"{text}; the computing of a step takes about {times}"
+
+
+def useless_warning(change: ShareChange, names: Sequence[str]) -> SlowRank | None:
+    """Return a warning that a rank is too slow to help, if there is one."""
+    if change.useless is None:
+        return None
+    return SlowRank(
+        f"{names[change.useless]} is too slow to help: the other ranks would do its part of a step in the same time",
+        why=f"it computes at {change.speeds[change.useless]:.2f} of the speed of the fastest rank, and has one "
+        f"micro-batch of each step or more, of {change.plan.micro_batch} samples",
+        fix="start the next run without it, or give it less: a smaller --micro-batch, a larger --global-batch",
+    )
+
+
+def _parts(plan: BatchPlan) -> str:
+    return ":".join(map(str, plan.micro_batches))
+
+
+def _samples(plan: BatchPlan) -> list[int]:
+    return [plan.micro_batch * count for count in plan.micro_batches]
+
+
+def _at_size(speeds: Sequence[RankSpeed], present: int, size: int, overhead: float) -> list[RankSpeed]:
+    """Return the speeds with micro-batches of another size."""
+    factor = (size + overhead) / (present + overhead)
+    return [RankSpeed(speed.micro_batch_s * factor, speed.error_s * factor, speed.other_s) for speed in speeds]
+
+
+def _is_steady(steps: Sequence[Sequence[RankTime]], micro_batches: Sequence[int]) -> bool:
+    half = len(steps) // 2
+    for rank in range(len(micro_batches)):
+        first, second = (fmean(step[rank].work_s for step in part) for part in (steps[:half], steps[half:]))
+        if abs(second - first) > _STEADY * max(first, second):
+            return False
+    return True
