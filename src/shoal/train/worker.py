@@ -19,8 +19,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import FrameType, ModuleType, SimpleNamespace
+from types import FrameType, ModuleType
 
 import torch
 
@@ -44,14 +46,30 @@ from shoal.sync.world import choose_device, common_attempt, join_world
 from shoal.train.gpt_training import train_gpt
 
 
-class _LateCompiler(ModuleType):
+class _CompilerPart(ModuleType):
+    """A module of the compiler of which some functions are known."""
+
+    def __init__(self, name: str, **known: Callable[[], object]) -> None:
+        super().__init__(name)
+        self.__dict__.update(known)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+class _LateCompiler(ModuleType, Loader, MetaPathFinder):
     """Takes the place of `torch._dynamo` until something of it is needed that an uncompiled training does not need.
 
-    torch imports its compiler in the first call of any optimizer, to exempt that call from compilation. The import
-    costs a rank 1.5 s of processor time and 70 MB (docs/results.md).
+    torch imports its compiler in the first call of any optimizer and in DistributedDataParallel, to exempt them from
+    compilation. The import costs a rank 1.5 s of processor time and 70 MB (docs/results.md), and a rank that joins a
+    training would make all others wait for it.
     """
 
-    trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+        self.trace_rules = _CompilerPart(f"{name}.trace_rules", clear_lru_cache=lambda: None)
+        self.utils = _CompilerPart(f"{name}.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
 
     @staticmethod
     def graph_break(msg: str = "") -> None:
@@ -62,15 +80,30 @@ class _LateCompiler(ModuleType):
         return fn
 
     def __getattr__(self, name: str) -> object:
-        if name == "__spec__":
+        if name.startswith("__"):
             raise AttributeError(name)
+        return getattr(self._import_compiler(), name)
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name.startswith(f"{self.__name__}.") else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Import the compiler, then its submodule; the import system takes what is in `sys.modules` afterwards."""
+        del sys.modules[module.__name__]
+        self._import_compiler()
+        importlib.import_module(module.__name__)
+
+    def _import_compiler(self) -> ModuleType:
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
-        return getattr(importlib.import_module(self.__name__), name)
+            sys.meta_path.remove(self)
+        return importlib.import_module(self.__name__)
 
     @classmethod
     def install(cls) -> None:
-        sys.modules.setdefault("torch._dynamo", cls("torch._dynamo"))
+        if "torch._dynamo" not in sys.modules:
+            sys.modules["torch._dynamo"] = compiler = cls("torch._dynamo")
+            sys.meta_path.insert(0, compiler)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
