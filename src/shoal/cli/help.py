@@ -98,7 +98,7 @@ EXAMPLES = {
     ),
     "stop": (("shoal stop runs/NAME", "after its step, with a checkpoint"), ("shoal stop --now runs/NAME", "at once")),
     "report": (("shoal report runs/NAME", "writes report.html into the run folder"),),
-    "trace": (("shoal trace runs/NAME", "writes trace.json into the run folder; open it at ui.perfetto.dev"),),
+    "trace": (("shoal trace runs/NAME", "writes trace.json, for ui.perfetto.dev"),),
     "verify": (("shoal verify runs/NAME", "exit code 1 if something does not agree"),),
     "sample": (
         ("shoal sample runs/NAME", "five texts"),

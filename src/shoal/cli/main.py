@@ -59,6 +59,8 @@ OTHER_WORDS = {
     **dict.fromkeys(("--batch-size", "--batch", "--batch_size"), "--global-batch {}"),
     **dict.fromkeys(("--output", "--output-dir", "--run-dir", "--log-dir"), "--out {}"),
     **dict.fromkeys(("--text", "--dataset", "--corpus", "--input"), "--data {}"),
+    # An argument, which has no name on the command line.
+    **dict.fromkeys(("--preset", "--model"), "preset {}"),
     "--learning-rate": "--set train.lr={}",
     "--compress": "--wire {}",
 }
@@ -240,8 +242,8 @@ def suggest_option(name: str, command: Any, arguments: Sequence[str]) -> tuple[s
     rest = words[place + 1 :]
     if not equals and rest and not rest[0].startswith("-"):
         value, rest = rest[0], rest[1:]
-    meant = pattern.format(value or "…").split(" ", 1)
-    return f"here it is {pattern.format(value or '…')}", shlex.join(["shoal", *words[:place], *meant, *rest])
+    meant = [*([option] if option.startswith("-") else []), form.format(value or "…")]
+    return f"here it is {' '.join(meant)}", shlex.join(["shoal", *words[:place], *meant, *rest])
 
 
 def _handle_closed_pipe() -> int:

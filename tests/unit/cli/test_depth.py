@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from shoal.cli import bench
 from shoal.cli.main import run
 from shoal.errors import UsageError
+from shoal.tools.bench import scaling
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_depth_is_the_size_of_the_model(
         raise UsageError(f"layers: {[row.config.model.layers for row in rows]}")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench, "measure_scaling", measure)
+    monkeypatch.setattr(scaling, "measure_scaling", measure)
     run(["bench", "scaling", "--on", "local:1", "--on", "local:2", "--depth", "5"], debug=False)
     assert "layers: [5, 5]" in capsys.readouterr().err
     run(["bench", "scaling", "--depth", "2", "--set", "train.steps=9", "--json", "--csv"], debug=False)

@@ -71,6 +71,7 @@ def test_synonyms_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["train", "--ranks", "2", "--steps", "5"], "--on local:2", "shoal train --on local:2 --steps 5"),
         (["train", "--nproc_per_node=4"], "--on local:4", "shoal train --on local:4"),
+        (["plan", "--preset", "gpt2-124m", "--json"], "here it is gpt2-124m", "shoal plan gpt2-124m --json"),
         (["run", "--hostfile", "h", "a.py"], "--on h", "shoal run --on h a.py"),
         (["train", "--checkpoint-every", "5"], "--set train.checkpoint_every=5", "--set train.checkpoint_every=5"),
         (["train", "--learning-rate"], "--set train.lr=…", "train.lr=…"),

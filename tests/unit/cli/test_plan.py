@@ -437,7 +437,7 @@ def test_a_plan_fits_the_terminal_and_begins_with_its_answer(
     lines = re.sub(r"\x1b\[[0-9;]*m", "", out).splitlines()
     assert [line for line in lines if len(line) > width and " train " not in line] == []
     assert lines[0].startswith("Don't distribute this")
-    command, table = (next(n for n, line in enumerate(lines) if word in line) for word in ("shoal train", "nodes  "))
+    command, table = (next(n for n, line in enumerate(lines) if word in line) for word in (" train gpt2-", "nodes  "))
     assert command < table
     assert ("payload" in lines[table]) == (width == 120)
     assert any("comm: time to exchange" in line for line in lines)
