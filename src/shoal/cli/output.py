@@ -402,7 +402,7 @@ def advising_flags(flags: Mapping[str, str]) -> Iterator[None]:
     except ShoalError as error:
         for key, flag in flags.items():
             error.fix = error.fix.replace(f"--set {key}=", f"{flag} ")
-            # In the words of the command line: `--data`, not `data.path`.
+            # In the words of the command line: `--data`, not `data.path`. A quoted name is a setting's.
             texts = (text.replace(f"{key}=", f"{flag} ") for text in (error.seen, error.why))
-            error.seen, error.why = (re.sub(rf"\b{re.escape(key)}\b", flag, text) for text in texts)
+            error.seen, error.why = (re.sub(rf"(?<!')\b{re.escape(key)}\b", flag, text) for text in texts)
         raise

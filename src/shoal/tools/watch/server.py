@@ -10,7 +10,6 @@ import asyncio
 import base64
 import contextlib
 import hashlib
-import hmac
 import json
 import os
 import signal
@@ -33,6 +32,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from shoal.control.channel import is_equal_secret
 from shoal.run_folder import RunFolder
 from shoal.tools.watch.figures import snapshot as snapshot_of
 from shoal.tools.watch.figures import update as update_of
@@ -205,7 +205,7 @@ class Guard:
             return 405, "Only GET is answered: the page can look at a run and cannot change it."
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         given = bearer if scheme.lower() == "bearer" else QueryParams(scope["query_string"]).get("token", "")
-        if not hmac.compare_digest(given.encode(), self._token.encode()):
+        if not is_equal_secret(given, self._token):
             return (
                 403,
                 "The token is missing or wrong. Open the whole address that shoal watch printed.",
