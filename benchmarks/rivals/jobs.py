@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -54,7 +55,9 @@ class Job(ABC):
 
     def _find(self, node: str, word: str) -> int:
         """The child, where a parent only waits for one with the same command."""
-        found = [pid for pid, command in self.lab.processes(node) if word in command.split()]
+        found = [
+            pid for pid, command in self.lab.processes(node) if re.search(rf"(^|[ /]){re.escape(word)}( |$)", command)
+        ]
         if not found:
             raise RuntimeError(f"no process of {node} has {word} in its command: {self.lab.processes(node)}")
         return max(found)
