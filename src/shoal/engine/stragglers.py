@@ -54,6 +54,8 @@ _SLOW_LINK_RATIO = 5.0
 _BUSY_PART = 0.1
 _SLOW_LINK_RATIO_BUSY = 20.0
 _LOSSY_PART = 0.005
+# A link that is too slow for what is sent loses packets when its queue is full: then round trips take this much longer.
+_FULL_QUEUE_S = 0.01
 
 Value = TypeVar("Value")
 
@@ -199,8 +201,9 @@ class Stragglers:
             slow = self._slow_rank(window, work, own_s, slowest, top_process)
             yield f"{self._names[slowest]}: {slow.fields['cause']}", slow
         ranks = window[-1].ranks
-        yield from self._slow_link(ranks, window, step_s)
-        yield from self._lossy_link(ranks)
+        slow_links = list(self._slow_link(ranks, window, step_s))
+        yield from slow_links
+        yield from self._lossy_link(ranks, is_slow=bool(slow_links))
 
     def _judge_long(self, top_process: str) -> Iterator[tuple[str, SlowRank]]:
         yield from self._late_at_times(top_process)
@@ -378,9 +381,13 @@ class Stragglers:
             since = step.number
         return since
 
-    def _lossy_link(self, ranks: Sequence[RankStats]) -> Iterator[tuple[str, SlowRank]]:
-        edges = [_Edge(rank.host.address, rank.host.lossy_peer, rank.host.resent) for rank in ranks]
-        lossy = [edge for edge in edges if edge.value >= _LOSSY_PART]
+    def _lossy_link(self, ranks: Sequence[RankStats], is_slow: bool) -> Iterator[tuple[str, SlowRank]]:
+        """Report links that lose packets, unless they do so because they are slow, which is reported already."""
+        lossy = [
+            _Edge(rank.host.address, rank.host.lossy_peer, rank.host.resent)
+            for rank in ranks
+            if rank.host.resent >= _LOSSY_PART and not (is_slow and rank.host.queued_s >= _FULL_QUEUE_S)
+        ]
         if lossy:
             worst = max(edge.value for edge in lossy)
             yield (

@@ -108,6 +108,7 @@ class HostStats:
     slow_bps: float = 0.0
     lossy_peer: float = 0.0  # the peer to which it resends the largest part
     resent: float = 0.0
+    queued_s: float = 0.0  # what a round trip to that peer took longer than the shortest one: packets wait in a queue
 
     def numbers(self) -> tuple[float, ...]:
         return astuple(self)
@@ -276,9 +277,9 @@ def _all_reduce(world: World, values: list[float], op: dist.ReduceOp.RedOpType) 
     return [float(value) for value in tensor.cpu()]
 
 
-# struct tcp_info of linux/tcp.h, as far as it is read: bytes_acked; busy_time and rwnd_limited in µs; bytes_sent and
-# bytes_retrans. Kernels since 4.19 have them all.
-_TCP_INFO = struct.Struct("@120x Q 40x Q Q 16x Q Q")
+# struct tcp_info of linux/tcp.h, as far as it is read: rtt; bytes_acked; min_rtt, busy_time and rwnd_limited;
+# bytes_sent and bytes_retrans. Times are in µs. Kernels since 4.19 have them all.
+_TCP_INFO = struct.Struct("@68x I 48x Q 20x I 16x Q Q 16x Q Q")
 # The kernel counts busy time in ticks of up to 10 ms, so a rate is a lower bound, and only a connection that was busy
 # for long can be called slow.
 _TICK_US = 12_000
@@ -313,6 +314,7 @@ class KernelCounters:
     def __init__(self) -> None:
         self._connections: dict[int, _Sent] = {}
         self._looks: deque[dict[int, _Sent]] = deque(maxlen=_LOSS_LOOKS)
+        self._queued_us: deque[dict[int, int]] = deque(maxlen=_LOSS_LOOKS)
         self._delay_s, self._at = cpu_wait_s("thread-self"), time.perf_counter()
         self._address = 0
         self.look()
@@ -334,15 +336,19 @@ class KernelCounters:
             slow_bps=slow_bps,
             lossy_peer=lossy_peer,
             resent=resent,
+            queued_s=max(look.get(lossy_peer, 0) for look in self._queued_us) / 1e6,
         )
 
     def _sent_since_last(self) -> dict[int, _Sent]:
         """Return what was sent to each peer; a new connection counts from its beginning."""
         before, self._connections = self._connections, {}
         sent_to: dict[int, _Sent] = {}
-        for inode, own, peer, sent in _connections():
+        queued_us: dict[int, int] = {}
+        for inode, own, peer, sent, queue_us in _connections():
             self._connections[inode], self._address = sent, own
             sent_to[peer] = sent_to.get(peer, _Sent()).plus(sent.minus(before.get(inode, _Sent())))
+            queued_us[peer] = max(queue_us, queued_us.get(peer, 0))
+        self._queued_us.append(queued_us)
         return sent_to
 
 
@@ -372,8 +378,11 @@ def _lossiest(looks: deque[dict[int, _Sent]]) -> tuple[int, float]:
     return max(shares.items(), key=lambda item: item[1], default=(0, 0.0))
 
 
-def _connections() -> Iterator[tuple[int, int, int, _Sent]]:
-    """Yield inode, own address, peer's address and counters of each connection to another host. Linux only."""
+def _connections() -> Iterator[tuple[int, int, int, _Sent, int]]:
+    """Yield inode, own address, peer's address, counters and µs in queues of each connection to another host.
+
+    Linux only.
+    """
     if sys.platform != "linux":
         return
     for inode, connection in own_sockets():
@@ -382,7 +391,10 @@ def _connections() -> Iterator[tuple[int, int, int, _Sent]]:
                 own, peer = connection.getsockname()[0], connection.getpeername()[0]
                 if own != peer:
                     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-                    yield inode, _as_number(own), _as_number(peer), _Sent(*_TCP_INFO.unpack(info))
+                    rtt_us, acked, min_rtt_us, *counters = _TCP_INFO.unpack(info)
+                    # The least one is the largest number while there is none.
+                    queue_us = max(0, rtt_us - min_rtt_us)
+                    yield inode, _as_number(own), _as_number(peer), _Sent(acked, *counters), queue_us
 
 
 def _as_number(address: str) -> int:

@@ -123,6 +123,17 @@ def test_lost_packets_are_reported() -> None:
     assert text == "packets are lost by the network of cellar: 1.1% of what is sent is sent again"
 
 
+@pytest.mark.parametrize(("queued_s", "is_named"), [(0.05, False), (0.001, True)])
+def test_packets_that_a_slow_links_full_queue_drops_are_no_second_verdict(queued_s: float, is_named: bool) -> None:
+    lossy = [
+        RankStats(0.01, HostStats(0, source, 9e6, target, 9e6, target, resent=0.04, queued_s=queued_s))
+        for source, target in RING
+    ]
+    texts = [text for _, text in watch((EVEN, 60), (lossy, 60), exposed=[1, 40])]
+    assert [text.partition(":")[0] for text in texts if "wait" in text] == ["all ranks wait for the whole network"]
+    assert any("packets are lost" in text for text in texts) == is_named
+
+
 def test_a_warning_is_repeated_only_after_a_recovery() -> None:
     slow = make_stats([10, 30, 10])
     assert len(watch((slow, 400))) == 1
