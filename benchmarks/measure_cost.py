@@ -2,9 +2,11 @@
 
     .venv/bin/python benchmarks/measure_cost.py --rounds 5
 
-Two ranks on this machine with three models each, which take turns step by step, so that noise hits all alike. The third
-has a communication hook that does what DDP does without one: the way of timing that was not chosen. Both the time of a
-step and the processor time of rank 0 are compared: on a busy machine only the second one repeats.
+Two ranks on this machine with four models each, which take turns step by step, so that noise hits all alike. One has a
+communication hook that does what DDP does without one: the way of timing that was not chosen. One is plain again: what
+differs between two plain models is chance, such as where their memory lies. So the models are made in another order in
+each round. Both the time of a step and the processor time of rank 0 are compared: on a busy machine only the second one
+repeats.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from pathlib import Path
 from _common import options
 from shoal.cluster.node import reserve_port
 
-VARIANTS = ("plain", "measured", "hook")
+VARIANTS = ("plain", "measured", "hook", "again")
 # Layers, width and samples of two models.
 MODELS = {"8 layers of 512": (8, 512, 64), "6 layers of 1024": (6, 1024, 128)}
 
 
-def measure_rank(folder: Path, shape: tuple[int, int, int], steps: int) -> None:
+def measure_rank(folder: Path, shape: tuple[int, int, int], steps: int, number: int) -> None:
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -46,7 +48,7 @@ def measure_rank(folder: Path, shape: tuple[int, int, int], steps: int) -> None:
     measure_ddp(distributed, measurement)
     measure_optimizers(optimizer_module, measurement)
     models, optimizers = {}, {}
-    for variant in VARIANTS:
+    for variant in random.Random(number).sample(VARIANTS, len(VARIANTS)):
         torch.manual_seed(0)
         measurement.is_on = variant == "measured"
         parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.GELU())]
@@ -71,9 +73,10 @@ def measure_rank(folder: Path, shape: tuple[int, int, int], steps: int) -> None:
     dist.destroy_process_group()
 
 
-def one_round(model: str, steps: int) -> dict[str, list[list[float]]]:
+def one_round(model: str, steps: int, number: int) -> dict[str, list[list[float]]]:
     with tempfile.TemporaryDirectory() as folder, reserve_port("127.0.0.1", 0) as held:
         command = [sys.executable, __file__, "--steps", str(steps), "--rank-of", folder, "--model", model]
+        command += ["--round", str(number)]
         world = {
             "WORLD_SIZE": "2",
             "LOCAL_WORLD_SIZE": "2",
@@ -92,15 +95,16 @@ def one_round(model: str, steps: int) -> dict[str, list[list[float]]]:
 def main() -> None:
     parser = options(__doc__.split("\n")[0], rounds_=5, steps=100)
     parser.add_argument("--model", help="internal")
+    parser.add_argument("--round", type=int, default=0, help="internal")
     parser.add_argument("--rank-of", type=Path, help="internal: be one rank")
     chosen = parser.parse_args()
     if chosen.rank_of:
-        measure_rank(chosen.rank_of, MODELS[chosen.model], chosen.steps)
+        measure_rank(chosen.rank_of, MODELS[chosen.model], chosen.steps, chosen.round)
         return
     for model in MODELS:
         ratios: dict[str, list[float]] = {}
         for number in range(1, chosen.rounds + 1):
-            times = one_round(model, chosen.steps)
+            times = one_round(model, chosen.steps, number)
             took_ms, used_ms = (statistics.median(pair[place] for pair in times["plain"]) * 1e3 for place in (0, 1))
             line = f"{model}, round {number}: plain {took_ms:.2f} ms, CPU {used_ms:.2f} ms"
             for variant in VARIANTS[1:]:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 from _common import median_ratio, options, rounds
@@ -65,19 +66,18 @@ def train_ddp(name: str, steps: int) -> list[float]:
     rank, share = dist.get_rank(), BATCH // dist.get_world_size()
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    times = []
+    ends = []
     for step in range(steps):
-        began = time.perf_counter()
         rows = torch.randperm(len(labels), generator=torch.Generator().manual_seed(step))[rank * share :][:share]
         loss = loss_sum(wrapped(inputs[rows]), labels[rows]) / share
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        times.append(time.perf_counter() - began)
+        ends.append(time.perf_counter())
     dist.barrier()
     dist.destroy_process_group()
-    return times
+    return ends
 
 
 def train_session(name: str, steps: int, folder: str) -> list[float]:
@@ -89,23 +89,24 @@ def train_session(name: str, steps: int, folder: str) -> list[float]:
     model, data, loss_sum = make(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session.attach(model, optimizer)
-    times = []
+    ends = []
     for step in session:
-        began = time.perf_counter()
         with step:
             for inputs, labels in step.batches(data):
                 step.backward(loss_sum(model(inputs), labels))
             step.update(clip=1.0)
-        times.append(time.perf_counter() - began)
-    return times
+        ends.append(time.perf_counter())
+    return ends
 
 
 def rank_main(way: str, name: str, steps: int, folder: str) -> None:
     import os
 
-    times = train_ddp(name, steps) if way == "ddp" else train_session(name, steps, folder)
+    ends = train_ddp(name, steps) if way == "ddp" else train_session(name, steps, folder)
     if os.environ["RANK"] == "0":
-        print(f"median {statistics.median(times[WARM_UP:])}", flush=True)
+        # From end to end, so that what a loop does between two steps counts.
+        times = [end - begin for begin, end in pairwise(ends[WARM_UP:])]
+        print(f"median {statistics.median(times)}", flush=True)
 
 
 def measure(way: str, name: str, steps: int) -> Callable[[], float]:
