@@ -342,6 +342,8 @@ class LineDisplay:
         return set_cell_size(text, self._console.width - 1).rstrip()
 
     def _draw(self, below: list[str]) -> None:
+        if below:
+            end_stage()
         self._console.file.write("".join(f"{line}\n" for line in below))
         self._console.file.flush()
         self._drawn, self._drawn_at = below, time.monotonic()
