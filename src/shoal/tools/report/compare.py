@@ -183,7 +183,7 @@ def _runs_table(runs: Sequence[RunData]) -> str:
         )
     head = [
         "run", "state", "on", "ranks", "sync", "steps", "loss / validation", "speed", "× first", "step",
-        "communication and waiting", "took", "replicas",
+        "comm + wait", "took", "replicas",
     ]  # fmt: skip
     busy = [run.name for run in runs if (run.summary.other_load or 0.0) >= DISTURBING_CORES]
     note = f"<p>Other programs disturbed {escape(', '.join(busy))}: see below.</p>" if busy else ""
@@ -206,7 +206,7 @@ def _loss_chart(runs: dict[int, RunData], unit: str) -> Figure:
             steps, loss = thin_keeping_extremes(run.summary.loss_steps, run.summary.loss)
             # Plotly interprets HTML tags in labels.
             traces.append(line_trace(escape(run.name), steps, loss, "") | {"line": _colour(number)})
-    return make_figure(traces, x="step", y=f"loss ({unit})")
+    return _named(make_figure(traces, x="step", y=f"loss ({unit})"))
 
 
 def _speed_chart(runs: dict[int, RunData], unit: str) -> Figure:
@@ -215,7 +215,13 @@ def _speed_chart(runs: dict[int, RunData], unit: str) -> Figure:
         steps, speeds = _speeds(run.summary)
         if steps:
             traces.append(line_trace(escape(run.name), steps, speeds, "") | {"line": _colour(number)})
-    return make_figure(traces, x="step", y=f"{unit} per second")
+    return _named(make_figure(traces, x="step", y=f"{unit} per second"))
+
+
+def _named(figure: Figure) -> Figure:
+    """Show the legend for a single run too: another picture of the page may have the others."""
+    figure["layout"] |= {"showlegend": True}
+    return figure
 
 
 def _speeds(summary: RunSummary) -> tuple[list[int], list[float | None]]:

@@ -44,6 +44,7 @@ def test_runs_are_compared_on_one_page(tmp_path: Path) -> None:
 def test_a_script_and_a_gpt_have_curves_of_their_own(tmp_path: Path) -> None:
     figures = compared(make_run(tmp_path / "gpt"), make_session_run(tmp_path / "images")).figures
     assert set(figures) == {"loss-gpt", "loss-script", "speed-tokens", "speed-samples", "parts"}
+    assert figures["loss-script"]["layout"]["showlegend"], "one series, whose name is not shown otherwise"
 
 
 def test_equal_folder_names_are_told_apart(tmp_path: Path) -> None:
