@@ -56,7 +56,7 @@ def report(
     Several runs are shown side by side: a table, loss, speed and the parts of a step of all runs in one picture each,
     and the settings in which they differ. A script that recorded no steps gets a page with its events and last output.
 
-    With --redact the page can be shown to anyone: look through it first, since names inside other words stay.
+    With --redact the page can be shown to others: look through it first, since names inside other words stay.
     """
     from shoal.tools.report.pdf import find_chromium, print_pdf
 

@@ -1,4 +1,4 @@
-"""Replace hosts, addresses, users and paths in a run's texts, so that its report can be shown to anyone.
+"""Replace hosts, addresses, users and paths in a run's texts, so that its report can be shown to others.
 
 Each gets a stand-in, the same wherever it occurs: `node-1`, `address-1`, `user-1`, `path-1`. Names are learned from the
 run folder first, because a text does not show which of its words is a host. Addresses and paths are found by form.
@@ -32,7 +32,7 @@ _OWN_FIELDS = frozenset((
     "created", "data_digest", "asked", "arch", "sha256", "launch", "boot_id",
 ))  # fmt: skip
 # Names that tell nothing about a machine or a person.
-_PUBLIC_NAMES = frozenset(("local", "localhost", "here", "unknown", "root", "nobody", "rank", "node", "shoal"))
+_PUBLIC_NAMES = frozenset(("local", "localhost", "here", "unknown", "root", "rank", "node", "shoal"))
 _PUBLIC_SITES = ("pytorch.org", "github.com", "ui.perfetto.dev", "python.org")
 _PUBLIC_PATHS = ("/dev/null", "/dev/shm", "/proc/", "/sys/")  # noqa: S108 - recognized, not used
 # Shorter names are words of ordinary sentences too: they are replaced only where they stand alone in a field.
@@ -177,21 +177,21 @@ class Redactor:
         return self._compiled()[1].sub(lambda match: self._stand_in(kinds[match[1].lower()], match[1]), text)
 
     def _replace_form(self, match: re.Match[str]) -> str:
-        kind, found = str(match.lastgroup), match[0]
+        kind, text = str(match.lastgroup), match[0]
         if kind == "url":
-            return self._replace_url(found)
+            return self._replace_url(text)
         if kind == "login":
-            user, _, host = found.rpartition("@")
+            user, _, host = text.rpartition("@")
             return f"{self._name_or_same('user', user)}@{self._name_or_same('node', host)}"
         if kind == "path":
-            return found if found.startswith(_PUBLIC_PATHS) else self._replace_path(found)
+            return text if text.startswith(_PUBLIC_PATHS) else self._replace_path(text)
         if kind == "interface":
-            return found[:3] + self._stand_in("address", found)
+            return text[:3] + self._stand_in("address", text)
         if kind == "host":
-            return found if found.endswith(_PUBLIC_SITES) else self._name_or_same("node", found)
-        if kind == "mac" or (_is_address(found) and not _is_public(found)):
-            return self._stand_in("address", found)
-        return found
+            return text if text.endswith(_PUBLIC_SITES) else self._name_or_same("node", text)
+        if kind == "mac" or (_is_address(text) and not _is_public(text)):
+            return self._stand_in("address", text)
+        return text
 
     def _replace_path(self, path: str) -> str:
         # A full stop ends the sentence, not the path.
