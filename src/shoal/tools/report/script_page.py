@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -41,7 +42,7 @@ def render_script_page(run: RunFolder, redactor: Redactor | None = None) -> str:
     """Return the page of a script's run."""
     if redactor is not None:
         redactor.learn(run)
-    shown = redactor.text if redactor is not None else str
+    shown: Callable[[str], str] = redactor.text if redactor is not None else str
     events = [redactor.event(event) if redactor else event for event in _supervisor_events(run)]
     job = read_job(run)
     begin = next((event["time"] for event in events if event.get("time")), None)
