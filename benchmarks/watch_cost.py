@@ -1,7 +1,8 @@
 """What the live page costs: CPU of its server beside a run, the delay of a step, and how a long run is read.
 
     python benchmarks/watch_cost.py                     10 steps/s on 8 ranks for a minute, with 2 viewers
-    python benchmarks/watch_cost.py --long 100000       also read 100,000 steps × 8 ranks (writes 300 MB to /tmp)
+    python benchmarks/watch_cost.py --long 100000       only read 100,000 steps × 8 ranks (writes 350 MB to /tmp): the
+                                                        page in Chromium, and the report
 
 The events are written by this process, as ranks write them; the server is `shoal watch` in a process of its own.
 """
@@ -114,34 +115,80 @@ def measure_live(folder: Path, steps_per_s: float, seconds: float, viewers: int)
         server.wait()
 
 
+# Run in the page before its own script: counts what is received, and notes when the first state and all of it came.
+COUNT = """
+window.seen = {bytes: 0, messages: 0, first: null, whole: null};
+const Real = EventSource;
+window.EventSource = class extends Real {
+  addEventListener(name, take) {
+    super.addEventListener(name, (event) => {
+      seen.bytes += event.data.length; seen.messages += 1;
+      take(event);
+      seen.first ??= performance.now();
+      if (S.summary.loaded >= 1) seen.whole ??= performance.now();
+    });
+  }
+};
+"""
+# The gaps between frames while the pointer moves over a chart.
+FRAMES = """
+new Promise((done) => {
+  const gaps = [], chart = document.getElementById("strips"), box = chart.getBoundingClientRect();
+  let last = performance.now();
+  const next = (now) => {
+    gaps.push(now - last); last = now;
+    const at = {clientX: box.left + (gaps.length * 7) % box.width, clientY: box.top + 20};
+    chart.dispatchEvent(new PointerEvent("pointermove", at));
+    if (gaps.length % 30 === 0) draw();
+    gaps.length < 180 ? requestAnimationFrame(next) : done(gaps.slice(1).sort((a, b) => a - b));
+  };
+  requestAnimationFrame(next);
+})
+"""
+
+
 def measure_long(folder: Path, steps: int) -> None:
+    """Open the page of a long run in a browser; write its report, and that of two of its ranks."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from tests.support.browser import open_browser
+
     run = make_run(folder)
     for rank in range(RANKS):
         with run.events(rank).open("a", encoding="utf-8") as file:
             file.writelines(step_line(step, rank, 1.79e9 + step / 10) for step in range(1, steps + 1))
     size = sum(path.stat().st_size for path in run.event_files().values())
+    print(f"{steps:,} steps × {RANKS} ranks, {size / 1e6:.0f} MB of events", flush=True)
     server, url = serve(run)
     try:
-        parts, began, process = urlsplit(url), time.perf_counter(), psutil.Process(server.pid)
-        first_s = None
-        while True:
-            connection = http.client.HTTPConnection(parts.netloc)
-            connection.request("GET", f"/state?{parts.query}")
-            content = connection.getresponse().read()
-            connection.close()
-            first_s = first_s or time.perf_counter() - began
-            if json.loads(content)["summary"]["loaded"] >= 1:
-                break
-            time.sleep(0.5)
-        wall, memory = time.perf_counter() - began, process.memory_info().rss / 1e6
-        print(
-            f"{steps:,} steps × {RANKS} ranks, {size / 1e6:.0f} MB: first answer after {first_s:.1f} s, all of it read"
-        )
-        print(f"   after {wall:.0f} s ({cpu_s(process):.0f} s of CPU), {memory:.0f} MB of memory, snapshot of "
-              f"{len(content) / 1e3:.0f} kB")  # fmt: skip
+        process = psutil.Process(server.pid)
+        with open_browser() as page:
+            page.resize(1280, 1600)
+            page.call("Page.addScriptToEvaluateOnNewDocument", source=COUNT)
+            page.open(url)
+            page.wait_for("window.seen && seen.whole", timeout_s=900)
+            seen = page.evaluate("seen")
+            paint_ms = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+            gaps_ms = page.evaluate(FRAMES)
+            page.screenshot(Path(tempfile.gettempdir()) / "watch-long.png")
+        print(f"   page: painted after {paint_ms / 1e3:.2f} s, first state after {seen['first'] / 1e3:.2f} s, all of "
+              f"it after {seen['whole'] / 1e3:.0f} s ({cpu_s(process):.0f} s of CPU)")  # fmt: skip
+        print(f"   received {seen['bytes'] / 1e6:.1f} MB in {seen['messages']} messages; server "
+              f"{process.memory_info().rss / 1e6:.0f} MB of memory")  # fmt: skip
+        late = gaps_ms[int(0.95 * len(gaps_ms))]
+        print(f"   frames while the pointer moves: {statistics.median(gaps_ms):.0f} ms (median), {late:.0f} ms (95%), "
+              f"{gaps_ms[-1]:.0f} ms (longest)", flush=True)  # fmt: skip
     finally:
         server.kill()
         server.wait()
+    for ranks in (2, RANKS):
+        for rank in range(ranks, RANKS):
+            run.events(rank).rename(folder / f"aside-{rank}")
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "shoal", "report", str(run.path)], check=True, stdout=subprocess.DEVNULL)
+        took_s, page_bytes = time.perf_counter() - began, run.report.stat().st_size
+        print(f"   report of {ranks} ranks: {took_s:.1f} s, {page_bytes / 1e6:.1f} MB")
+        for rank in range(ranks, RANKS):
+            (folder / f"aside-{rank}").rename(run.events(rank))
 
 
 def main() -> None:
@@ -151,10 +198,11 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=0, metavar="STEPS")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        for viewers in (0, 1, 2):
-            measure_live(Path(folder) / f"run-{viewers}", arguments.steps_per_s, arguments.seconds, viewers)
         if arguments.long:
             measure_long(Path(folder) / "long", arguments.long)
+            return
+        for viewers in (0, 1, 2):
+            measure_live(Path(folder) / f"run-{viewers}", arguments.steps_per_s, arguments.seconds, viewers)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -531,16 +531,26 @@ LONGEST_EVENT = 16 << 20
 _COMPARED_BYTES = 1 << 16
 
 
-def read_events(path: Path) -> Iterator[Event]:
-    """Yield every whole record of a file, in order, skipping lines that `parse_event` refuses."""
+def read_events(path: Path, skipped: Counter[str] | None = None) -> Iterator[Event]:
+    """Yield every whole record of a file, in order, skipping lines that `parse_event` refuses.
+
+    They are counted in `skipped`, by the file's name, half of a last line included.
+    """
     schema, cutter = schema_of(path), LineCutter(LONGEST_EVENT)
+    unreadable = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             for line, _ in cutter.feed(block):
                 if (event := parse_event(line, schema)) is not None:
                     yield event
+                elif line:
+                    unreadable += 1
     if (event := parse_event(cutter.rest(), schema)) is not None:
         yield event
+    elif cutter.rest():
+        unreadable += 1
+    if skipped is not None and unreadable:
+        skipped[path.name] += unreadable
 
 
 def read_last_events(path: Path, most_bytes: int) -> list[Event]:

@@ -14,6 +14,7 @@ import secrets
 import shlex
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -293,10 +294,10 @@ class RunFolder:
     def state_files(self) -> dict[int, Path]:
         return _numbered(self.path, _STATE)
 
-    def read_all_events(self) -> Iterator[Event]:
-        """Yield every rank's events, rank by rank."""
+    def read_all_events(self, skipped: Counter[str] | None = None) -> Iterator[Event]:
+        """Yield every rank's events, rank by rank. `skipped` counts unreadable lines by file."""
         for path in self.event_files().values():
-            yield from read_events(path)
+            yield from read_events(path, skipped)
 
 
 def no_access_error(path: Path, what: str = "be read or written") -> DataError:

@@ -32,7 +32,7 @@ GROUPS = {
         "attach": "Watch a run that was started in the background.",
         "watch": "Show a run on a live page in the browser, or as a table in the terminal.",
         "stop": "Stop a run: it finishes its step and saves a checkpoint.",
-        "report": "Write one self-contained HTML page about a run.",
+        "report": "Write one self-contained HTML page about a run, or compare several.",
         "trace": "Write all ranks of a run on one time axis, for Perfetto or chrome://tracing.",
         "verify": "Check that all replicas are equal bit for bit, and that every sample was used exactly once.",
         "sample": "Generate text with a trained model.",
@@ -97,7 +97,11 @@ EXAMPLES = {
         ("shoal watch --terminal runs/NAME", "over SSH"),
     ),
     "stop": (("shoal stop runs/NAME", "after its step, with a checkpoint"), ("shoal stop --now runs/NAME", "at once")),
-    "report": (("shoal report runs/NAME", "writes report.html into the run folder"),),
+    "report": (
+        ("shoal report runs/NAME", "writes report.html into the run folder"),
+        ("shoal report runs/A runs/B", "both side by side: table, loss, speed, parts of a step"),
+        ("shoal report runs/NAME --redact --pdf", "to show to others, also as a PDF"),
+    ),
     "trace": (("shoal trace runs/NAME", "writes trace.json, for ui.perfetto.dev"),),
     "verify": (("shoal verify runs/NAME", "exit code 1 if something does not agree"),),
     "sample": (

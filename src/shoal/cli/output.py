@@ -125,6 +125,13 @@ def print_json(document: Any) -> None:
     sys.stdout.write(printable_json(document, indent=2) + "\n")
 
 
+def open_browser(url: str) -> None:
+    import webbrowser
+
+    if not webbrowser.open(url):
+        sys.stderr.write("no browser could be started here: open the address above\n")
+
+
 def shown(path: Path) -> str:
     """Return the path relative to the current folder, where possible."""
     try:

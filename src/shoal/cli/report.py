@@ -8,12 +8,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from shoal.cli.output import command, print_json, shown, stdout_console
+from shoal.cli.output import command, open_browser, print_json, shown, stdout_console
 from shoal.config.defaults import SEED
 from shoal.control.processes import find_processes
 from shoal.errors import DataError, ShoalError, UsageError
@@ -31,18 +31,80 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="A run folder.", readable=False)],
-    out: Annotated[Path | None, typer.Option(help="Write the page into this folder.", show_default="the run's")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the page's path as JSON on stdout.")] = False,
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared.", readable=False)
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="A folder for the page, or a file that ends with .html.",
+            show_default="the run's folder; beside the first run for several",
+        ),
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    pdf: Annotated[bool, typer.Option("--pdf", help="Also print it as a PDF; needs Chromium.")] = False,
+    redact: Annotated[
+        bool,
+        typer.Option("--redact", help="Replace hosts, addresses, users and paths by stand-ins, such as node-1."),
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print paths, and the compared figures, as JSON.")] = False,
 ) -> None:
-    """Write one self-contained HTML page about a run: loss, time per phase, scaling, manifest."""
-    from shoal.tools.report.page import write_report
+    """Write one self-contained HTML page about a run: loss, time per phase, scaling, manifest.
 
-    page = write_report(RunFolder.open(run), out=out)
+    Several runs are shown side by side: a table, loss, speed and the parts of a step of all runs in one picture each,
+    and the settings in which they differ. A script that recorded no steps gets a page with its events and last output.
+
+    With --redact the page can be shown to others: look through it first, since names inside other words stay.
+    """
+    from shoal.tools.report.pdf import find_chromium, print_pdf
+
+    # Before any work: without a browser there will be no PDF.
+    browser = find_chromium() if pdf else ""
+    # A run that is given twice is shown once.
+    folders = list(dict.fromkeys(RunFolder.find(run) for run in runs))
+    page, rows = _write_page(folders, out, redact)
+    document: dict[str, object] = {"report": str(page)}
+    if rows:
+        document["runs"] = rows
+    if pdf:
+        document["pdf"] = str(print_pdf(page, browser))
     if json:
-        print_json({"report": str(page)})
+        print_json(document)
     else:
-        typer.echo(shown(page))
+        for path in (document["report"], document.get("pdf")):
+            if path:
+                typer.echo(shown(Path(str(path))))
+    if open_:
+        open_browser(page.resolve().as_uri())
+
+
+def _write_page(folders: list[RunFolder], out: Path | None, redact: bool) -> tuple[Path, list[dict[str, Any]]]:
+    """Write the page of one or of several runs. Return its path, and the compared figures of several."""
+    from shoal.tools.report.page import write_page, write_report
+    from shoal.tools.report.redact import Redactor
+    from shoal.tools.report.script_page import recorded_steps, render_script_page
+
+    redactor = Redactor() if redact else None
+    if len(folders) == 1:
+        [run] = folders
+        file = _page_file(out, run.path, run.report.name, redact)
+        if recorded_steps(run):
+            return write_report(run, file=file, redactor=redactor), []
+        return write_page(render_script_page(run, redactor), file, folders), []
+    from shoal.tools.report.compare import compare_runs, comparison_file, read_runs, render_comparison
+
+    data = read_runs(folders, redactor)
+    file = _page_file(out, folders[0].path.parent, comparison_file(folders), redact)
+    return write_page(render_comparison(data), file, folders), compare_runs(data)
+
+
+def _page_file(out: Path | None, folder: Path, name: str, is_redacted: bool) -> Path:
+    if out is not None and out.suffix.lower() in (".html", ".htm"):
+        return out
+    # Never over the page that names everything: the wrong one of two would be shown.
+    return (out or folder) / (name.replace(".html", "-redacted.html") if is_redacted else name)
 
 
 @app.command()

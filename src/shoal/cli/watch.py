@@ -21,10 +21,19 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from shoal.cli.output import command, make_console, print_json, shown
+from shoal.cli.output import command, make_console, open_browser, print_json, shown
 from shoal.errors import UsageError
 from shoal.run_folder import RunFolder
-from shoal.units import format_duration, format_loss, format_ms, format_percent, format_rounded, format_si, pluralize
+from shoal.units import (
+    format_duration,
+    format_loss,
+    format_ms,
+    format_percent,
+    format_rounded,
+    format_si,
+    pluralize,
+    whole_percents,
+)
 
 app = typer.Typer(add_completion=False)
 
@@ -81,7 +90,7 @@ def watch(
             "names, addresses, losses, messages. The connection is not encrypted; ssh -L is the safer way.\n"
         )
     if open_:
-        _open_browser(url)
+        open_browser(url)
     _serve(folder, listener, token, host)
 
 
@@ -102,13 +111,6 @@ def _serve(folder: RunFolder, listener: socket.socket, token: str, host: str) ->
     names = frozenset((host, socket.gethostname())) if not is_loopback(host) else frozenset[str]()
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(folder, listener, token, names))
-
-
-def _open_browser(url: str) -> None:
-    import webbrowser
-
-    if not webbrowser.open(url):
-        sys.stderr.write("no browser could be started here: open the address above\n")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -298,9 +300,8 @@ def _rank_table(summary: dict[str, Any]) -> Table:
     nodes = {node["name"]: node for node in summary["nodes"]}
     for rank in summary["ranks"]:
         step_s, node = rank["step_s"], nodes.get(rank["node"], {})
-        shares = (
-            format_percent(rank[f"{part}_s"] / step_s) if step_s else "–" for part in ("compute", "exposed", "wait")
-        )
+        parts = [rank[f"{part}_s"] or 0.0 for part in ("compute", "exposed", "wait")]
+        shares = [f"{share}%" if step_s else "–" for share in whole_percents(parts)]
         sends = "–" if not node.get("sent_bps") else format_si(node["sent_bps"], "bit/s")
         state = "[red]away[/]" if not rank["is_present"] else ""
         if rank["slow"] is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,8 @@ def test_the_terminal_shows_the_essentials_once_in_a_pipe(tmp_path: Path, capsys
     assert "step 50 of 200 (25%)" in shown
     assert "running" in shown
     assert "1 line of the run folder could not be read" in shown
+    parts = re.findall(r"(\d+)% +(\d+)% +(\d+)%", shown)
+    assert [sum(map(int, shares)) for shares in parts] == [100, 100]
 
 
 def test_the_address_has_the_token_and_names_where_it_listens() -> None:

@@ -319,6 +319,7 @@ def _draw_speed(axes: Axes, rows: tuple[LeverRow, ...]) -> None:
     axes.invert_yaxis()
     room = 1.28 if all(row.is_plausible for row in rows) else 1.8
     axes.set(xlabel="tokens per second", xlim=(0, room * max(map(_unexposed, rows))))
+    axes.locator_params(axis="x", nbins=4)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     if max(lost) > 0.02 * max(speeds):
         # Below the axes: a bar may be as long as the axis.

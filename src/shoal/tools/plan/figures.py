@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from shoal.tools.report.figures import (
     MEASURED,
     PHASE_COLOURS,
     PHASE_NAMES,
+    pick_labelled,
     save_figure,
     set_log_ticks,
     step_unit,
@@ -111,7 +113,8 @@ def _draw_gain(axes: Axes, rows: tuple[PlanRow, ...]) -> None:
         axes.minorticks_off()
     highest, lowest = max(row.speedup / row.efficiency for row in rows), min(row.speedup for row in rows)
     bottom, top = 0.3 * lowest if is_wide else 0.0, 1.1 * max(highest, 1.0)
-    for row in rows if len(rows) <= _MOST_LABELS else ():
+    labelled = pick_labelled([math.log(count) if is_wide else count for count in nodes])
+    for row in (rows[number] for number in labelled) if len(rows) <= _MOST_LABELS else ():
         text = f"{row.speedup:.2f}×\n{row.prediction.tokens_per_s:,.0f}"
         # Below its point, unless the labels of the axis are there.
         offset, side = (8, "bottom") if not is_wide and row.speedup < LOW_LABEL_SHARE * top else (-8, "top")

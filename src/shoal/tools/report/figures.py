@@ -58,6 +58,8 @@ STACK = {
     "other": ("data and other", "#999999"),
 }
 
+# Of the range of all points: labels of two lines that are nearer to each other overlap.
+_LABEL_SHARE = 0.14
 # In characters.
 _NOTE_WIDTH = 190
 _LONG_NAME = 24
@@ -253,6 +255,16 @@ def set_log_ticks(axis: Axis, low: float, high: float) -> None:
     axis.set_major_formatter(lambda value, _: format_number(value))
 
 
+def pick_labelled(places: Sequence[float]) -> list[int]:
+    """Return which of some points, in ascending order, are far enough apart for a label; the last one always is."""
+    least = _LABEL_SHARE * (places[-1] - places[0])
+    chosen: list[int] = []
+    for number in reversed(range(len(places))):
+        if not chosen or places[chosen[-1]] - places[number] >= least:
+            chosen.append(number)
+    return chosen[::-1]
+
+
 def log_ticks(low: float, high: float) -> list[float]:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)):
@@ -269,7 +281,7 @@ def _draw_speed(axes: Axes, points: list[ScalingPoint]) -> None:
     axes.plot(ranks, ideal, color=IDEAL, linestyle="--", label="ideal")
     axes.plot(ranks, [point.tokens_per_s for point in points], color=MEASURED, marker="o", lw=2, label="measured")
     top = 1.25 * max(*ideal, *(point.tokens_per_s for point in points))
-    for point in points:
+    for point in (points[number] for number in pick_labelled(ranks)):
         reached = efficiency(point, base)
         note = f"{point.tokens_per_s:,.0f}\n({format_percent(reached)})"
         # Below the point, away from the ideal line, unless the labels of the axis are there.

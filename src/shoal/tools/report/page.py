@@ -11,7 +11,9 @@ import hashlib
 import json
 import math
 import shlex
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -42,9 +44,11 @@ from shoal.tools.report.figures import (
 from shoal.tools.report.manifest import manifest_of
 from shoal.tools.report.membership import cost_sentence
 from shoal.tools.report.rank_log import Floats, Steps
+from shoal.tools.report.redact import Redactor
 from shoal.tools.report.summary import RankSummary, RunSummary, summarize
 from shoal.units import (
     format_count,
+    format_duration,
     format_loss,
     format_ms,
     format_number,
@@ -63,13 +67,13 @@ NOTHING = "–"
 _BAR_PX = 34
 _MOST_MARKS = 40
 # Fields of the manifest that have their own section on the page.
-_SHOWN_ELSEWHERE = {"lesson_notes", "choice_notes", "recoveries", "membership_notes", "shoal_manifest"}
+_SHOWN_ELSEWHERE = {"lesson_notes", "choice_notes", "recoveries", "membership_notes", "shoal_manifest", "commands"}
 # Fields that mean nothing for a user's script, whose model and data shoal does not know.
 _ONLY_OF_GPT = {
     "data_source", "data_digest", "val_loss", "step_s_predicted", "prediction", "prediction_notes",
     "tokens_per_sec", "tokens_per_sec_1proc", "tokens_per_sec_2proc",
 }  # fmt: skip
-_LOSS_UNITS = {"gpt": "nats per token", "script": "mean per sample"}
+LOSS_UNITS = {"gpt": "nats per token", "script": "mean per sample"}
 # Curves of values that a user's program recorded.
 _MOST_CURVES = 24
 
@@ -92,40 +96,87 @@ _PAGE = """<!doctype html>
 """
 
 
-def write_report(run: RunFolder, scaling: list[ScalingPoint] | None = None, out: Path | None = None) -> Path:
-    """Write `report.html` into the run folder or into `out`; `scaling` defaults to the folder's `scaling.json`."""
-    points = scaling or read_scaling(run)
-    summary = summarize(run.read_all_events())
-    page = render_page(summary, manifest_of(run, summary, None, points), points, name=run.path.name)
-    file = run.report if out is None else out / run.report.name
+@dataclass(frozen=True)
+class RunData:
+    """What a page shows of one run."""
+
+    name: str
+    summary: RunSummary
+    manifest: Manifest
+    points: list[ScalingPoint]
+    skipped: dict[str, int]  # lines that could not be read, by file
+
+
+def read_run(run: RunFolder, scaling: list[ScalingPoint] | None = None, redactor: Redactor | None = None) -> RunData:
+    """Read a run folder; `scaling` defaults to its `scaling.json`. With a redactor, no other text leaves this function.
+
+    Events are redacted before anything is derived from them, so every sentence made from them is redacted too.
+    """
+    points, skipped = scaling or read_scaling(run), Counter[str]()
+    events: Iterable[Event] = run.read_all_events(skipped)
+    if redactor is None:
+        summary = summarize(events)
+        return RunData(run.path.name, summary, manifest_of(run, summary, None, points), points, dict(skipped))
+    redactor.learn(run)
+    summary = summarize(map(redactor.event, events))
+    manifest = redactor.record(manifest_of(run, summary, None, points))
+    points = [redactor.record(point) for point in points]
+    return RunData(redactor.text(run.path.name), summary, manifest, points, dict(skipped))
+
+
+def write_report(
+    run: RunFolder,
+    scaling: list[ScalingPoint] | None = None,
+    file: Path | None = None,
+    redactor: Redactor | None = None,
+) -> Path:
+    """Write `report.html` into the run folder, or the page into `file`."""
+    data = read_run(run, scaling, redactor)
+    page = render_page(data.summary, data.manifest, data.points, name=data.name, skipped=data.skipped)
+    return write_page(page, file or run.report, [run])
+
+
+def write_page(page: str, file: Path, runs: list[RunFolder]) -> Path:
     try:
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, page)
     except OSError as error:
-        raise ShoalError(
-            f"cannot write {file}: {(error.strerror or str(error)).lower()}",
-            why="the run's records are safe; only the page made from them is missing",
-            fix=f"write it elsewhere: shoal report {shlex.quote(str(run.path))} --out FOLDER",
-        ) from None
+        raise unwritable_page(file, error, runs) from None
     return file
 
 
+def unwritable_page(file: Path, error: OSError, runs: list[RunFolder]) -> ShoalError:
+    return ShoalError(
+        f"cannot write {file}: {(error.strerror or str(error)).lower()}",
+        why="the run's records are safe; only the page made from them is missing",
+        fix=f"write it elsewhere: shoal report {shlex.join(str(run.path) for run in runs)} --out FOLDER",
+    )
+
+
 def render_page(
-    summary: RunSummary, manifest: Manifest, scaling: list[ScalingPoint] | None = None, name: str = ""
+    summary: RunSummary,
+    manifest: Manifest,
+    scaling: list[ScalingPoint] | None = None,
+    name: str = "",
+    skipped: dict[str, int] | None = None,
 ) -> str:
+    points = scaling or []
+    figures = _charts(summary, points, manifest.trains)
+    body = _body(summary, manifest, points, figures, name or manifest.preset, skipped or {})
+    return compose_page(f"{name or manifest.preset} · {manifest.status}", body, figures)
+
+
+def compose_page(title: str, body: str, figures: dict[str, Figure]) -> str:
+    """Return the whole HTML document."""
     # Imported here because plotly takes as long to import as a short command takes to run.
     from plotly.offline import get_plotlyjs
 
-    points = scaling or []
-    figures = _charts(summary, points, manifest.trains)
-    scripts = [str(get_plotlyjs()), _asset("page.js")]
-    title = f"{name or manifest.preset} · {manifest.status}"
+    scripts = [str(get_plotlyjs()), _asset("page.js")] if figures else [_asset("page.js")]
     return _PAGE.format(
         policy=_policy(scripts),
         title=escape(title),
         style=_asset("page.css"),
-        body=_body(summary, manifest, points, figures, name or manifest.preset),
+        body=body,
         figures=embed_json(figures),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
     )
@@ -138,27 +189,33 @@ def embed_json(value: object) -> str:
 
 
 def _body(
-    summary: RunSummary, manifest: Manifest, points: list[ScalingPoint], figures: dict[str, Figure], name: str
+    summary: RunSummary,
+    manifest: Manifest,
+    points: list[ScalingPoint],
+    figures: dict[str, Figure],
+    name: str,
+    skipped: dict[str, int],
 ) -> str:
     parts = [
         _head(manifest, name),
-        _section("What went wrong", "".join(_notice("fault", fault) for fault in summary.faults)),
+        html_section("What went wrong", "".join(html_notice("fault", fault) for fault in summary.faults)),
         _key_figures(manifest, summary),
-        _section("What the numbers say", _lesson(summary, points)),
-        _section("Who took part", _members_section(summary, manifest, _chart("members", figures))),
-        _section("How replicas agree", f"<p>{escape(manifest.choice_notes)}</p>" if manifest.choice_notes else ""),
-        _section("Loss", _chart("loss", figures)),
-        _section("Recorded values", _logged_section(summary, figures)),
-        _section("Where a step's time goes", _times(summary, figures)),
-        _section("Predicted and measured", _prediction_section(manifest, summary)),
-        _section("Scaling", _scaling(points, figures)),
-        _section("Replicas", _replicas_section(manifest)),
-        _section(
+        html_section("What the numbers say", _lesson(summary, points)),
+        html_section("Who took part", _members_section(summary, manifest, chart_place("members", figures))),
+        html_section("How replicas agree", f"<p>{escape(manifest.choice_notes)}</p>" if manifest.choice_notes else ""),
+        html_section("Loss", chart_place("loss", figures)),
+        html_section("Recorded values", _logged_section(summary, figures)),
+        html_section("Where a step's time goes", _times(summary, figures)),
+        html_section("Predicted and measured", _prediction_section(manifest, summary)),
+        html_section("Scaling", _scaling(points, figures)),
+        html_section("Replicas", _replicas_section(manifest)),
+        html_section(
             "Ranks and their data" if manifest.trains == "gpt" else "Ranks",
             _ranks_section(summary) if summary.ranks else "",
         ),
-        _section("Warnings", "".join(_notice("warning", warning) for warning in summary.warnings)),
-        _section("Manifest", _manifest_section(manifest)),
+        html_section("Warnings", "".join(html_notice("warning", warning) for warning in summary.warnings)),
+        html_section("Damaged lines", skipped_lines(skipped)),
+        html_section("Manifest", _manifest_section(manifest)),
     ]
     return "\n".join(part for part in parts if part)
 
@@ -167,9 +224,29 @@ def _head(manifest: Manifest, name: str) -> str:
     created = manifest.created[:16].replace("T", " ") + " UTC" if manifest.created else ""
     planned = f"{manifest.steps:,} of {manifest.steps_planned:,} steps"
     program = f"{'preset' if manifest.trains == 'gpt' else 'script'} {manifest.preset}"
-    facts = [manifest.status, planned, program, manifest.data_source, created]
+    where = f"on {manifest.on}" if manifest.on else ""
+    took = f"took {format_duration(manifest.duration_s)}" if manifest.duration_s is not None else ""
+    facts = [manifest.status, planned, program, manifest.data_source, where, took, created]
+    return html_head(name, facts, manifest.commands)
+
+
+def html_head(name: str, facts: Sequence[str], commands: Sequence[str]) -> str:
+    """Return the title, the facts in one line, and the command of each launch."""
     line = " · ".join(escape(fact) for fact in facts if fact)
-    return f'<h1>{escape(name)}</h1>\n<p class="soft">{line}</p>'
+    typed = "".join(f"<br><code>{escape(command)}</code>" for command in commands)
+    return f'<h1>{escape(name)}</h1>\n<p class="soft">{line}{typed}</p>'
+
+
+def skipped_lines(skipped: dict[str, int]) -> str:
+    """Count the lines of event files that could not be read; empty without any."""
+    if not skipped:
+        return ""
+    files = ", ".join(f"{count:,} in {escape(file)}" for file, count in skipped.items())
+    total = sum(skipped.values())
+    return (
+        f"<p>{pluralize(total, 'line')} could not be read and {'is' if total == 1 else 'are'} left out: {files}. "
+        "A process that is killed while it writes, or a full disk, leaves half a line.</p>"
+    )
 
 
 def _lesson(summary: RunSummary, points: list[ScalingPoint]) -> str:
@@ -183,7 +260,7 @@ def _times(summary: RunSummary, figures: dict[str, Figure]) -> str:
     first = next(name for name in figures if name.startswith("steps-"))
     window = f" over steps {summary.measured[0]}–{summary.measured[1]}" if summary.measured else ""
     return (
-        f"{_phases_legend()}<h3>A median step{window}</h3>{_chart('medians', figures)}"
+        f"{phases_legend()}<h3>A median step{window}</h3>{chart_place('medians', figures)}"
         f"<h3>Over the steps of {_rank_choice(figures)}</h3>"
         f'<div class="chart" id="steps" data-figure="{first}"></div>{_tail(summary)}'
     )
@@ -218,15 +295,15 @@ def _rank_choice(figures: dict[str, Figure]) -> str:
 def _scaling(points: list[ScalingPoint], figures: dict[str, Figure]) -> str:
     if not points:
         return ""
-    pair = f'<div class="pair">{_chart("speed", figures)}{_chart("split", figures)}</div>'
+    pair = f'<div class="pair">{chart_place("speed", figures)}{chart_place("split", figures)}</div>'
     return pair + _scaling_table(points)
 
 
-def _chart(name: str, figures: dict[str, Figure]) -> str:
+def chart_place(name: str, figures: dict[str, Figure]) -> str:
     return f'<div class="chart" data-figure="{name}"></div>' if name in figures else ""
 
 
-def _section(title: str, content: str) -> str:
+def html_section(title: str, content: str) -> str:
     return f"<section>\n<h2>{escape(title)}</h2>\n{content}\n</section>" if content else ""
 
 
@@ -269,7 +346,7 @@ def _key_figures(manifest: Manifest, summary: RunSummary) -> str:
 
 def _about_loss(manifest: Manifest) -> str:
     if manifest.trains == "script":
-        return _LOSS_UNITS["script"]
+        return LOSS_UNITS["script"]
     return f"validation {_or_nothing(manifest.val_loss, '{:.3f}')}"
 
 
@@ -282,9 +359,9 @@ def _logged_section(summary: RunSummary, figures: dict[str, Figure]) -> str:
         last = max(values)
         rows.append([name, format_value(values[last]), last, format_value(min(values.values())),
                      format_value(max(values.values()))])  # fmt: skip
-    table = _table(["name", "last value", "at step", "lowest", "highest"], rows)
+    table = html_table(["name", "last value", "at step", "lowest", "highest"], rows)
     charts = "".join(
-        f"<div><h3>{escape(name)}</h3>{_chart(key, figures)}</div>"
+        f"<div><h3>{escape(name)}</h3>{chart_place(key, figures)}</div>"
         for key, name in _logged_keys(summary).items()
         if key in figures
     )
@@ -324,7 +401,7 @@ def _prediction_section(manifest: Manifest, summary: RunSummary) -> str:
     ]
     rows.append(_compared("the whole step", prediction.step_s, measured_s))
     words = f"<p>{escape(manifest.prediction_notes or '')}</p>"
-    return _table(["phase", "predicted (ms)", "measured (ms)", "difference (ms)"], rows) + words
+    return html_table(["phase", "predicted (ms)", "measured (ms)", "difference (ms)"], rows) + words
 
 
 def _compared(name: str, predicted_s: float, measured_s: float) -> list[str]:
@@ -342,10 +419,10 @@ def _ranks_section(summary: RunSummary) -> str:
         head += ["samples", "first text of its shard"]
         for row, rank in zip(rows, summary.ranks.values(), strict=True):
             row += [_samples(rank.shard), _fact(rank.shard, "first")]
-    return _table(head, rows)
+    return html_table(head, rows)
 
 
-def _phases_legend() -> str:
+def phases_legend() -> str:
     """Return one legend for all figures of a step's phases: on a phone, plotly's own needs more room than the bars."""
     marks = (
         f'<span><i style="background:{PHASE_COLOURS[phase]}"></i>{escape(name)}</span>'
@@ -369,7 +446,7 @@ def _scaling_table(points: list[ScalingPoint]) -> str:
         for point in in_order(points)
     ]
     head = ["ranks", "threads per rank", "tokens/s", "speed-up", "efficiency", "step (ms)", "all-reduce (ms)"]
-    return _table(head, rows)
+    return html_table(head, rows)
 
 
 def _manifest_section(manifest: Manifest) -> str:
@@ -377,21 +454,23 @@ def _manifest_section(manifest: Manifest) -> str:
     hidden = _SHOWN_ELSEWHERE if manifest.trains == "gpt" else _SHOWN_ELSEWHERE | _ONLY_OF_GPT
     fields = manifest.model_dump(mode="json", exclude=hidden)
     rows = "".join(
-        f'<tr><th scope="row">{escape(key)}</th><td>{_value(value)}</td></tr>' for key, value in fields.items()
+        f'<tr><th scope="row">{escape(key)}</th><td>{html_value(value)}</td></tr>' for key, value in fields.items()
     )
     return f'<div class="scroll"><table><tbody>{rows}</tbody></table></div>'
 
 
-def _table(head: list[str], rows: Iterable[list[Any]]) -> str:
+def html_table(head: list[str], rows: Iterable[list[Any]]) -> str:
     titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
     body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _notice(kind: str, notice: Event) -> str:
+def html_notice(kind: str, notice: Event) -> str:
     seen = notice.get("seen") or notice.get("error") or "no text"
     why, fix = str(notice.get("why") or ""), str(notice.get("fix") or "")
-    title = f'<strong>{escape(str(seen))}</strong> <span class="soft">rank {escape(str(notice.get("rank")))}</span>'
+    rank = notice.get("rank")
+    by = "" if rank is None else f' <span class="soft">rank {escape(str(rank))}</span>'
+    title = f"<strong>{escape(str(seen))}</strong>{by}"
     lines = [title, escape(why), f"<code>{escape(fix)}</code>" if fix else ""]
     return f'<p class="{kind}">{"<br>".join(line for line in lines if line)}</p>'
 
@@ -423,11 +502,11 @@ def _or_nothing(value: float | None, form: str, convert: Any = None) -> str:
     return form.format(convert(value) if convert else value)
 
 
-def _value(value: Any) -> str:
+def html_value(value: Any) -> str:
     if isinstance(value, dict):
-        return "<br>".join(f"{escape(str(key))}: {_value(item)}" for key, item in value.items()) or NOTHING
+        return "<br>".join(f"{escape(str(key))}: {html_value(item)}" for key, item in value.items()) or NOTHING
     if isinstance(value, list):
-        return "<br>".join(f"{_value(item)}" for item in value) or NOTHING
+        return "<br>".join(f"{html_value(item)}" for item in value) or NOTHING
     if isinstance(value, float):
         value = format_number(value, 6)
     return NOTHING if value is None else escape(str(value))
@@ -507,7 +586,7 @@ def _recoveries_table(recoveries: list[RecoveryRecord]) -> str:
         ]
         for recovery in recoveries
     ]
-    return _table(["generation", "after step", "ranks", "next commit", "what happened"], rows)
+    return html_table(["generation", "after step", "ranks", "next commit", "what happened"], rows)
 
 
 def _name(rank: RankSummary) -> str:
@@ -519,7 +598,7 @@ def _charts(summary: RunSummary, scaling: list[ScalingPoint], trains: str) -> di
     """Return every figure that has data, by the id of its place on the page."""
     figures: dict[str, Figure] = {}
     if len(summary.loss):
-        figures["loss"] = _loss_chart(summary, _LOSS_UNITS[trains])
+        figures["loss"] = _loss_chart(summary, LOSS_UNITS[trains])
     for key, name in _logged_keys(summary).items():
         if len(summary.logged[name]) > 1:
             figures[key] = _logged_chart(name, summary.logged[name])
@@ -536,20 +615,20 @@ def _charts(summary: RunSummary, scaling: list[ScalingPoint], trains: str) -> di
 
 def _loss_chart(summary: RunSummary, unit: str) -> Figure:
     steps, loss = thin_keeping_extremes(summary.loss_steps, summary.loss)
-    traces = [_line("training", steps, loss, MEASURED)]
+    traces = [line_trace("training", steps, loss, MEASURED)]
     if summary.val_loss:
         at = sorted(summary.val_loss)
-        validation = _line("validation", at, [_json_number(summary.val_loss[step]) for step in at], VALIDATION)
+        validation = line_trace("validation", at, [_json_number(summary.val_loss[step]) for step in at], VALIDATION)
         traces.append({**validation, "mode": "lines+markers"})
-    return _figure(traces, x="step", y=f"loss ({unit})")
+    return make_figure(traces, x="step", y=f"loss ({unit})")
 
 
 def _logged_chart(name: str, values: dict[int, float]) -> Figure:
     at = np.array(sorted(values), dtype=np.int64)
     steps, points = thin_keeping_extremes(at, np.array([values[step] for step in at.tolist()], dtype=np.float64))
     # Plotly interprets HTML tags in labels.
-    trace = {**_line(escape(name), steps, points, MEASURED), "mode": "lines+markers", "marker": {"size": 4}}
-    figure = _figure([trace], x="step", y="", legend=False)
+    trace = {**line_trace(escape(name), steps, points, MEASURED), "mode": "lines+markers", "marker": {"size": 4}}
+    figure = make_figure([trace], x="step", y="", legend=False)
     figure["layout"] |= {"height": 240}
     # A value such as an accuracy near 1 would be a flat line on an axis that begins at 0.
     del figure["layout"]["yaxis"]["rangemode"]
@@ -563,8 +642,8 @@ def _rank_steps_chart(rank: RankSummary) -> Figure:
         steps, seconds = thin_by_mean(rank.steps, rank.series[f"{phase}_s"])
         if any(seconds):
             area = {"stackgroup": "step", "mode": "none", "fillcolor": PHASE_COLOURS[phase]}
-            traces.append({"name": name, "x": steps, "y": _to_ms(seconds), **area, "hoverinfo": "x+y+name"})
-    return _figure(traces, x="step", y="ms per step", legend=False)
+            traces.append({"name": name, "x": steps, "y": to_ms(seconds), **area, "hoverinfo": "x+y+name"})
+    return make_figure(traces, x="step", y="ms per step", legend=False)
 
 
 def _medians_chart(summary: RunSummary) -> Figure:
@@ -574,8 +653,8 @@ def _medians_chart(summary: RunSummary) -> Figure:
     for phase, name in PHASE_NAMES.items():
         seconds = [rank.typical.get(phase, 0.0) for rank in ranks]
         if any(seconds):
-            traces.append(_bar(name, _to_ms(seconds), names, PHASE_COLOURS[phase], horizontal=True))
-    figure = _figure(traces, x="ms per step", y="", legend=False)
+            traces.append(bar_trace(name, to_ms(seconds), names, PHASE_COLOURS[phase], horizontal=True))
+    figure = make_figure(traces, x="ms per step", y="", legend=False)
     figure["layout"] |= {"barmode": "stack", "height": 90 + 44 * len(ranks)}
     figure["layout"]["yaxis"] |= {"autorange": "reversed"}
     return figure
@@ -584,10 +663,10 @@ def _medians_chart(summary: RunSummary) -> Figure:
 def _speed_chart(points: list[ScalingPoint]) -> Figure:
     ranks = [point.ranks for point in points]
     base = points[0]
-    ideal = _line("ideal", ranks, [base.tokens_per_s * n / base.ranks for n in ranks], IDEAL)
+    ideal = line_trace("ideal", ranks, [base.tokens_per_s * n / base.ranks for n in ranks], IDEAL)
     ideal["line"]["dash"] = "dash"
-    measured = _line("measured", ranks, [point.tokens_per_s for point in points], MEASURED)
-    figure = _figure([ideal, {**measured, "mode": "lines+markers"}], x="ranks", y="tokens per second")
+    measured = line_trace("measured", ranks, [point.tokens_per_s for point in points], MEASURED)
+    figure = make_figure([ideal, {**measured, "mode": "lines+markers"}], x="ranks", y="tokens per second")
     figure["layout"]["xaxis"] |= {"tickvals": ranks}
     return figure
 
@@ -596,10 +675,10 @@ def _split_chart(points: list[ScalingPoint]) -> Figure:
     names = [str(point.ranks) for point in points]
     parts = [step_parts(point) for point in points]
     traces = [
-        _bar(label, names, [round(part[cause], 3) for part in parts], colour)
+        bar_trace(label, names, [round(part[cause], 3) for part in parts], colour)
         for cause, (label, colour) in STACK.items()
     ]
-    figure = _figure(traces, x="ranks", y="ms per step")
+    figure = make_figure(traces, x="ranks", y="ms per step")
     figure["layout"] |= {"barmode": "stack"}
     figure["layout"]["xaxis"] |= {"type": "category"}
     return figure
@@ -626,23 +705,23 @@ def thin_by_mean(steps: Steps, values: Floats) -> tuple[list[int], list[float]]:
     return [int(steps[group[0]]) for group in groups], [float(known[group].mean()) for group in groups]
 
 
-def _figure(traces: list[Figure], x: str, y: str, *, legend: bool = True) -> Figure:
+def make_figure(traces: list[Figure], x: str, y: str, *, legend: bool = True) -> Figure:
     """Return a figure. Figures of phases have no legend: the page has one for all of them."""
     axes = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}, "rangemode": "tozero"}}
     hidden_legend = {} if legend else {"showlegend": False}
     return {"data": traces, "layout": {**axes, "height": 360, **hidden_legend}}
 
 
-def _line(name: str, x: list[int], y: list[Any], colour: str) -> Figure:
+def line_trace(name: str, x: list[int], y: list[Any], colour: str) -> Figure:
     return {"type": "scatter", "name": name, "x": x, "y": y, "mode": "lines", "line": {"color": colour, "width": 2}}
 
 
-def _bar(name: str, x: list[Any], y: list[Any], colour: str, horizontal: bool = False) -> Figure:
+def bar_trace(name: str, x: list[Any], y: list[Any], colour: str, horizontal: bool = False) -> Figure:
     turned = {"orientation": "h"} if horizontal else {}
     return {"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": colour}, "width": 0.55, **turned}
 
 
-def _to_ms(seconds: list[float]) -> list[float]:
+def to_ms(seconds: list[float]) -> list[float]:
     return [round(value * 1e3, 3) for value in seconds]
 
 

@@ -43,15 +43,19 @@ _FEWEST_BUCKETS = 120
 # Steps that are kept one by one, of each rank; all ranks together keep at most `_MOST_RECENT`.
 _RECENT_STEPS = 400
 _MOST_RECENT = 6400
-# Steps of a measured script that may wait for its slowest rank's record.
+# Steps of a measured script that may wait for its slowest rank's record: of a live run, and while a long one is read.
 _MOST_HELD = 50
+_MOST_HELD_BEHIND = 4000
 _MOST_MARKS = 200  # of one kind; the newest are kept
 _MOST_VALUES = 24  # names of values that a user's program recorded
 _MOST_RANKS = 512
 _LONGEST_TEXT = 500
 _LONGEST_NAME = 80
-# Of each file, before the others get their turn.
+# Of each file, before the others get their turn. Agents' files are small, and are read before those of the ranks.
 _TURN_BYTES = 4 << 20
+_RANK_TURN_BYTES = 1 << 18
+# How long one poll may read: a viewer of a long run sees the part that has been read, and how much is left.
+_TURN_S = 0.4
 _FIND_FILES_S = 2.0
 
 # Fields of a step that are shown elsewhere, beside those that shoal writes itself.
@@ -123,28 +127,42 @@ class LiveState:
     # Reading.
 
     def poll(self) -> None:
-        """Read what was appended, at most some megabytes of each file."""
+        """Read what was appended, in turns that keep all ranks at about the same step, for at most `_TURN_S`."""
         now = time.monotonic()
         if now - self._files_at >= _FIND_FILES_S:
             self._files_at = now
             self._find_files()
-        self._unread_bytes = self._size = 0
-        for path, (kind, name, tail) in self._tails.items():
-            size = _size(path)
-            if size == tail.offset and not tail.has_unfinished_line:
-                self._size += size
-                continue
-            for event in tail.poll(_TURN_BYTES):
-                self._add(kind, name, event)
-                self.has_news = True
-            self._size += size
-            self._unread_bytes += max(0, size - tail.offset)
+        sizes = {path: _size(path) for path in self._tails}
+        waiting = [
+            path for path, (_, _, tail) in self._tails.items() if sizes[path] != tail.offset or tail.has_unfinished_line
+        ]
+        self._unread_bytes = sum(max(0, sizes[path] - self._tails[path][2].offset) for path in waiting)
+        while waiting:
+            slowest = min((self._last_step(path) for path in waiting), default=0)
+            for path in waiting:
+                kind, name, tail = self._tails[path]
+                if kind == "rank" and self._last_step(path) > slowest:
+                    continue
+                for event in tail.poll(_RANK_TURN_BYTES if kind == "rank" else _TURN_BYTES):
+                    self._add(kind, name, event)
+                    self.has_news = True
+            waiting = [path for path in waiting if self._tails[path][2].offset < sizes[path]]
+            if time.monotonic() - now > _TURN_S:
+                break
+        self._size = sum(sizes.values())
+        self._unread_bytes = sum(max(0, sizes[path] - self._tails[path][2].offset) for path in waiting)
         self._limit_buckets()
+
+    def _last_step(self, path: Path) -> float:
+        """Return the last step that was read of a rank's file; infinity for other files."""
+        kind, name, _ = self._tails[path]
+        rank = self.ranks.get(name) if isinstance(name, int) else None
+        return math.inf if kind != "rank" else rank.last_step if rank is not None else -1
 
     @property
     def is_behind(self) -> bool:
         """Whether a long run has not been read to its end yet."""
-        return self._unread_bytes > _TURN_BYTES
+        return self._unread_bytes > 0
 
     def _find_files(self) -> None:
         files: list[tuple[Path, str, str | int]] = [(path, "journal", path.stem) for path in self.run.journals()]
@@ -226,7 +244,8 @@ class LiveState:
         # A script that is only measured: the wait is known when all ranks have recorded the step.
         held = self._held.setdefault(event["step"], {})
         held[rank.rank] = event
-        if len(held) >= rank.start.get("world_size", 1) or len(self._held) > _MOST_HELD:
+        most_held = _MOST_HELD_BEHIND if self.is_behind else _MOST_HELD
+        if len(held) >= rank.start.get("world_size", 1) or len(self._held) > most_held:
             step = event["step"] if len(held) >= rank.start.get("world_size", 1) else min(self._held)
             events = self._held.pop(step)
             slowest_s = max(as_float(other.get("ready_s"), 0.0) for other in events.values())
@@ -377,15 +396,19 @@ class LiveState:
         return [*(rank.series for rank in self.ranks.values()), *(value.series for value in values)]
 
     def take_changes(self) -> dict[str, Any] | None:
-        """Return what changed since the last call; None if a viewer needs everything, as ranges were merged."""
+        """Return what changed since the last call; None if a viewer needs everything, as ranges were merged.
+
+        Single steps are sent when the run has been read to its end: the others are the last ones for a moment only.
+        """
+        ready = [rank for rank in self.ranks.values() if rank.fresh and not self.is_behind]
         changes: dict[str, Any] = {
             "rows": {rank.rank: rows for rank in self.ranks.values() if (rows := rank.series.take())},
-            "recent": {rank.rank: list(rank.fresh.values()) for rank in self.ranks.values() if rank.fresh},
+            "recent": {rank.rank: list(rank.fresh.values()) for rank in ready},
             "values": {name: rows for name, value in self.values.items() if (rows := value.series.take())},
             "val_loss": self.val_loss.series.take() or [],
             "marks": [mark.as_json() for mark in self._fresh_marks.values()],
         }
-        for rank in self.ranks.values():
+        for rank in ready:
             rank.fresh.clear()
         self._fresh_marks.clear()
         is_rebuilt, self._is_rebuilt, self.has_news = self._is_rebuilt, False, False
@@ -398,7 +421,7 @@ class LiveState:
             "recent_fields": RECENT_FIELDS,
             "stride": self.stride,
             "rows": {rank.rank: rank.series.means() for rank in self.ranks.values()},
-            "recent": {rank.rank: list(rank.recent) for rank in self.ranks.values()},
+            "recent": {} if self.is_behind else {rank.rank: list(rank.recent) for rank in self.ranks.values()},
             "values": {name: value.series.means() for name, value in self.values.items()},
             "val_loss": self.val_loss.series.means(),
             "marks": [mark.as_json() for mark in self._marks.values()],

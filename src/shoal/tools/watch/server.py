@@ -101,7 +101,7 @@ class LivePage:
         """Read the folder and send what is new, until this is closed."""
         sent_at = 0.0
         while not self._is_closing:
-            is_due = asyncio.get_running_loop().time() - sent_at > _HEARTBEAT_S
+            is_due = asyncio.get_running_loop().time() - sent_at > (POLL_S if self._state.is_behind else _HEARTBEAT_S)
             if await self.send_news(is_due):
                 sent_at = asyncio.get_running_loop().time()
             pause_s = 0.0 if self._state.is_behind else POLL_S if self._viewers else _IDLE_S
@@ -128,7 +128,8 @@ class LivePage:
     def _read(self, is_due: bool, needs_snapshot: bool) -> tuple[str | None, str]:
         """Return the update for viewers that are up to date, None if they need the snapshot too; and the snapshot."""
         self._state.poll()
-        if not (self._state.has_news or is_due or needs_snapshot):
+        # A long run is read at full speed, and shown once a second meanwhile.
+        if not (is_due or needs_snapshot or (self._state.has_news and not self._state.is_behind)):
             return "", ""
         update = update_of(self._state)
         snapshot = _message("state", snapshot_of(self._state)) if needs_snapshot or update is None else ""

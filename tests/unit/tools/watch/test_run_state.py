@@ -13,7 +13,7 @@ from shoal.run_folder import RunFolder
 from shoal.tools.watch import run_state
 from shoal.tools.watch.figures import snapshot, summarize, update
 from shoal.tools.watch.run_state import LiveState
-from shoal.tools.watch.step_series import StepSeries
+from shoal.tools.watch.step_series import ROW_FIELDS, StepSeries
 from tests.support.run_samples import all_events, make_run, make_session_run, start, step
 
 
@@ -214,14 +214,34 @@ def test_the_wait_in_a_measured_script_is_known_when_all_ranks_have_recorded_the
 
 
 def test_a_run_in_parts_is_read_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_state, "_TURN_BYTES", 1000)
+    monkeypatch.setattr(run_state, "_RANK_TURN_BYTES", 1000)
+    monkeypatch.setattr(run_state, "_TURN_S", 0.0)
     monkeypatch.setattr("shoal.events._BLOCK_BYTES", 500)
-    state = read(make_run(tmp_path / "run", all_events(1, 100)))
-    assert 0 < summarize(state)["loaded"] < 1
+    state = read(make_run(tmp_path / "run", all_events(2, 100)))
+    shown = snapshot(state)
+    assert 0 < shown["summary"]["loaded"] < 1
+    assert not shown["recent"], "the newest steps are not known yet"
+    update(state)
+    while state.is_behind:
+        steps = [rank.last_step for rank in state.ranks.values()]
+        assert max(steps) - min(steps) <= 4, "the ranks are read at about the same step"
+        state.poll()
+    changes = update(state)
+    assert changes is not None
+    assert changes["summary"]["step"] == 100
+    assert {rank: len(records) for rank, records in changes["recent"].items()} == {0: 100, 1: 100}
+
+
+def test_the_waits_of_a_long_measured_script_are_known(tmp_path: Path) -> None:
+    events = [start(rank, 2, measured=True) for rank in range(2)]
+    times = {"step_s": 0.1, "wait_s": None, "exposed_s": None}
+    for rank, ready_s in enumerate((0.05, 0.08)):
+        events += [step(n, rank, ready_s=ready_s, tail_s=0.1 - ready_s, **times) for n in range(1, 1001)]
+    state = read(make_run(tmp_path / "run", events))
     while state.is_behind:
         state.poll()
-    state.poll()
-    assert summarize(state)["step"] == 100
+    rows = state.ranks[0].series.means()
+    assert min(row[ROW_FIELDS.index("wait_s")] or 0 for row in rows) == pytest.approx(0.03)
 
 
 def test_a_supervisor_that_is_gone_is_shown(tmp_path: Path) -> None:

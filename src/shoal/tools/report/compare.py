@@ -1,0 +1,286 @@
+"""Several runs on one page: a table, their losses and speeds in one picture each, the parts of a step, what differs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from shoal.run_folder import RunFolder
+from shoal.tools.report.explain_run import explain_step_time
+from shoal.tools.report.figures import LINEAGE_COLOURS, PHASE_COLOURS, PHASE_NAMES
+from shoal.tools.report.page import (
+    LOSS_UNITS,
+    NOTHING,
+    Figure,
+    RunData,
+    bar_trace,
+    chart_place,
+    compose_page,
+    html_notice,
+    html_section,
+    html_table,
+    html_value,
+    line_trace,
+    make_figure,
+    phases_legend,
+    read_run,
+    skipped_lines,
+    thin_by_mean,
+    thin_keeping_extremes,
+    to_ms,
+)
+from shoal.tools.report.redact import Redactor
+from shoal.tools.report.script_page import require_steps
+from shoal.tools.report.summary import RunSummary
+from shoal.units import (
+    DISTURBING_CORES,
+    format_duration,
+    format_loss,
+    format_ms,
+    format_rounded,
+    format_share,
+    pluralize,
+    whole_percents,
+)
+
+# Colours are used again with the next kind of line.
+_DASHES = ("solid", "dash", "dot", "dashdot")
+_LONGEST_FILE = 100
+_LONGEST_LABEL = 32
+_BAR_PX = 44
+# Fields of the manifest that are results, or have a place of their own on the page.
+_RESULTS = {
+    "shoal_manifest", "created", "status", "commands", "duration_s", "steps", "final_loss", "val_loss", "logged",
+    "step_s_measured", "step_s_predicted", "prediction", "prediction_notes", "phases", "allreduce_mean_ms",
+    "allreduce_p50_ms", "allreduce_p95_ms", "wire_bytes_per_step", "theoretical_bytes_per_step", "peak_memory_bytes",
+    "samples_per_sec", "tokens_per_sec", "tokens_per_sec_1proc", "tokens_per_sec_2proc", "members", "generations",
+    "lineage", "recoveries", "membership_notes", "redone_steps", "abandoned_steps", "byte_equivalent", "max_abs_diff",
+    "choice_notes", "lesson_notes",
+}  # fmt: skip
+
+
+def name_runs(runs: Sequence[RunFolder]) -> list[str]:
+    """Return a name for each run: that of its folder, with as many folders above it as tell all of them apart."""
+    names = [""] * len(runs)
+    for depth in range(1, max(len(run.path.parts) for run in runs) + 1):
+        names = ["/".join(run.path.parts[-depth:]) for run in runs]
+        if len(set(names)) == len({run.path for run in runs}):
+            break
+    return names
+
+
+def read_runs(runs: Sequence[RunFolder], redactor: Redactor | None = None) -> list[RunData]:
+    """Read several runs for one page, with names that differ."""
+    for run in runs:
+        require_steps(run)
+    if redactor is not None:
+        # All names before any text: an error of the first run may name a machine of the second.
+        for run in runs:
+            redactor.learn(run)
+    names = [redactor.text(name) if redactor is not None else name for name in name_runs(runs)]
+    return [replace(read_run(run, None, redactor), name=name) for run, name in zip(runs, names, strict=True)]
+
+
+def comparison_file(runs: Sequence[RunFolder]) -> str:
+    """Return the name of the page's file, which is another one for other runs."""
+    stem = "-".join(["compare", *(run.path.name for run in runs)])
+    if len(stem) > _LONGEST_FILE:
+        digest = hashlib.sha256("\0".join(str(run.path) for run in runs).encode()).hexdigest()[:8]
+        stem = f"compare-{runs[0].path.name[: _LONGEST_FILE // 2]}-and-{len(runs) - 1}-more-{digest}"
+    return f"{stem}.html"
+
+
+def render_comparison(runs: Sequence[RunData]) -> str:
+    """Return the page. The names of the runs must differ."""
+    figures: dict[str, Figure] = {}
+    for trains, unit in LOSS_UNITS.items():
+        trained = {number: run for number, run in enumerate(runs) if run.manifest.trains == trains}
+        if any(len(run.summary.loss) for run in trained.values()):
+            figures[f"loss-{trains}"] = _loss_chart(trained, unit)
+    for unit in ("tokens", "samples"):
+        counted = {number: run for number, run in enumerate(runs) if run.manifest.unit == unit}
+        chart = _speed_chart(counted, unit)
+        if chart["data"]:
+            figures[f"speed-{unit}"] = chart
+    if any(run.summary.phases for run in runs):
+        figures["parts"] = _parts_chart(runs)
+    losses, speeds = ([name for name in figures if name.startswith(kind)] for kind in ("loss-", "speed-"))
+    parts = f"{phases_legend()}{chart_place('parts', figures)}{_parts_table(runs)}" if "parts" in figures else ""
+    body = [
+        f"<h1>{pluralize(len(runs), 'run')} compared</h1>",
+        html_section("Side by side", _runs_table(runs)),
+        html_section("Loss", "".join(chart_place(name, figures) for name in losses)),
+        html_section("Speed", "".join(chart_place(name, figures) for name in speeds)),
+        html_section("Where a median step's time goes", parts),
+        html_section("What differs", _differences(runs)),
+        *(html_section(run.name, _about_run(run)) for run in runs),
+    ]
+    return compose_page(f"{pluralize(len(runs), 'run')} compared", "\n".join(filter(None, body)), figures)
+
+
+def compare_runs(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """Return the rows of the table for programs."""
+    return [
+        {
+            "run": run.name,
+            "status": run.manifest.status,
+            "on": run.manifest.on,
+            "ranks": run.manifest.world_size,
+            "sync": run.manifest.sync,
+            "wire": run.manifest.wire,
+            "steps": run.manifest.steps,
+            "loss": _finite(run.manifest.final_loss),
+            "val_loss": _finite(run.manifest.val_loss),
+            "unit": run.manifest.unit,
+            "per_s": run.manifest.speed,
+            "step_s": run.manifest.step_s_measured,
+            "phases": run.manifest.phases,
+            "allreduce_ms": run.manifest.allreduce_p50_ms,
+            "duration_s": run.manifest.duration_s,
+            "byte_equivalent": run.manifest.byte_equivalent,
+            "other_programs_cores": run.summary.other_load,
+            "skipped_lines": sum(run.skipped.values()),
+        }
+        for run in runs
+    ]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and np.isfinite(value) else None
+
+
+def _runs_table(runs: Sequence[RunData]) -> str:
+    base = runs[0].manifest
+    rows = []
+    for run in runs:
+        manifest = run.manifest
+        speed, is_alike = manifest.speed, manifest.unit == base.unit
+        ratio = f"{speed / base.speed:.2f}×" if speed and base.speed and is_alike else NOTHING
+        waiting_s = manifest.phases.get("exposed", 0.0) + manifest.phases.get("wait", 0.0)
+        replicas = {None: NOTHING, True: "identical", False: "differ"}[manifest.byte_equivalent]
+        val = f" / {format_loss(manifest.val_loss)}" if manifest.val_loss is not None else ""
+        rows.append(
+            [
+                run.name,
+                manifest.status,
+                manifest.on or NOTHING,
+                manifest.world_size,
+                manifest.sync if manifest.wire == "fp32" else f"{manifest.sync}, {manifest.wire}",
+                f"{manifest.steps:,}",
+                NOTHING if manifest.final_loss is None else format_loss(manifest.final_loss) + val,
+                f"{format_rounded(speed)} {manifest.unit}/s" if speed else NOTHING,
+                ratio,
+                _or_nothing(manifest.step_s_measured, format_ms),
+                format_share(waiting_s, manifest.step_s_measured or 0.0) if manifest.phases else NOTHING,
+                _or_nothing(manifest.duration_s, format_duration),
+                replicas,
+            ]
+        )
+    head = [
+        "run", "state", "on", "ranks", "sync", "steps", "loss / validation", "speed", "× first", "step",
+        "comm + wait", "took", "replicas",
+    ]  # fmt: skip
+    busy = [run.name for run in runs if (run.summary.other_load or 0.0) >= DISTURBING_CORES]
+    note = f"<p>Other programs disturbed {escape(', '.join(busy))}: see below.</p>" if busy else ""
+    return html_table(head, rows) + note
+
+
+def _or_nothing(value: float | None, form: Any) -> str:
+    return NOTHING if value is None else str(form(value))
+
+
+def _colour(number: int) -> dict[str, Any]:
+    count = len(LINEAGE_COLOURS)
+    return {"color": LINEAGE_COLOURS[number % count], "width": 2, "dash": _DASHES[number // count % len(_DASHES)]}
+
+
+def _loss_chart(runs: dict[int, RunData], unit: str) -> Figure:
+    traces = []
+    for number, run in runs.items():
+        if len(run.summary.loss):
+            steps, loss = thin_keeping_extremes(run.summary.loss_steps, run.summary.loss)
+            # Plotly interprets HTML tags in labels.
+            traces.append(line_trace(escape(run.name), steps, loss, "") | {"line": _colour(number)})
+    return _named(make_figure(traces, x="step", y=f"loss ({unit})"))
+
+
+def _speed_chart(runs: dict[int, RunData], unit: str) -> Figure:
+    traces = []
+    for number, run in runs.items():
+        steps, speeds = _speeds(run.summary)
+        if steps:
+            traces.append(line_trace(escape(run.name), steps, speeds, "") | {"line": _colour(number)})
+    return _named(make_figure(traces, x="step", y=f"{unit} per second"))
+
+
+def _named(figure: Figure) -> Figure:
+    """Show the legend for a single run too: another picture of the page may have the others."""
+    figure["layout"] |= {"showlegend": True}
+    return figure
+
+
+def _speeds(summary: RunSummary) -> tuple[list[int], list[float | None]]:
+    """Return the speed over the steps: the work of a median step divided by the time of each, on the longest rank."""
+    amount = summary.tokens_per_step if summary.unit.name == "tokens" else summary.samples_per_step
+    rank = max(summary.ranks.values(), key=lambda rank: len(rank.steps), default=None)
+    if rank is None or not amount:
+        return [], []
+    steps, step_s = thin_by_mean(rank.steps, rank.series["step_s"])
+    return steps, [round(amount / seconds, 3) if seconds > 0 else None for seconds in step_s]
+
+
+def _parts_chart(runs: Sequence[RunData]) -> Figure:
+    """Stack the phases of a median step, one bar a run."""
+    timed = [run for run in runs if run.summary.phases]
+    names = _labels([run.name for run in timed])
+    traces = []
+    for phase, name in PHASE_NAMES.items():
+        seconds = [run.summary.phases.get(phase, 0.0) for run in timed]
+        if any(seconds):
+            traces.append(bar_trace(name, to_ms(seconds), names, PHASE_COLOURS[phase], horizontal=True))
+    figure = make_figure(traces, x="ms per step", y="", legend=False)
+    figure["layout"] |= {"barmode": "stack", "height": 90 + _BAR_PX * len(timed)}
+    figure["layout"]["yaxis"] |= {"autorange": "reversed", "type": "category"}
+    return figure
+
+
+def _labels(names: Sequence[str]) -> list[str]:
+    """Cut long names in their middle, where they still differ then; their bars need the room."""
+    half = _LONGEST_LABEL // 2
+    cut = [name if len(name) <= _LONGEST_LABEL else f"{name[:half]}…{name[1 - half :]}" for name in names]
+    return [escape(name) for name in (cut if len(set(cut)) == len(cut) else names)]
+
+
+def _parts_table(runs: Sequence[RunData]) -> str:
+    phases = [phase for phase in PHASE_NAMES if any(run.summary.phases.get(phase) for run in runs)]
+    rows = []
+    for run in runs:
+        parts = run.summary.phases
+        shares = dict(zip(parts, whole_percents(list(parts.values())), strict=True))
+        rows.append([run.name, *(f"{shares[phase]}%" if phase in shares else NOTHING for phase in phases)])
+    return html_table(["run", *(PHASE_NAMES[phase] for phase in phases)], rows)
+
+
+def _differences(runs: Sequence[RunData]) -> str:
+    """Return a table of the settings in which the runs differ."""
+    settings = [run.manifest.model_dump(mode="json", exclude=_RESULTS) for run in runs]
+    differing = [name for name in settings[0] if any(other[name] != settings[0][name] for other in settings[1:])]
+    if not differing:
+        return "<p>The settings, versions and machines of these runs are the same.</p>"
+    head = "".join(f'<th scope="col">{escape(run.name)}</th>' for run in runs)
+    cells = {name: "".join(f"<td>{html_value(values[name])}</td>" for values in settings) for name in differing}
+    rows = "".join(f'<tr><th scope="row">{escape(name)}</th>{values}</tr>' for name, values in cells.items())
+    return f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def _about_run(run: RunData) -> str:
+    typed = "".join(f"<p><code>{escape(command)}</code></p>" for command in run.manifest.commands)
+    faults = "".join(html_notice("fault", fault) for fault in run.summary.faults)
+    warnings = "".join(html_notice("warning", warning) for warning in run.summary.warnings)
+    lesson = f'<p class="lesson">{escape(explain_step_time(run.summary))}</p>'
+    return f"{typed}{faults}{lesson}{warnings}{skipped_lines(run.skipped)}"
