@@ -224,8 +224,9 @@ def print_table(
     console = console or stdout_console()
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(cell_len, (title, *_lines(rows, number)))) for number, title in enumerate(titles)]
-    width = console.width if console.is_terminal else _WIDE
-    for count, columns in enumerate(_columns_that_fit(widths, width)):
+    if not console.is_terminal:
+        console.width = _WIDE
+    for count, columns in enumerate(_columns_that_fit(widths, console.width)):
         if count:
             console.print()
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -234,7 +235,7 @@ def print_table(
             table.add_column(titles[number], justify=justify, overflow="fold", no_wrap=number in right)
         for row in rows:
             table.add_row(*(escape(row[number]) for number in columns))
-        console.print(table, width=width)
+        console.print(table)
 
 
 def _lines(rows: Sequence[Sequence[str]], number: int) -> Iterator[str]:

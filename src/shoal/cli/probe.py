@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 # Columns of a table that hold words, besides the first one.
-_TEXT_TITLES = ("", "bound by")
+_TEXT_TITLES = ("", "bound by", "tokens/s by threads")
 
 TitlesAndRows = tuple[tuple[str, ...], list[tuple[str, ...]]]
 _BACKENDS = {"gloo": "over gloo", "nccl": "over NCCL", "staged": "between GPUs, by pinned memory and gloo"}

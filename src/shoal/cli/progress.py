@@ -27,7 +27,7 @@ BUILTIN_TEXTS = {
 }
 _PLAIN_EVERY_S = 10.0
 # Of a progress line without its bar and the numbers of its steps.
-_TEXT_WIDTH = 64
+_TEXT_WIDTH = 66
 _LEAST_BAR, _MOST_BAR = 6, 40
 # Values of a program's own in one line.
 _MOST_VALUES = 8

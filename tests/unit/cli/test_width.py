@@ -21,7 +21,7 @@ from shoal.cli.probe import print_profile
 from shoal.cli.progress import BarDisplay
 from shoal.errors import UsageError
 from shoal.terminal import printable
-from shoal.tools.bench.levers import compare
+from shoal.tools.bench.levers import CEILING, compare
 from shoal.tools.bench.scaling import ScalingResult, ScalingRow
 from shoal.tools.doctor.checks import judge
 from shoal.tools.doctor.run import Diagnosis
@@ -30,7 +30,7 @@ from shoal.tools.report.manifest import write_derived_files
 from tests.support.doctor_facts import gpu, machine, scene
 from tests.support.run_samples import all_events, demo_points, make_run, make_session_run, start, step
 from tests.unit.config.test_profile import measured, with_gpus
-from tests.unit.tools.bench.test_levers import CEILING, point
+from tests.unit.tools.bench.test_levers import point
 
 Lines = Callable[[], list[str]]
 NARROW = 60
@@ -136,7 +136,7 @@ def test_notes_are_wrapped_at_words(lines: Lines) -> None:
 def test_the_progress_bar_fits(width: int, waiting: bool) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False, color_system=None)
     display = BarDisplay(console, 2000, "tiny")
-    display([start(0, 2), {**step(1234), "tokens": 1_234_567}])
+    display([start(0, 2), step(1234)])
     display.close()
     assert isinstance(console.file, io.StringIO)
     shown = [line.strip() for line in printable(console.file.getvalue()).splitlines() if "1234/2000" in line]
