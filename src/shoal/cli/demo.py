@@ -276,7 +276,7 @@ def explain_all_cores(alone: ScalingPoint | None, two: ScalingPoint, cores: int)
         verdict = f"{name} was as fast as two ranks"
     more = f" and it had {cores} cores where they had two" if cores > 2 else ""
     return (
-        f"{verdict}. On one machine it may win: its threads share one copy of the model and exchange no "
+        f"{verdict}. On one machine one process may win: its threads share one copy of the model and exchange no "
         f"gradients{more}. Ranks also use the cores of other machines, which threads cannot."
     )
 

@@ -55,7 +55,7 @@ def too_wide(lines: list[str]) -> list[str]:
 
 
 def scaling_result(folder: Path) -> ScalingResult:
-    rows = []
+    rows: list[ScalingRow] = []
     for measured_point in demo_points():
         on = f"lab:{measured_point.ranks},link=100mbit"
         row = ScalingRow(on, on, None, "", label=on)  # type: ignore[arg-type]

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from shoal import __version__
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.node import Node
+from shoal.config.defaults import MOUNT
 from shoal.config.load import build_config, to_toml
 from shoal.config.presets import PRESETS
 from shoal.config.schema import Config
 from shoal.errors import ConfigError, UsageError
 from shoal.launch.emit import (
-    MOUNT,
     EmitJob,
     Pods,
     k8s_text,
