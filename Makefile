@@ -15,7 +15,7 @@ help: ## this list
 setup: ## make .venv with the tested versions (a minute or two; nothing to do the second time)
 	@scripts/bootstrap
 
-demo: setup ## one rank, then two, train on this machine; measured, verified, explained (under two minutes)
+demo: setup ## one rank against two, then kill -9 of a rank of a running training (under two minutes)
 	$(BIN)/shoal demo
 
 check: setup ## ruff, formatting, mypy

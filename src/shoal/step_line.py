@@ -9,8 +9,9 @@ from shoal.units import TOKENS, format_duration, format_loss, format_share, form
 class StepLine:
     """The text of a progress line. Rates are smoothed so that they can be read."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, is_short: bool = False) -> None:
         self.steps = steps
+        self._is_short = is_short  # for a narrow terminal: without the share of waiting
         self._step_s: float | None = None
         self._share: float | None = None
 
@@ -30,7 +31,7 @@ class StepLine:
 
     def _waiting(self, event: Event, step_s: float) -> str:
         """Return the share of a step spent waiting for gradients or slower ranks; empty with `sync.measure=off`."""
-        if "exposed_s" not in event or step_s <= 0:
+        if self._is_short or "exposed_s" not in event or step_s <= 0:
             return ""
         waiting_s = float(event["exposed_s"] or 0.0) + float(event.get("wait_s") or 0.0)
         self._share = _smooth(self._share, waiting_s / step_s)

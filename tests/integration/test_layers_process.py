@@ -13,6 +13,7 @@ from tests.unit.test_layers import (
     HELP,
     LOADED,
     MODULES,
+    QUICK,
     WORK_WITHOUT_PICKLE,
     WORKER_HALF,
     module_name,
@@ -31,6 +32,25 @@ def test_every_help_works_without_torch_and_slow_imports() -> None:
     assert answers.pop("loaded") == []
     assert answers.keys() == {" ".join(verb) for verb in words}
     assert all(f"Usage: shoal {verb}".strip() in text for verb, text in answers.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "seen", "unwanted"),
+    [
+        (["--version"], 0, "shoal", ("pydantic", "psutil", "numpy")),
+        (["ps"], 0, "", ("pydantic", "numpy", "shoal.config.schema")),
+        (["status", "--json"], 0, "[", ("pydantic", "numpy", "shoal.config.schema")),
+        (["join", "nowhere"], 2, "is no invitation", ("numpy", "shoal.config.schema", "shoal.agent")),
+        (["emit", "torchrun"], 0, "torch.distributed.run", ("numpy", "shoal.agent", "shoal.runs")),
+        (["emit", "k8s"], 0, "kind: Job", ("numpy", "shoal.agent", "shoal.runs")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_quick_commands_import_little(words: list[str], code: int, seen: str, unwanted: tuple[str, ...]) -> None:
+    exit_code, output, loaded = json.loads(python(QUICK, json.dumps(words)))
+    assert exit_code == code, output
+    assert seen in output
+    assert not [name for name in unwanted if name in loaded]
 
 
 def test_importing_shoal_alone_imports_neither_torch_nor_numpy() -> None:

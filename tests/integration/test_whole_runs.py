@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from shoal.control.processes import find_processes
+from shoal.host.facts import physical_cores
 from shoal.tools.report.page import write_report
 from tests.support.needs import need_tool
 from tests.support.programs import TINY, set_flags, shoal, shoal_command, steps_of
@@ -40,20 +41,27 @@ def test_the_report_renders_in_a_real_browser(tmp_path: Path) -> None:
     assert "<title>run · finished</title>" in document, "a path of the run was executed as a script"
 
 
-@pytest.mark.timeout(300)
-def test_the_demo_trains_and_writes_a_report(tmp_path: Path) -> None:
-    done = shoal("demo", "--steps", "30", "--out", tmp_path / "demo", "--json", timeout_s=240)
+@pytest.mark.timeout(400)
+def test_the_demo_trains_kills_a_rank_and_writes_a_report(tmp_path: Path) -> None:
+    done = shoal("demo", "--steps", "12", "--out", tmp_path / "demo", "--json", timeout_s=380)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    manifest = document["manifest"]
-    assert [row["ranks"] for row in document["rows"]] == [1, 2]
-    assert manifest["byte_equivalent"] is True
-    assert manifest["tokens_per_sec_1proc"] > 0
-    assert manifest["tokens_per_sec_2proc"] > 0
-    assert manifest["theoretical_bytes_per_step"] == 4 * manifest["model_params"], "the demo exchanged no gradients"
+    assert [(row["ranks"], row["threads"]) for row in document["rows"][:2]] == [(1, 1), (2, 1)]
+    assert [row["ranks"] for row in document["rows"][2:]] == ([1] if physical_cores() > 1 else [])
+    assert all(row["tokens_per_s"] > 0 for row in document["rows"])
     assert Path(document["picture"]).read_bytes().startswith(b"\x89PNG")
+    killed, manifest = document["killed"], document["manifest"]
+    assert killed["command"] == f"kill -9 {killed['pid']}"
+    assert killed["command"] in done.stderr, "the user does not see the kill"
+    assert "lost 1 of its 2 ranks" in killed["notes"][0]
+    assert killed["notes"][0][:60] in " ".join(done.stderr.split())
+    assert killed["lost_steps"] == 0
+    assert 0 < killed["pause_s"] < killed["back_s"]
+    assert manifest["members"] == [0, 1], "the killed rank is not back"
+    assert document["verify"]["ok"] is True
+    assert manifest["byte_equivalent"] is True
     assert rendered_document(Path(document["report"]), tmp_path / "profile").count('class="main-svg"') >= 8
-    one, two = (steps_of(Path(run)) for run in document["runs"].values())
+    one, two = (steps_of(Path(document["runs"][name])) for name in ("one", "two"))
     assert [step["loss"] for step in two] == pytest.approx([step["loss"] for step in one], rel=1e-3)
 
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.join import make_code
 from shoal.config.load import build_config, parse_set
 from shoal.config.load import merge as merge_settings
 from shoal.control.channel import Channel, Message, accept, dial, seal
 from shoal.control.handshake import make_hello
+from shoal.control.invitation import make_code
 from shoal.data.prepare import create_run
 from shoal.run_folder import RunFolder
 from shoal.runs.supervisor import training_files

@@ -173,6 +173,24 @@ print(json.dumps(answers))
 )
 
 
+# What quick commands may not import, and their output: `WORDS` is a list of command lines, each run in this process.
+QUICK = (
+    NO_TORCH
+    + """
+import contextlib, io, json
+from shoal.cli.main import main
+sys.argv = ["shoal", *json.loads(sys.argv[1])]
+output, code = io.StringIO(), None
+with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+    try:
+        main()
+    except SystemExit as exit:
+        code = exit.code
+print(json.dumps([code, output.getvalue(), sorted(sys.modules)]))
+"""
+)
+
+
 def verbs_and_subverbs() -> list[list[str]]:
     commands: list[list[str]] = [[]]
     for verb in VERBS:

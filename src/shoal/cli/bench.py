@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from shoal.cli.output import Depth, given_settings, print_json, shown, stdout_console
+from shoal.cli.output import Depth, given_settings, print_json, print_paragraph, print_table, shown, stdout_console
 from shoal.config.presets import Overrides, depth_overrides
 from shoal.config.sync_choice import OUTER_METHODS, WIRE_FORMATS, WireChoice
 from shoal.errors import RunFailed, UsageError
@@ -35,7 +35,9 @@ _TITLES = ("lever", "tokens/s", "×node", "×stock", "×top", "sent", "exposed",
 _SCALING_TITLES = (
     "cluster", "ranks", "tokens/s", "speed-up", "efficiency", "step", "all-reduce p50", "p95", "exposed", "wait"
 )  # fmt: skip
-_LEAST_WIDTH = 120
+# Of a range of --ranks or --nodes.
+_MOST_ROWS = 64
+_RANGE = re.compile(r"(\d{1,6})(?:\.\.(\d{1,6}))?")
 _NEAR_CEILING = 0.95
 # Defined here because shoal.tools.bench.levers imports numpy, and `--help` should not wait for that.
 _WIRES = (str(WireChoice(name)) for name in WIRE_FORMATS if name != "fp32")
@@ -62,10 +64,11 @@ def scaling(
         ),
     ] = None,
     nodes: Annotated[
-        str | None, typer.Option(help="With one --on: measure its first 1, 2, 3 machines.", show_default="all")
+        str | None, typer.Option(help="With one --on: measure its first machines: 1,2,3 or 1..3.", show_default="all")
     ] = None,
     ranks: Annotated[
-        str | None, typer.Option(help="Without --on: numbers of ranks on this machine.", show_default="1,2,4")
+        str | None,
+        typer.Option(help="Without --on: numbers of ranks here, 1,2,4 or 1..4.", show_default="1,2,4"),
     ] = None,
     depth: Depth = None,
     steps: Annotated[int, typer.Option(min=4, help="Steps of each run; the second half is measured.")] = 60,
@@ -192,13 +195,20 @@ def refuse_wrong_rows(on: list[str], nodes: str | None, ranks: str | None) -> No
 
 
 def parse_numbers(option: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        example = "1,2,4" if option == "--ranks" else "1,2,3"
-        raise UsageError(
-            f"{option} {text!r} is not a list of numbers", fix=f"write for example: {option} {example}"
-        ) from None
+    """Parse `3`, `1,2,4`, `1..4` or `1,2,4..8`."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not 0 <= last - first < _MOST_ROWS:
+            example = "1,2,4" if option == "--ranks" else "1,2,3"
+            raise UsageError(
+                f"{option} {text!r} is not a list of numbers",
+                why=f"a list is as 1,2,4 or 1..4, with at most {_MOST_ROWS} numbers, the smaller one first",
+                fix=f"write for example: {option} {example}",
+            )
+        numbers += range(first, last + 1)
+    return numbers
 
 
 def print_clusters(result: ScalingResult) -> None:
@@ -207,20 +217,16 @@ def print_clusters(result: ScalingResult) -> None:
     from shoal.tools.report.explain_run import explain_scaling
 
     console = stdout_console()
-    # On a narrow terminal break long lines instead of losing figures.
-    console.width = max(console.width, _LEAST_WIDTH)
-    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for number, title in enumerate(_SCALING_TITLES):
-        grid.add_column(title, justify="right" if number else "left", no_wrap=True)
-    for figures in scaling_document(result)["rows"]:
-        grid.add_row(escape(figures["cluster"]), *_scaling_cells(figures))
-    console.print(grid)
+    rows = [(figures["cluster"], *_scaling_cells(figures)) for figures in scaling_document(result)["rows"]]
+    print_table(_SCALING_TITLES, rows, range(1, len(_SCALING_TITLES)), console)
     for row in result.rows:
         if row.error is not None:
-            console.print(escape(row.problem), soft_wrap=True)
+            print_paragraph(escape(row.problem), console)
     if len(result.points) > 1:
-        console.print(f"\nspeed-up and efficiency: against {escape(result.points[0].label)}", soft_wrap=True)
-    console.print(f"\n{escape(explain_scaling(result.points))}", soft_wrap=True)
+        console.print()
+        print_paragraph(f"speed-up and efficiency: against {escape(result.points[0].label)}", console)
+    console.print()
+    print_paragraph(escape(explain_scaling(result.points)), console)
 
 
 def _scaling_cells(figures: dict[str, Any]) -> list[str]:
@@ -239,20 +245,16 @@ def _scaling_cells(figures: dict[str, Any]) -> list[str]:
 
 def print_levers(table: LeverTable) -> None:
     console = stdout_console()
-    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for number, title in enumerate(_TITLES):
-        grid.add_column(title, justify="right" if number else "left", no_wrap=True)
-    for row in table.rows:
-        grid.add_row(*_cells(row))
-    console.print(grid)
+    print_table(_TITLES, [_cells(row) for row in table.rows], range(1, len(_TITLES)), console)
+    console.print()
     for line in explain_levers(table):
-        console.print(line, highlight=False, soft_wrap=True)
+        print_paragraph(escape(line), console)
 
 
 def explain_levers(table: LeverTable) -> list[str]:
     """Explain the columns and what stands out."""
     lines = [
-        "\n×node, ×stock, ×top: against one node, stock DDP, and all nodes without any exchange. sent: bytes of a step."
+        "×node, ×stock, ×top: against one node, stock DDP, and all nodes without any exchange. sent: bytes of a step."
     ]
     if table.tokens is not None and table.seconds is not None:
         lines.append(

@@ -249,19 +249,21 @@ def _options(command: Any) -> list[str]:
 
 
 def _bash(words: dict[str, list[str]], is_zsh: bool) -> str:
-    cases = "\n".join(f'    "{path}") words="{" ".join(offered)}" ;;' for path, offered in words.items() if path)
+    cases = "\n".join(f'    "{path}") offered="{" ".join(offered)}" ;;' for path, offered in words.items() if path)
     groups = " ".join(path for path, offered in words.items() if path and not offered[0].startswith("-"))
     head = "autoload -U +X bashcompinit && bashcompinit\n" if is_zsh else ""
+    # Not `path` and `words`: in zsh the first is the search path, the second what is being completed.
     return f"""{head}_shoal() {{
-  local words="{" ".join(words[""])}" path="${{COMP_WORDS[1]}}"
+  local offered="{" ".join(words[""])}" verb="${{COMP_WORDS[1]}}"
   if [ "$COMP_CWORD" -gt 1 ]; then
-    case " {groups} " in *" $path "*) [ "$COMP_CWORD" -gt 2 ] && path="$path ${{COMP_WORDS[2]}}" ;; esac
-    case "$path" in
-    help) words="{" ".join(VERBS)}" ;;
+    case " {groups} " in *" $verb "*) [ "$COMP_CWORD" -gt 2 ] && verb="$verb ${{COMP_WORDS[2]}}" ;; esac
+    offered=""
+    case "$verb" in
+    help) offered="{" ".join(VERBS)}" ;;
 {cases}
     esac
   fi
-  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+  COMPREPLY=($(compgen -W "$offered" -- "${{COMP_WORDS[COMP_CWORD]}}"))
 }}
 complete -o default -F _shoal shoal
 """

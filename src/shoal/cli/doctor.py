@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from shoal.cli.output import make_console, print_json, stdout_console
+from shoal.cli.output import make_console, print_json, print_paragraph, stdout_console
 from shoal.errors import UsageError
 from shoal.run_folder import RunFolder
 from shoal.units import pluralize
@@ -67,11 +67,14 @@ def place_of(finding: Finding) -> str:
 
 
 def _doctor_document(diagnosis: Diagnosis) -> dict[str, object]:
+    from shoal.tools.doctor.checks import applicable_checks
+
     return {
         "healthy": diagnosis.healthy,
         "proved": diagnosis.proved,
         "took_s": round(diagnosis.took_s, 2),
         "nodes": [node.name for node in diagnosis.cluster.nodes],
+        "applicable": sorted(applicable_checks(diagnosis.cluster)),
         "findings": [finding.as_dict() for finding in diagnosis.findings],
     }
 
@@ -85,32 +88,35 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
     result = "gloo failed" if failed else "gloo exchanged between every pair"
     proof = result if diagnosis.proved else "gloo was not tried"
     verdict = "[green]ready[/]" if diagnosis.healthy else "[red]not ready[/]"
-    console.print(f"{verdict}: {names}; {proof} ({diagnosis.took_s:.1f} s)")
-    console.print(count_checks(diagnosis))
+    print_paragraph(f"{verdict}: {names}; {proof} ({diagnosis.took_s:.1f} s)", console)
+    print_paragraph(count_checks(diagnosis), console)
 
 
 def count_checks(diagnosis: Diagnosis) -> str:
-    """Return how many kinds of checks passed; a note does not count as a problem."""
-    from shoal.tools.doctor.checks import CHECK_MEANINGS
+    """Return how many kinds of checks passed, and how many had nothing to look at; a note is not a problem."""
+    from shoal.tools.doctor.checks import CHECK_MEANINGS, applicable_checks
 
-    tried = {check for check in CHECK_MEANINGS if diagnosis.proved or not check.startswith("proof.")}
     by_severity = {
         severity: {finding.id for finding in diagnosis.findings if finding.severity == severity}
         for severity in ("error", "warning")
     }
-    problems = [pluralize(len(ids), severity) for severity, ids in by_severity.items() if ids]
     failed = by_severity["error"] | by_severity["warning"]
-    parts = [f"{len(tried - failed)} of {len(tried | failed)} checks passed", *problems]
+    applied = applicable_checks(diagnosis.cluster) | failed
+    problems = [pluralize(len(ids), severity) for severity, ids in by_severity.items() if ids]
+    parts = [f"{len(applied - failed)} of {len(applied)} checks passed", *problems]
+    if left_out := len(CHECK_MEANINGS) - len(applied):
+        parts.append(f"{left_out} do not apply here")
     return ", ".join(parts)
 
 
 def _print_finding(console: Console, finding: Finding) -> None:
     colour = _COLOURS[finding.severity]
     where = f" on {escape(finding.node)}" if finding.node else ""
-    console.print(f"[{colour}]{finding.severity}[/] {finding.id}{where}: {escape(finding.evidence)}", soft_wrap=True)
-    console.print(f"  means: {escape(finding.meaning)}", soft_wrap=True)
+    print_paragraph(f"[{colour}]{finding.severity}[/] {finding.id}{where}: {escape(finding.evidence)}", console)
+    print_paragraph(escape(finding.meaning), console, label="  means: ")
     for label, text in (("fix", finding.fix), ("again", finding.retest)):
         if text:
+            # A command to paste stays on one line.
             console.print(f"  {label + ':':6} {escape(text)}", soft_wrap=True)
 
 

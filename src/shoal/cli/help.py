@@ -18,7 +18,7 @@ from shoal.terminal import raw_stream
 # The verbs of each group, in the order in which the overview lists them.
 GROUPS = {
     "Train": {
-        "demo": "Start here: train on one rank, then on two; measure, verify and explain both.",
+        "demo": "Start here: one rank against two, and a rank that is killed while the run goes on.",
         "train": "Train a model data-parallel: every rank computes on its own samples, and gradients are averaged.",
         "run": "Start your own torchrun-style script on the cluster.",
         "host": "Train with machines that join without SSH; prints the command to type on each of them.",
@@ -61,7 +61,7 @@ EXAMPLES = {
         ("shoal train --on local:2 --data notes.txt", "your own text, on two ranks of this machine"),
         ("shoal help train", "what a verb can do"),
     ),
-    "demo": (("shoal demo", "one rank, then two"), ("shoal demo --steps 20", "a shorter one")),
+    "demo": (("shoal demo", "four trainings on this machine"), ("shoal demo --steps 20", "shorter ones")),
     "train": (
         ("shoal train", "the small GPT of the demo, on two ranks"),
         ("shoal train --data notes.txt --steps 500", "your own text"),

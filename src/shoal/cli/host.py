@@ -37,8 +37,8 @@ from shoal.run_folder import RunFolder, default_out
 if TYPE_CHECKING:
     from shoal.cluster.hosts.setup import SetupResult
     from shoal.cluster.hosts.spec import Host, HostsSpec
-    from shoal.cluster.join import Invitation
     from shoal.config.schema import Config
+    from shoal.control.invitation import Invitation
     from shoal.runs.start import TrainDisplay
 
 
@@ -178,9 +178,7 @@ def join(
 
     A machine whose agent was killed rejoins its run, if that continues elsewhere, with: shoal join RUN-FOLDER.
     """
-    from shoal.cluster.join import parse_invitation
-    from shoal.runs.join import join as take_part
-    from shoal.runs.join import rejoin
+    from shoal.control.invitation import parse_invitation
 
     code = " ".join(context.args) if context.args and script is None else None
     if Path(invitation).is_dir():
@@ -192,6 +190,8 @@ def join(
                 why=f"this machine rejoins the run in {invitation}",
                 fix=f"leave it out: shoal join {invitation}",
             )
+        from shoal.runs.join import rejoin
+
         sys.stdout.write(f"{rejoin(Path(invitation), node)}\n")
         return
     if node is not None:
@@ -202,6 +202,8 @@ def join(
         )
     words = [] if script is None else [str(script), *context.args]
     invited = _with_code(parse_invitation(invitation), code, code_file)
+    from shoal.runs.join import join as take_part
+
     show = LocalRankDisplay()
     try:
         joined = take_part(invited, out or default_out("joined"), print_note, show, words)

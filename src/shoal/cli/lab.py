@@ -7,11 +7,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.markup import escape
-from rich.table import Table
 
-from shoal.cli.output import print_json, stdout_console
+from shoal.cli.output import print_json, print_paragraph, print_table, stdout_console
 from shoal.config.defaults import LAB_LINKS, LAB_NAME
 from shoal.control.processes import find_processes
 from shoal.errors import UsageError
@@ -226,7 +224,8 @@ def cut(
 
     need_tools({"nft": "nftables"})
     others = other or "all others"
-    done = f"{others} receive nothing from {node}" if one_way else f"{node} is cut off from {others}"
+    receive = "receives" if other else "receive"
+    done = f"{others} {receive} nothing from {node}" if one_way else f"{node} is cut off from {others}"
     done += f"; undo it: shoal lab heal {node}"
     _perform(name, lab_changes.cut_off(node, other, one_way), dry_run, done)
 
@@ -356,7 +355,7 @@ def _print_labs(documents: list[dict[str, Any]]) -> None:
             stdout_console().print()
         if "broken" in document:
             text = f"lab [bold]{document['name']}[/] is [red]broken[/]: {escape(document['broken'])}"
-            stdout_console().print(f"{text}; remove it: shoal lab down --name {document['name']}", soft_wrap=True)
+            print_paragraph(f"{text}; remove it: shoal lab down --name {document['name']}")
         else:
             _print_lab(document)
 
@@ -400,18 +399,16 @@ def _print_lab(document: dict[str, Any]) -> None:
     console = stdout_console()
     how = "in a user namespace" if document["rootless"] else "as root"
     owner = f"; it belongs to {escape(document['belongs_to'])}, which will remove it" if document["belongs_to"] else ""
-    console.print(f"lab [bold]{document['name']}[/], {how}, in {escape(document['folder'])}{owner}", soft_wrap=True)
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for title in ("node", "address", "link", "cpu", "ranks", "state", "runs"):
-        table.add_column(title)
+    print_paragraph(f"lab [bold]{document['name']}[/], {how}, in {escape(document['folder'])}{owner}", console)
+    rows = []
     for node in document["nodes"]:
         processes = "\n".join(f"{process['pid']} {process['command'][:60]}" for process in node["processes"])
         cpu = "–" if node["cpu"] is None else f"{node['cpu']:g}"
         cells = (node["name"], node["address"], node["link"], cpu, str(node["slots"]), node["state"])
-        table.add_row(*cells, escape(processes) or "–")
-    console.print(table)
+        rows.append((*cells, processes or "–"))
+    print_table(("node", "address", "link", "cpu", "ranks", "state", "runs"), rows, console=console)
     for line in _remarks(document):
-        console.print(line, soft_wrap=True)
+        print_paragraph(line, console)
 
 
 def _remarks(document: dict[str, Any]) -> list[str]:

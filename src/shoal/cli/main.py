@@ -29,7 +29,6 @@ from shoal.terminal import begin_stage, end_stage, protect_terminal
 
 # The module of a verb has the verb's name, except for these.
 _MODULE_OF = {
-    "demo": "train",
     "emit": "run",
     "completion": "config",
     "ps": "runs",
@@ -47,6 +46,8 @@ _MODULE_OF = {
 _SYNONYMS = {"status": "ps", "list": "ps", "history": "runs", "settings": "config"}
 # Verbs that may be silent for a while before they print anything. They read nothing from the terminal until then.
 _SLOW_VERBS = set(VERBS) - {"ps", "join", "logs", "attach", "sample", "lab", "config", "completion"}
+# Verbs that are called in scripts and prompts, have options only, and print their answer within a fraction of a second.
+_DIRECT_VERBS = {"ps"}
 # Options of other launchers and trainers, and what they are here.
 OTHER_WORDS = {
     **dict.fromkeys(
@@ -106,6 +107,24 @@ def find_command(words: list[str]) -> list[Any] | None:
             return None
         path.append(command)
     return path
+
+
+def find_direct_call(arguments: Sequence[str]) -> tuple[Any, dict[str, Any]] | None:
+    """Return the function of a verb and its arguments, if only flags without values are given, and it needs no more.
+
+    Typer would import pydantic to read them, which takes longer than the verb itself.
+    """
+    verb = _SYNONYMS.get(arguments[0], arguments[0]) if arguments else ""
+    if verb not in _DIRECT_VERBS:
+        return None
+    command = load_verb(verb)
+    flags = {name: parameter for parameter in command.params if parameter.is_flag for name in parameter.opts}
+    if not set(arguments[1:]) <= flags.keys():
+        return None
+    given = {flags[word].name for word in arguments[1:]}
+    return command.callback, {
+        parameter.name: True if parameter.name in given else parameter.default for parameter in command.params
+    }
 
 
 def _with_own_help(command: Any) -> Any:
@@ -171,6 +190,10 @@ def run(arguments: list[str], debug: bool) -> int:
     if arguments and arguments[0] in _SLOW_VERBS:
         begin_stage(f"shoal {arguments[0]}: starting")
     try:
+        if (direct := find_direct_call(arguments)) is not None:
+            function, values = direct
+            function(**values)
+            return 0
         code = app(args=arguments, prog_name="shoal", standalone_mode=False)
     except BrokenPipeError:
         raise

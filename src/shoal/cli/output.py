@@ -8,14 +8,14 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.cells import set_cell_size
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 from rich.control import Control
 from rich.errors import MarkupError
 from rich.markup import escape
@@ -31,7 +31,6 @@ from shoal.units import (
     format_duration,
     format_loss,
     format_ms,
-    format_percent,
     format_si,
     format_speed,
     format_value,
@@ -41,13 +40,14 @@ if TYPE_CHECKING:
     from shoal.config.manifest import Manifest
     from shoal.control.processes import RunProcess
     from shoal.launch.logs import LogLine
-    from shoal.tools.report.figures import ScalingPoint
 
 
 # A note may come from another machine's journal.
 _LONGEST_NOTE = 4_000
 _REDRAW_S = 0.1
 _WIDE = 1000
+# Between the columns of a table.
+_GAP = 2
 # Of a user's own values, in the summary of a run.
 _MOST_LOGGED = 12
 # Show the current lines of at most so many ranks.
@@ -159,12 +159,13 @@ def print_run(run: RunFolder, manifest: Manifest, *, stderr: bool = False) -> No
     folder = shown(run.path)
     # Only shoal's own GPT writes text.
     verbs = ("report", "sample") if manifest.trains == "gpt" else ("report", "verify")
-    nexts = "   ".join(command(verb, folder) for verb in verbs)
-    # Not through rich: a folder named `[x]` is not markup.
-    texts = (manifest.choice_notes, manifest.lesson_notes, manifest.prediction_notes)
-    notes = "\n\n".join(text for text in texts if text)
-    stream = sys.stderr if stderr else sys.stdout
-    stream.write(f"\n{notes}\n\nrun folder: {folder}\nnext: {nexts}\n")
+    for text in (manifest.choice_notes, manifest.lesson_notes, manifest.prediction_notes):
+        if text:
+            console.print()
+            print_paragraph(escape(text), console)
+    nexts = "\n      ".join(command(verb, folder) for verb in verbs)
+    # Not through rich: a folder named `[x]` is not markup, and a command to paste is not wrapped.
+    (sys.stderr if stderr else sys.stdout).write(f"\nrun folder: {folder}\nnext: {nexts}\n")
 
 
 def print_detached(run: RunFolder, json: bool) -> None:
@@ -219,43 +220,63 @@ def _members_verdict(manifest: Manifest) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table on stdout: on a terminal fitted to its width, elsewhere with whole cells, for programs."""
-    console = stdout_console()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    for row in rows:
-        table.add_row(*map(escape, row))
+def print_table(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], right: Container[int] = (), console: Console | None = None
+) -> None:
+    """Print a table on stdout or on `console`: on a terminal in its width, elsewhere with whole cells, for programs.
+
+    Columns that do not fit beside the others follow below, with the first column again. `right` are the columns of
+    numbers.
+    """
+    console = console or stdout_console()
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(cell_len, (title, *_lines(rows, number)))) for number, title in enumerate(titles)]
     if not console.is_terminal:
         console.width = _WIDE
-    console.print(table)
+    for count, columns in enumerate(_columns_that_fit(widths, console.width)):
+        if count:
+            console.print()
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for number in columns:
+            justify: JustifyMethod = "right" if number in right else "left"
+            table.add_column(titles[number], justify=justify, overflow="fold", no_wrap=number in right)
+        for row in rows:
+            table.add_row(*(escape(row[number]) for number in columns))
+        console.print(table)
 
 
-def print_scaling(points: list[ScalingPoint]) -> None:
-    # Imported here because they import numpy, which most verbs do without.
-    from shoal.tools.report.explain_run import explain_scaling
-    from shoal.tools.report.figures import efficiency
+def _lines(rows: Sequence[Sequence[str]], number: int) -> Iterator[str]:
+    for row in rows:
+        yield from row[number].splitlines() or [""]
 
-    console = stdout_console()
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for title in ("ranks", "threads", "tokens/s", "speed-up", "efficiency", "step", "all-reduce", "exposed"):
-        table.add_column(title, justify="right", no_wrap=True)
-    base = points[0]
-    for point in points:
-        waiting_s = point.phases.get("exposed", 0.0) + point.phases.get("wait", 0.0)
-        table.add_row(
-            str(point.ranks),
-            str(point.threads or "–"),
-            f"{point.tokens_per_s:,.0f}",
-            f"{point.tokens_per_s / base.tokens_per_s:.2f}×",
-            format_percent(efficiency(point, base)),
-            format_ms(point.step_s),
-            format_ms(point.allreduce_s) if point.ranks > 1 and point.allreduce_s is not None else "–",
-            format_ms(waiting_s) if point.ranks > 1 else "–",
-        )
-    console.print(table)
-    sys.stdout.write(f"\n{explain_scaling(points)}\n")
+
+def _columns_that_fit(widths: Sequence[int], width: int) -> list[list[int]]:
+    """Return the columns of each part of a table. Each part has the first column; a wide column is alone with it."""
+    parts, used = [[0]], widths[0]
+    for number, column in enumerate(widths[1:], start=1):
+        if len(parts[-1]) > 1 and used + _GAP + column > width:
+            parts.append([0])
+            used = widths[0]
+        parts[-1].append(number)
+        used += _GAP + column
+    return parts
+
+
+def print_paragraph(text: str, console: Console | None = None, label: str = "") -> None:
+    """Print text on stdout, or on `console`: wrapped at words on a terminal, on one line for programs elsewhere.
+
+    The lines begin behind `label`, which stands before the first one only.
+    """
+    console = console or stdout_console()
+    if not console.is_terminal:
+        console.print(label + text, soft_wrap=True)
+    elif label:
+        grid = Table.grid()
+        grid.add_column(no_wrap=True)
+        grid.add_row(label, text)
+        console.print(grid)
+    else:
+        console.print(text)
 
 
 def _allreduce(manifest: Manifest) -> str:
@@ -372,9 +393,9 @@ def process_lines(processes: Iterable[RunProcess]) -> Iterator[str]:
 
 
 def print_note(text: str) -> None:
-    make_console(stderr=True, soft_wrap=True).print(
-        Text("note: ", style="yellow") + Text(printable_line(text, _LONGEST_NOTE))
-    )
+    console = make_console(stderr=True)
+    line = Text("note: ", style="yellow") + Text(printable_line(text, _LONGEST_NOTE))
+    console.print(line, soft_wrap=not console.is_terminal)
 
 
 def is_given(context: typer.Context, name: str) -> bool:

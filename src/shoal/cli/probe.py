@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from shoal.cli.output import make_console, print_json, shown, stdout_console
+from shoal.cli.output import make_console, print_json, print_paragraph, print_table, shown, stdout_console
 from shoal.config.presets import depth_overrides
 from shoal.errors import DataError, UsageError
 from shoal.units import format_change, format_duration, format_number, format_percent, format_si
@@ -22,7 +20,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
-_LEAST_WIDTH = 120
+# Columns of a table that hold words, besides the first one.
+_TEXT_TITLES = ("", "bound by", "tokens/s by threads")
+
+TitlesAndRows = tuple[tuple[str, ...], list[tuple[str, ...]]]
 _BACKENDS = {"gloo": "over gloo", "nccl": "over NCCL", "staged": "between GPUs, by pinned memory and gloo"}
 
 
@@ -98,33 +99,32 @@ def _find_model(name: str) -> ModelConfig:
 
 def print_profile(profile: Profile) -> None:
     console = stdout_console()
-    # On a narrow terminal break long lines instead of losing figures.
-    console.width = max(console.width, _LEAST_WIDTH)
-    for table in _tables(profile):
-        console.print(table)
+    for titles, rows in _tables(profile):
+        right = [number for number, title in enumerate(titles) if number and title not in _TEXT_TITLES]
+        print_table(titles, rows, right, console)
         console.print()
     for line in verdicts(profile):
-        console.print(escape(line), soft_wrap=True)
+        print_paragraph(escape(line), console)
     for note in profile.notes:
-        console.print(f"[yellow]note[/]: {escape(note)}", soft_wrap=True)
+        print_paragraph(f"[yellow]note[/]: {escape(note)}", console)
 
 
-def _tables(profile: Profile) -> list[Table]:
-    tables = []
+def _tables(profile: Profile) -> list[TitlesAndRows]:
+    tables: list[TitlesAndRows] = []
     titles: tuple[str, ...]
     if profile.links:
         titles = (f"link, by {profile.links[0].tool}", "round trip", "one stream", "four streams", "all links at once")
-        tables.append(_table(titles, [_link_row(link) for link in profile.links]))
+        tables.append((titles, [_link_row(link) for link in profile.links]))
     for backend, title in _BACKENDS.items():
         entries = [entry for entry in profile.collectives if entry.backend == backend]
         rows = [row for entry in entries for row in _collective_rows(entry)]
         if rows:
-            tables.append(_table((title, "size", "time", "algorithm", "bus bandwidth", ""), rows))
+            tables.append(((title, "size", "time", "algorithm", "bus bandwidth", ""), rows))
     titles = ("node", "fp32 GFLOP/s", "bf16", "memory GB/s", "tokens/s by threads", "bound by")
-    tables.append(_table(titles, [_node_row(node) for node in profile.nodes]))
+    tables.append((titles, [_node_row(node) for node in profile.nodes]))
     if gpus := [_gpu_row(node, gpu) for node in profile.nodes for gpu in node.gpus]:
         titles = ("GPU", "bf16 TFLOP/s", "TF32", "fp32", "memory GB/s", "to it (pageable)", "from it (pageable)")
-        tables.append(_table(titles, gpus))
+        tables.append((titles, gpus))
     return tables
 
 
@@ -214,16 +214,6 @@ def _gpu_row(node: NodeProfile, gpu: GpuProfile) -> tuple[str, ...]:
         f"{gpu.to_gpu_gbytes_per_s:.3g} ({gpu.to_gpu_pageable_gbytes_per_s:.3g})",
         f"{gpu.from_gpu_gbytes_per_s:.3g} ({gpu.from_gpu_pageable_gbytes_per_s:.3g})",
     )
-
-
-def _table(titles: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for number, title in enumerate(titles):
-        is_text = number == 0 or title in ("", "bound by")
-        table.add_column(title, justify="left" if is_text else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    return table
 
 
 def _gbps(value: float) -> str:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
-from shoal.cli.output import make_console
+from shoal.cli.output import make_console, print_paragraph
 from shoal.events import Event
 from shoal.step_line import StepLine
 from shoal.units import TOKENS, format_amount, format_count, format_value, pluralize, unit_of
@@ -25,6 +26,9 @@ BUILTIN_TEXTS = {
     "shakespeare": "two plays of Shakespeare, which come with shoal",
 }
 _PLAIN_EVERY_S = 10.0
+# Of a progress line without its bar and the numbers of its steps.
+_TEXT_WIDTH = 66
+_LEAST_BAR, _MOST_BAR = 6, 40
 # Values of a program's own in one line.
 _MOST_VALUES = 8
 
@@ -60,15 +64,17 @@ class PlainDisplay:
 class BarDisplay:
     """Progress on a terminal: a spinner until the first step, then a bar."""
 
-    def __init__(self, console: Console, steps: int, title: str, rank: int | None = None) -> None:
-        self._line = StepLine(steps)
+    def __init__(
+        self, console: Console, steps: int, title: str, rank: int | None = None, transient: bool = False
+    ) -> None:
+        room = console.width - _TEXT_WIDTH - 2 * len(str(steps))
+        self._line = StepLine(steps, is_short=room < 0)
         self._printer = EventPrinter(title, rank)
-        columns = (
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(),
-            TextColumn("{task.description}"),
-        )
-        self._progress = Progress(*columns, console=console)
+        columns: list[ProgressColumn] = [TextColumn("step {task.completed:.0f}/{task.total:.0f}")]
+        if room >= _LEAST_BAR:
+            columns.append(BarColumn(min(room, _MOST_BAR)))
+        columns.append(TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")))
+        self._progress = Progress(*columns, console=console, transient=transient)
         self._task: TaskID | None = None
         self._waiting: Progress | None = None
 
@@ -88,7 +94,7 @@ class BarDisplay:
     def __call__(self, events: list[Event]) -> None:
         for event in events:
             for text in self._printer.announce(event):
-                self._progress.console.print(text, soft_wrap=True)
+                print_paragraph(text, self._progress.console)
             if self._printer.leads(event, "step"):
                 self._step(event)
             elif self._printer.leads(event, "start") and self._task is None:
@@ -119,10 +125,17 @@ def make_display(config: EngineConfig, quiet: bool = False, rank: int | None = N
     It shows the steps of `rank` or, without it, of the first member.
     """
     console = make_console(stderr=True, quiet=quiet)
-    console.print(f"[bold]{escape(title or config.run.preset)}[/]: {escape(describe_training(config))}")
+    print_paragraph(f"[bold]{escape(title or config.run.preset)}[/]: {escape(describe_training(config))}", console)
+    return display_on(console, config, rank)
+
+
+def display_on(
+    console: Console, config: EngineConfig, rank: int | None = None, transient: bool = False
+) -> TrainDisplay:
+    """Return the display for this console; a transient bar disappears at the end."""
     if not console.is_terminal:
         return PlainDisplay(console, config.train.steps, config.run.preset, rank)
-    display = BarDisplay(console, config.train.steps, config.run.preset, rank)
+    display = BarDisplay(console, config.train.steps, config.run.preset, rank, transient)
     if not config.run.on.startswith("join:"):
         # A machine that joins may be confirmed by an answer at this terminal, which a spinner would disturb.
         display.wait("starting the ranks")

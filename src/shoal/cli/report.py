@@ -163,12 +163,12 @@ def verify(
         replicas = verdict.replicas.model_dump(mode="json") if verdict.replicas else {}
         print_json({**replicas, **verdict.model_dump(mode="json", exclude={"replicas"})})
     else:
-        _print_verdict(verdict, _sharding(folder))
+        print_verdict(verdict, sharding_of(folder))
     if not verdict.ok:
         raise typer.Exit(1)
 
 
-def _sharding(folder: RunFolder) -> str:
+def sharding_of(folder: RunFolder) -> str:
     from shoal.config.load import load_config
 
     try:
@@ -177,7 +177,7 @@ def _sharding(folder: RunFolder) -> str:
         return "cursor"
 
 
-def _print_verdict(verdict: VerifyResult, sharding: str) -> None:
+def print_verdict(verdict: VerifyResult, sharding: str) -> None:
     console = stdout_console()
     if verdict.replicas is not None:
         for text in _replicas_verdict(verdict.replicas, "parameters" if verdict.is_measured else "weights and moments"):

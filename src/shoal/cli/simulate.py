@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from shoal.cli.output import print_json, shown, stdout_console
+from shoal.cli.output import print_json, print_paragraph, print_table, shown, stdout_console
 from shoal.errors import ConfigError, DataError
 from shoal.run_folder import RunFolder
 from shoal.units import format_duration, format_si
@@ -37,7 +36,6 @@ _POLICIES: dict[str, tuple[Policy, ...]] = {
     "live": ("live",),
 }
 _LEAST_SHARE = 5e-5
-_LEAST_WIDTH = 100
 # Below this part of the ideal a training makes no progress, and a ratio to it means nothing.
 _NOWHERE = 0.02
 _PANEL = "Simulation (--simulate)"
@@ -247,14 +245,14 @@ def _fitted(folder: Path) -> Straggling:
 
 def print_simulation(forecasts: dict[Policy, Forecast], options: SimulateOptions, picture: str | None) -> None:
     console = stdout_console()
-    # On a narrow terminal break long lines instead of losing figures.
-    console.width = max(console.width, _LEAST_WIDTH)
-    console.print(escape(_headline(forecasts, options)), soft_wrap=True)
+    print_paragraph(escape(_headline(forecasts, options)), console)
     console.print()
-    console.print(_table(forecasts))
+    titles = ["", *(title for policy in forecasts for title in (policy, "5–95%"))]
+    # Medians with the 5th and 95th percentile.
+    print_table(titles, [(label, *cells) for label, cells in _rows(forecasts)], range(1, len(titles)), console)
     console.print()
     for line in _verdicts(forecasts):
-        console.print(escape(line), soft_wrap=True)
+        print_paragraph(escape(line), console)
     if picture is not None:
         console.print(f"picture: {escape(picture)}", soft_wrap=True)
 
@@ -268,18 +266,6 @@ def _headline(forecasts: dict[Policy, Forecast], options: SimulateOptions) -> st
         f"a step of {format_duration(cluster.step_s(cluster.nodes))}; "
         f"{_describe_failures(scenario)}; {_describe_checkpoints(scenario)}"
     )
-
-
-def _table(forecasts: dict[Policy, Forecast]) -> Table:
-    """Return medians with the 5th and 95th percentile."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("", no_wrap=True)
-    for policy in forecasts:
-        table.add_column(policy, justify="right", no_wrap=True)
-        table.add_column("5–95%", justify="right", no_wrap=True)
-    for label, cells in _rows(forecasts):
-        table.add_row(label, *cells)
-    return table
 
 
 def _verdicts(forecasts: dict[Policy, Forecast]) -> list[str]:

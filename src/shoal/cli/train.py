@@ -1,4 +1,4 @@
-"""`shoal train`: train a model data-parallel. `shoal demo`: train on one rank and on two, and compare."""
+"""`shoal train`: train a model data-parallel."""
 
 from __future__ import annotations
 
@@ -9,22 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from shoal.cli.output import (
     Depth,
     advising_flags,
-    command,
     flag_of,
-    make_console,
     print_detached,
     print_json,
     print_run,
-    print_scaling,
     process_lines,
-    run_rows,
-    shown,
-    stdout_console,
 )
 from shoal.config.presets import PRESET_NAMES, Overrides, depth_overrides
 from shoal.config.sync_choice import OUTER_METHODS, ROUND_STEPS_TEXT, SYNC_HELP, WIRE_HELP
@@ -34,7 +27,6 @@ from shoal.run_folder import RunFolder, default_out
 if TYPE_CHECKING:
     from shoal.cli.watch import WatchedRun
     from shoal.config.schema import Config
-    from shoal.tools.bench.scaling import ScalingResult
 
 
 app = typer.Typer(add_completion=False)
@@ -328,55 +320,6 @@ def print_plan(config: Config, out: Path, json: bool) -> None:
     for rank in commands:
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(rank.env.items()))
         typer.echo(f"# {rank.name} on {rank.node.name}\n{variables} {shlex.join(rank.argv)}\n")
-
-
-@app.command()
-def demo(
-    context: typer.Context,
-    steps: Annotated[int, typer.Option(min=4, help="Steps of each training.")] = 100,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="One setting, as section.key=value.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder to create.", show_default="runs/demo-TIME")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
-) -> None:
-    """Train a small model on one rank, then on two; measure, verify and explain both.
-
-    It takes under two minutes on two cores.
-    """
-    from shoal.cli.bench import scaling_config
-    from shoal.cli.progress import make_display
-    from shoal.runs.start import require_manifest
-    from shoal.tools.bench.scaling import measure_scaling, rank_rows, scaling_document
-
-    # Over gloo, to show an exchange: ranks of one machine would use shared memory instead.
-    flags: dict[str, dict[str, Any]] = {"train": {"steps": steps}, "sync": {"inside": "gloo"}}
-    config = scaling_config(context, "grammar", flags, set_ or [])
-    make_console(stderr=True).print(
-        "A small GPT learns English verb forms, first on one rank, then on two that exchange gradients in every step."
-    )
-    result = measure_scaling(rank_rows(config, [1, 2]), out or default_out("demo"), make_display)
-    for row in result.rows:
-        if row.error is not None:
-            raise row.error
-    if json:
-        manifest = require_manifest(result.runs["2"])
-        print_json({**scaling_document(result), "manifest": manifest.model_dump(mode="json")})
-    else:
-        _print_demo(result)
-
-
-def _print_demo(result: ScalingResult) -> None:
-    from shoal.runs.start import require_manifest
-
-    console, two_ranks = stdout_console(), result.runs["2"]
-    console.print()
-    print_scaling(result.points)
-    console.print("\n[bold]two ranks[/]")
-    for name, value in run_rows(require_manifest(two_ranks)):
-        console.print(f"  {name:12} {escape(value)}", soft_wrap=True)
-    typer.echo(
-        f"\nmanifest: {shown(two_ranks.manifest)}\npicture:  {shown(result.picture)}\n"
-        f"report:   {shown(result.report or result.out)}\nnext:     {command('sample', shown(two_ranks.path))}"
-    )
 
 
 def clear_leftovers(clean: bool) -> None:

@@ -12,13 +12,12 @@ import base64
 import ipaddress
 import json
 import re
-import secrets
 import shlex
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from shoal.cluster.target import JoinSpec
 from shoal.control.channel import Channel, Message, seal
 from shoal.control.connection_guard import accept_connection, make_connection_guard
 from shoal.control.handshake import Hello, find_mismatch, make_hello
+from shoal.control.invitation import Invitation, make_code
 from shoal.control.orders import GoOrder, MeetOrder
 from shoal.control.rank_env import RESUME
 from shoal.errors import ControlError, ShoalError, UsageError, from_dict
@@ -50,11 +50,6 @@ Confirm = Callable[[str], Awaitable[bool]]
 _PROVIDE_TIMEOUT_S = 3600.0
 _POLL_S = 1.0
 _MOST_USER_NAME = 32
-# No two letters look alike. 16 of them hold 79 bits: a recorded handshake does not reveal them by guessing either.
-_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
-_LENGTH = 16
-_INVITATION = re.compile(r"\[?(?P<address>[^#\]]+?)\]?:(?P<port>\d{1,5})(?:#(?P<code>[A-Za-z0-9-]+))?")
-_CODE = re.compile(r"[a-z0-9]+")
 
 
 class JoinCluster:
@@ -228,66 +223,10 @@ class JoinedLink:
         self.loop.call_soon_threadsafe(self.channel.close)
 
 
-@dataclass(frozen=True)
-class Invitation:
-    """What is typed on a machine to join: where to connect, and a code that works once."""
-
-    address: str
-    port: int
-    code: str = ""  # empty where it was not typed with the address, and is asked for
-
-    @property
-    def place(self) -> str:
-        address = f"[{self.address}]" if ":" in self.address else self.address
-        return f"{address}:{self.port}"
-
-    @property
-    def shown_code(self) -> str:
-        return "-".join(self.code[at : at + 4] for at in range(0, len(self.code), 4))
-
-    def __str__(self) -> str:
-        return f"{self.place}#{self.shown_code}" if self.code else self.place
-
-    def with_code(self, code: str) -> Invitation:
-        return replace(self, code=parse_code(code))
-
-
-def make_code() -> str:
-    return "".join(secrets.choice(_LETTERS) for _ in range(_LENGTH))
-
-
-def parse_invitation(text: str) -> Invitation:
-    """Parse `ADDRESS:PORT`, or `ADDRESS:PORT#CODE`."""
-    match = _INVITATION.fullmatch(text.strip())
-    if match is None or not 0 < int(match["port"]) < 1 << 16:
-        shown = re.sub("#.*", "#…", text, flags=re.DOTALL)  # without the code
-        raise UsageError(
-            f"{shown!r} is no invitation",
-            why="it is an address and a port, as 192.168.1.5:41234; or the folder of a run to come back to",
-            fix="copy what shoal host printed after `shoal join`",
-        )
-    return Invitation(match["address"], int(match["port"]), parse_code(match["code"]) if match["code"] else "")
-
-
-def parse_code(text: str) -> str:
-    """Remove dashes and capitals. The error message does not repeat the text, which may be nearly the code."""
-    code = "".join(text.split()).replace("-", "").lower()
-    if not _CODE.fullmatch(code):
-        raise _no_code("", "a code has letters and digits, as abcd-efgh-jkmn-pqrs")
-    if len(code) != _LENGTH:
-        count = (
-            f"{len(code)} of {_LENGTH} letters" if len(code) < _LENGTH else f"{len(code)} letters instead of {_LENGTH}"
-        )
-        raise _no_code(f": {count}", "a part of it is missing, or something else was copied with it")
-    return code
-
-
-def _no_code(seen: str, why: str) -> UsageError:
-    return UsageError(
-        f"that is no code of an invitation{seen}",
-        why=why,
-        fix="copy the code that shoal host printed, on a line of its own",
-    )
+def install_command() -> str:
+    """Return what a machine types to have the versions of this one, without which it is refused."""
+    own = make_hello(0, "", "", "", "")
+    return f"python{own.python} -m pip install shoal=={own.shoal} torch=={own.torch}"
 
 
 class JoinServer:
@@ -316,6 +255,7 @@ class JoinServer:
         self._confirming = asyncio.Lock()
         self._guard = make_connection_guard(note)
         self._code = ""
+        self._has_explained = False
 
     async def receive_one(self, taken: TakenNames, look: Callable[[], None]) -> JoinedLink:
         """Return the next machine once it has checked everything it needs. `look` is called every second meanwhile."""
@@ -368,6 +308,9 @@ class JoinServer:
         invitation = Invitation(self._address, port, self._code)
         self._note(f"on the machine to join, type: {shlex.join(['shoal', 'join', invitation.place, *self._words])}")
         self._note(f"it asks for this code, which works once: {invitation.shown_code}")
+        if not self._has_explained:
+            self._has_explained = True
+            self._note(f"a machine without shoal needs it first: {install_command()}")
 
     async def _admit(self, channel: Channel, code: str, peer: str, taken: TakenNames) -> JoinedLink:
         facts = await channel.receive()

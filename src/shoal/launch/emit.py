@@ -332,7 +332,7 @@ def k8s_text(job: EmitJob, pods: Pods) -> str:
         "below, and apply it again. Needed:"
     )
     volume = f"the volume claim {pods.claim}, mounted at {MOUNT}"
-    needed = [f"the image {pods.image}, with shoal in it"]
+    needed = [f"the image {pods.image}, with shoal in it; shoal's Dockerfile makes it: docker build -t {pods.image} ."]
     if len(job.nodes) == 1:
         needed.append(f"{volume}, for the run folder")
     needed += _requirements(job, "the first pod", f"{volume}, with access mode ReadWriteMany")

@@ -31,13 +31,14 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from shoal.agent.membership import RankNumbering
 from shoal.cluster.agent_link import PIECE_BYTES, PipeLink, agent_command
 from shoal.cluster.hosts.messenger import FileSender, send_while
-from shoal.cluster.join import Invitation, safe_name
+from shoal.cluster.join import safe_name
 from shoal.cluster.node import Node, Rendezvous
 from shoal.config.load import load_config, to_toml, validate_session
 from shoal.config.presets import PRESETS
 from shoal.config.schema import RunConfig
 from shoal.control.channel import Channel, Message, dial, unseal
 from shoal.control.handshake import make_hello
+from shoal.control.invitation import Invitation
 from shoal.control.orders import (
     END,
     MAX_MEMBERS_LISTED,

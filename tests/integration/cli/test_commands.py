@@ -142,6 +142,7 @@ def test_every_advised_option_exists(
         ("bench scaling --steps 5 --set train.steps=6", "train.steps is given twice: with --steps and with --set"),
         ("bench levers --on local:3 --set run.on=local:2", "run.on is given twice: with --on and with --set"),
         ("demo --set run.on=local:3", "--set run.on has no effect on shoal demo"),
+        ("demo --set run.threads=3", "--set run.threads has no effect on shoal demo"),
         ("host --set run.on=local:2", "--set run.on does not go with shoal host"),
         ("host --steps 5 --set train.steps=6", "train.steps is given twice: with --steps and with --set"),
         ("train --every 8", "--every has no effect here"),

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.join import Invitation
 from shoal.control.channel import accept
+from shoal.control.invitation import Invitation
 from shoal.errors import ControlError
 from shoal.runs.join import _connect, _introduce
 from tests.support.programs import shoal_command

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
 
-from shoal.cluster.join import Invitation, free_name, make_code, parse_invitation
+import shoal
+from shoal.cluster.join import free_name, install_command
 from shoal.cluster.target import JoinSpec, parse_join
 from shoal.control.channel import seal, unseal
+from shoal.control.invitation import Invitation, make_code, parse_invitation
 from shoal.errors import UsageError
+from shoal.host.facts import installed_release
 
 
 @pytest.mark.parametrize("address", ["192.168.1.5", "fe80::1", "laptop-b.lan"])
@@ -97,3 +101,11 @@ def test_join_is_parsed_with_its_number_of_machines() -> None:
     for wrong in ("join:1", "join:", "join:x", "join:2,speed=1"):
         with pytest.raises(UsageError):
             parse_join(wrong)
+
+
+def test_a_machine_without_shoal_is_shown_what_to_install() -> None:
+    words = install_command().split()
+    assert words[1:4] == ["-m", "pip", "install"]
+    assert words[0] == f"python{sys.version_info.major}.{sys.version_info.minor}"
+    assert words[4] == f"shoal=={shoal.__version__}"
+    assert words[5] == f"torch=={installed_release('torch')}"

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from shoal.agent.kv_store import KvStore
 from shoal.cluster.agent_link import FileReceiver
-from shoal.cluster.join import Invitation, make_code, parse_invitation
 from shoal.control.channel import Channel, accept, unseal
 from shoal.control.handshake import Hello, describe_cpu_difference, find_mismatch, make_hello
+from shoal.control.invitation import Invitation, make_code, parse_invitation
 from shoal.control.membership.messages import Heartbeat, Promise, decode, encode
 from shoal.control.membership.types import Ballot, State
 from shoal.control.orders import (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import yaml  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal import __version__
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.node import Node
+from shoal.config.defaults import MOUNT
 from shoal.config.load import build_config, to_toml
 from shoal.config.presets import PRESETS
 from shoal.config.schema import Config
@@ -30,7 +34,7 @@ from shoal.launch.emit import (
     worker_words,
 )
 from tests.integration.cli.test_commands import Call
-from tests.support.paths import GOLDEN
+from tests.support.paths import GOLDEN, ROOT
 
 # A node with two ranks, a node with one, and a node whose interface and cores are not known yet.
 NODES = (
@@ -265,3 +269,23 @@ def test_commands_for_a_lab_use_its_interface() -> None:
     assert [node_command.command.split()[0] for node_command in torchrun_commands(shape, 29500)] == [
         "GLOO_SOCKET_IFNAME=eth0"
     ] * 2
+
+
+def test_the_dockerfile_names_what_exists() -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    words = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+    copied = [path for first, *paths in words if first == "COPY" for path in paths[:-1]]
+    assert copied
+    assert not [path for path in copied if not (ROOT / path).exists()]
+    # The build backend reads these too.
+    assert {project["readme"], *project["license-files"], "pyproject.toml", "src", "constraints.txt"} == set(copied)
+    kept = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert {f"!{path}" for path in copied} <= set(kept)
+    [entry] = [json.loads(line.removeprefix("ENTRYPOINT ")) for line in text.splitlines() if "ENTRYPOINT" in line]
+    assert entry[0] in project["scripts"]
+    assert re.search(r"(?m)^torch==\d", (ROOT / "constraints.txt").read_text(encoding="utf-8"))
+    [python] = re.findall(r"(?m)^FROM python:(\S+)-slim$", text)
+    assert project["requires-python"] == f">={python}"
+    assert [first for first in words if first[0] == "WORKDIR"][-1] == ["WORKDIR", str(MOUNT)]
+    assert f"docker build -t shoal:{__version__} ." in text, "the default of emit k8s --image"

@@ -118,7 +118,7 @@ def rank_rows(config: Config, counts: Sequence[int]) -> list[ScalingRow]:
     rows = [
         ScalingRow(str(count), f"local:{count}", _on(config, f"local:{count}"), f"ranks-{count}") for count in wanted
     ]
-    return _checked(rows)
+    return check_rows(rows)
 
 
 def cluster_rows(config: Config, clusters: Sequence[str]) -> list[ScalingRow]:
@@ -127,7 +127,7 @@ def cluster_rows(config: Config, clusters: Sequence[str]) -> list[ScalingRow]:
     for number, on in enumerate(dict.fromkeys(text.strip() for text in clusters), start=1):
         folder = f"{number:02}-{re.sub(r'[^A-Za-z0-9.]+', '-', Path(on).name)}"
         rows.append(ScalingRow(on, on, _on(config, on), folder, label=on))
-    return _checked(rows)
+    return check_rows(rows)
 
 
 def node_rows(config: Config, on: str, counts: Sequence[int], out: Path) -> list[ScalingRow]:
@@ -145,7 +145,7 @@ def node_rows(config: Config, on: str, counts: Sequence[int], out: Path) -> list
         smaller = on if count == machines else str(first_nodes(spec, count, out))
         name = f"{on}, {count} of {machines}"
         rows.append(ScalingRow(str(count), name, on_first_ranks(config, smaller), f"nodes-{count}"))
-    return _checked(rows)
+    return check_rows(rows)
 
 
 def _on(config: Config, on: str) -> Config:
@@ -174,7 +174,8 @@ def _count_machines(spec: On, on: str) -> int:
     )
 
 
-def _checked(rows: list[ScalingRow]) -> list[ScalingRow]:
+def check_rows(rows: list[ScalingRow]) -> list[ScalingRow]:
+    """Place the ranks of each row and check the batch. Refuse what cannot be trained; keep a lab that is not up."""
     for row in rows:
         try:
             row.config = place_ranks(row.config)

@@ -192,3 +192,57 @@ CHECK_MEANINGS = {check_id: meaning for _, ids in CHECKS for check_id, meaning i
 
 def judge(cluster: ClusterFacts) -> list[Finding]:
     return [finding for check, _ in CHECKS for finding in check(cluster)]
+
+
+def _has_several_machines(cluster: ClusterFacts) -> bool:
+    return len(cluster.nodes) > 1
+
+
+def _has_gpu(cluster: ClusterFacts) -> bool:
+    topics = (facts.get("gpu") for facts in cluster.facts.values())
+    return any(topic["pci"] or topic["nvidia"] or topic["amd"] for topic in topics if topic)
+
+
+def _has_fact(topic: str, name: str) -> Callable[[ClusterFacts], bool]:
+    return lambda cluster: any(facts.get(topic, {}).get(name) for facts in cluster.facts.values())
+
+
+def _has_wifi(cluster: ClusterFacts) -> bool:
+    networks = (facts.get("network", {}).get("interfaces", {}) for facts in cluster.facts.values())
+    return any(interface.get("power_save") is not None for network in networks for interface in network.values())
+
+
+# What a check needs to be about anything, by its id or the beginning of it; every other check always applies.
+_NEEDS: dict[str, Callable[[ClusterFacts], bool]] = {
+    "sameness.torch": lambda cluster: True,  # whether it is installed at all
+    "sameness.": _has_several_machines,
+    "clock.": _has_several_machines,
+    "names.": _has_several_machines,
+    "interface.": _has_several_machines,
+    "reach.host": lambda cluster: True,
+    "reach.": _has_several_machines,
+    "mtu.": _has_several_machines,
+    "link.": _has_several_machines,
+    "gpu.": _has_gpu,
+    "memory.shm": _has_gpu,
+    "nccl.": _has_gpu,
+    "port.taken": _has_fact("processes", "port"),
+    "speed.governor": _has_fact("machine", "frequency"),
+    "speed.frequency": _has_fact("machine", "frequency"),
+    "speed.battery": _has_fact("machine", "power"),
+    "speed.lid": _has_fact("machine", "lid"),
+    "wifi.": _has_wifi,
+    "proof.": lambda cluster: bool(cluster.proofs) or cluster.proof_error is not None,
+    "proof.group": lambda cluster: any(len(proof["members"]) > 2 for proof in cluster.proofs),
+}
+
+
+def applicable_checks(cluster: ClusterFacts) -> set[str]:
+    """Return the ids of the checks that have something to look at: no GPU is no GPU that passed."""
+
+    def applies(check_id: str) -> bool:
+        needs = [need for beginning, need in _NEEDS.items() if check_id.startswith(beginning)]
+        whole = _NEEDS.get(check_id)
+        return whole(cluster) if whole else all(need(cluster) for need in needs)
+
+    return {check_id for check_id in CHECK_MEANINGS if applies(check_id)}

@@ -1,0 +1,168 @@
+"""Tables and paragraphs fit a terminal of 60 columns, and are not padded in a pipe."""
+
+from __future__ import annotations
+
+import io
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from shoal.cli.bench import parse_numbers, print_clusters, print_levers
+from shoal.cli.doctor import _print_diagnosis
+from shoal.cli.lab import _print_lab
+from shoal.cli.main import run
+from shoal.cli.output import print_note, print_run, print_table
+from shoal.cli.probe import print_profile
+from shoal.cli.progress import BarDisplay
+from shoal.errors import UsageError
+from shoal.terminal import printable
+from shoal.tools.bench.levers import CEILING, compare
+from shoal.tools.bench.scaling import ScalingResult, ScalingRow
+from shoal.tools.doctor.checks import judge
+from shoal.tools.doctor.run import Diagnosis
+from shoal.tools.probe.run import assemble
+from shoal.tools.report.manifest import write_derived_files
+from tests.support.doctor_facts import gpu, machine, scene
+from tests.support.run_samples import all_events, demo_points, make_run, make_session_run, start, step
+from tests.unit.config.test_profile import measured, with_gpus
+from tests.unit.tools.bench.test_levers import point
+
+Lines = Callable[[], list[str]]
+NARROW = 60
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Lines:
+    """Make stdout a terminal of 60 columns; return what reads the printed lines, without styles."""
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": str(NARROW), "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def read() -> list[str]:
+        printed = capsys.readouterr()
+        return printable(printed.out + printed.err).splitlines()
+
+    return read
+
+
+def too_wide(lines: list[str]) -> list[str]:
+    return [line for line in lines if cell_len(line.rstrip()) > NARROW]
+
+
+def scaling_result(folder: Path) -> ScalingResult:
+    rows: list[ScalingRow] = []
+    for measured_point in demo_points():
+        on = f"lab:{measured_point.ranks},link=100mbit"
+        row = ScalingRow(on, on, None, "", label=on)  # type: ignore[arg-type]
+        row.tries.append((measured_point.model_copy(update={"name": on}), make_run(folder / str(len(rows)))))
+        rows.append(row)
+    failed = ScalingRow("local:9", "local:9", None, "")  # type: ignore[arg-type]
+    failed.error = UsageError("this machine has too few cores for all of these ranks", why="nine are more than two")
+    return ScalingResult([*rows, failed], folder, None)
+
+
+def test_scaling(tmp_path: Path, lines: Lines) -> None:
+    print_clusters(scaling_result(tmp_path))
+    printed = lines()
+    assert not too_wide(printed)
+    assert sum("lab:2,link=100mbit" in line for line in printed) > 1, "the table has no second part"
+    assert {"p95", "wait", "efficiency"} <= {word for line in printed for word in line.split()}
+
+
+def test_levers(lines: Lines) -> None:
+    print_levers(compare([point(CEILING, 180), point("fp16", 229), point("accumulate:4+int8", 170)]))
+    assert not too_wide(lines())
+
+
+def test_probe(lines: Lines) -> None:
+    print_profile(assemble(with_gpus(measured(), "nccl"), "now", 60.0, 51.0))
+    printed = lines()
+    assert not too_wide(printed)
+    assert "memory GB/s" in "\n".join(printed)
+
+
+def test_simulation(lines: Lines) -> None:
+    words = "plan --simulate --nodes 3 --step-s 2 --tokens-per-step 2048 --hours 6 --mtbf-hours 24 --seeds 4"
+    assert run(shlex.split(words), debug=False) == 0
+    printed = lines()
+    assert not too_wide(printed)
+    assert "regrouping live trains" in " ".join(printed)
+
+
+def test_lab(lines: Lines) -> None:
+    processes = [{"pid": 4711, "command": "python -m shoal.train.worker --folder /somewhere/far/away/runs/one"}]
+    node: dict[str, Any] = {"name": "node1", "address": "10.77.0.1", "link": "100 Mbit/s, 2 ms", "cpu": 0.5, "slots": 2}
+    nodes = [{**node, "state": "up", "firewall": ["22", "29500-29600"], "processes": processes}]
+    rest = {"rootless": True, "belongs_to": None, "ssh_config": None, "notes": ["this kernel has no netem " * 4]}
+    document = {"name": "mine", "folder": "/run/shoal/labs/mine", "nodes": nodes, "cuts": [], **rest}
+    _print_lab(document)
+    assert not too_wide(lines())
+
+
+def test_the_summary_of_a_run(tmp_path: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for made in (make_run(Path("gpt").absolute(), all_events()), make_session_run(Path("own").absolute())):
+        print_run(made, write_derived_files(made))
+        printed = lines()
+        # The commands to paste are not wrapped.
+        assert not too_wide([line for line in printed if not line.startswith(("next: ", "      "))])
+        assert len(printed) > 8
+
+
+def test_findings_of_doctor(lines: Lines) -> None:
+    cluster = scene({"machine": machine(torch="2.12.0+cpu"), "gpu": gpu(variables={"NCCL_DEBUG": "loud"})}, count=2)
+    _print_diagnosis(Diagnosis(cluster, judge(cluster), proved=False, took_s=3.0))
+    printed = lines()
+    assert any("means:" in line for line in printed)
+    commands = ("  fix:", "  again:")
+    kept = [line for line in printed if not line.startswith(commands)]
+    assert not too_wide(kept)
+
+
+def test_notes_are_wrapped_at_words(lines: Lines) -> None:
+    words = [f"word{number}" for number in range(40)]
+    print_note(" ".join(words))
+    printed = lines()
+    assert not too_wide(printed)
+    assert " ".join(printed).split() == ["note:", *words]
+
+
+@pytest.mark.parametrize(("width", "waiting"), [(60, False), (80, True), (120, True)])
+def test_the_progress_bar_fits(width: int, waiting: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False, color_system=None)
+    display = BarDisplay(console, 2000, "tiny")
+    display([start(0, 2), step(1234)])
+    display.close()
+    assert isinstance(console.file, io.StringIO)
+    shown = [line.strip() for line in printable(console.file.getvalue()).splitlines() if "1234/2000" in line]
+    assert shown
+    assert max(map(cell_len, shown)) <= width
+    assert all("left" in line and "…" not in line for line in shown)
+    assert any("waiting" in line for line in shown) == waiting
+
+
+def test_a_table_in_a_pipe_is_whole_and_not_padded(capsys: pytest.CaptureFixture[str]) -> None:
+    wide = "a cell that is wider than the sixty columns of the narrow terminal above"
+    print_table(("name", "what", "number"), [("one", wide, "1"), ("a longer one", "x", "22")], right={2})
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first == first.rstrip() == "name          what" + " " * (len(wide) - 4) + "  number"
+    assert second.endswith(f"{wide}       1")
+    assert third.endswith("  22")
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("3", [3]), ("1,2,4", [1, 2, 4]), ("1..4", [1, 2, 3, 4]), ("1,3..4", [1, 3, 4])]
+)
+def test_numbers_are_lists_or_ranges(text: str, numbers: list[int]) -> None:
+    assert parse_numbers("--ranks", text) == numbers
+
+
+@pytest.mark.parametrize("text", ["", "1,two", "4..1", "1..", "1..900000", "-1", "1...3"])
+def test_other_numbers_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a list of numbers"):
+        parse_numbers("--ranks", text)
