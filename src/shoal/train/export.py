@@ -1,7 +1,7 @@
-"""`python -m shoal.train.export RUN FORMAT OUT`: write the weights of a run's newest whole checkpoint for other programs.
+"""`python -m shoal.train.export RUN FORMAT OUT`: write the weights of the newest whole checkpoint for other programs.
 
-`state-dict` has the parameters and buffers by the names of the model that was trained. `hf` is shoal's GPT in the layout
-of GPT-2 that the library transformers loads: shoal's GPT computes what GPT-2 does, so that only names and the
+`state-dict` has the parameters and buffers by the names of the model that was trained. `hf` is shoal's GPT in the
+layout of GPT-2 that the library transformers loads: shoal's GPT computes what GPT-2 does, so that only names and the
 orientation of matrices differ.
 """
 

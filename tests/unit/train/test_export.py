@@ -109,7 +109,7 @@ def test_gpt2_of_the_exported_files_has_the_same_logits(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 def test_transformers_computes_the_same_logits(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM  # type: ignore[import-not-found, unused-ignore]
+    from transformers import AutoModelForCausalLM
 
     run, model = make_gpt_run(tmp_path / "run")
     export_weights(run, "hf", tmp_path / "hf")

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeGuard
+from typing import IO, Any, Protocol, TypeGuard, cast
 
 from shoal.control.membership.types import NEVER
 from shoal.errors import DataError, ShoalError, UsageError
@@ -45,7 +45,7 @@ _FROM_STEP = {*WORLD_COLUMNS, *RANK_COLUMNS} - {"val_loss"}
 _NO_VALUES = STEP_FIELDS.union(_FROM_STEP, ("ready_s", "tail_s"))
 # Rows of a rank that wait for a late `loss` event: it may come a round of an outer mode later.
 _WINDOW = 1000
-_POLL_BYTES = 1 << 20
+_POLL_BYTES = 1 << 18
 _LONGEST_NAME = 80
 _LARGEST_INT = 2**63
 
@@ -236,7 +236,7 @@ def _without_superseded(rows: list[StepRow]) -> list[StepRow]:
         return [row for row in rows if row.entered and row.entered.generation == generation]
     # Without membership ranks are numbered from 0: a run that was resumed on fewer has left rows of the others.
     newest = max(rows, key=lambda row: as_float(row.start.get("time"), 0.0))
-    return [row for row in rows if row.rank < newest.world_size]
+    return [row for row in rows if row.rank < newest.world_size] or rows
 
 
 def _split_tails(rows: list[StepRow]) -> None:
@@ -272,7 +272,7 @@ class ExportSummary:
 
 
 def export_metrics(run: RunFolder, kind: str, out: Path | None = None) -> ExportSummary:
-    """Write the metrics of a run as `csv` or `jsonl`, where `-` is stdout, or as `tensorboard`; or send them to `wandb`."""
+    """Write the metrics of a run as `csv`, `jsonl` (`-` is stdout) or `tensorboard`, or send them to `wandb`."""
     metrics = RunMetrics(run)
     if kind == "wandb":
         return ExportSummary("", _send_to_wandb(metrics, out), metrics.unreadable)
@@ -341,7 +341,8 @@ def write_tensorboard(metrics: RunMetrics, folder: Path) -> int:
 
     TensorBoard draws the same scalar of several folders into one chart, so that ranks can be compared.
     """
-    began = next(metrics.steps())[0].time
+    first = next(metrics.steps(), None)
+    began = first[0].time if first else 0.0
     steps, writers = 0, dict[Path, ScalarWriter]()
     with contextlib.ExitStack() as stack:
 
@@ -374,14 +375,13 @@ class WandbLike(Protocol):
 
 def import_wandb(run: RunFolder) -> WandbLike:
     try:
-        wandb: WandbLike = importlib.import_module("wandb")
+        return cast(WandbLike, importlib.import_module("wandb"))
     except ImportError as error:
         raise UsageError(
             f"wandb cannot be imported: {error}",
             why="shoal needs it for this format only, so it is not installed with shoal",
             fix=f"pip install 'shoal[wandb]'; then shoal export {shlex.quote(str(run.path))} --format wandb",
         ) from None
-    return wandb
 
 
 def _send_to_wandb(metrics: RunMetrics, folder: Path | None) -> int:
