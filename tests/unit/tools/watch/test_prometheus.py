@@ -55,7 +55,7 @@ def unescape(text: str) -> str:
     return re.sub(r"\\(.)", lambda match: "\n" if match[1] == "n" else match[1], text)
 
 
-def value(samples: Samples, name: str, **labels: str) -> float:
+def value(samples: Samples, name: str, /, **labels: str) -> float:
     return samples[f"shoal_{name}", frozenset(labels.items())]
 
 
