@@ -39,7 +39,7 @@ def make_gpt_run(folder: Path, tokenizer_name: str = "bpe") -> tuple[RunFolder, 
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     save(run, model, step=40)
     return run, model
 

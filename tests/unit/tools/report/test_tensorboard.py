@@ -106,7 +106,7 @@ def test_a_training_becomes_scalars_of_the_run_and_of_each_rank(tmp_path: Path) 
     assert [at for at, _, _ in scalars["loss"]] == list(range(1, 101))
     recorded = [step(3, rank) for rank in (0, 1)]
     slowest_s = max(event["step_s"] for event in recorded)
-    assert scalars["loss"][2] == (3, recorded[0]["time"], pytest.approx(recorded[0]["loss"], rel=1e-6))
+    assert scalars["loss"][2] == pytest.approx((3, recorded[0]["time"], recorded[0]["loss"]), rel=1e-6)
     assert scalars["tokens_per_s"][2][2] == pytest.approx(recorded[0]["tokens"] / slowest_s, rel=1e-6)
     assert [at for at, _, _ in scalars["val_loss"]] == [50, 100]
     for rank in (0, 1):
@@ -120,7 +120,8 @@ def test_values_of_a_users_program_are_scalars(tmp_path: Path) -> None:
     export_metrics(run, "tensorboard")
     scalars = read_scalars(event_file(run.path / "tensorboard"))
     # Of two ranks that recorded it, the lower one's.
-    assert [(at, value) for at, _, value in scalars["accuracy"]] == [(10, pytest.approx(0.1)), (20, pytest.approx(0.2))]
+    assert [at for at, _, _ in scalars["accuracy"]] == [10, 20]
+    assert [value for _, _, value in scalars["accuracy"]] == pytest.approx([0.1, 0.2])
     assert "samples_per_s" in scalars
 
 
