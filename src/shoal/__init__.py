@@ -67,6 +67,11 @@ _MODULE_OF = {
 __all__ = ["__version__", *_MODULE_OF]
 
 
+def __dir__() -> list[str]:
+    """List the public API, for completion in a Python prompt; nothing is imported for it."""
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")

@@ -142,6 +142,11 @@ def test_every_public_name_resolves() -> None:
         shoal.init_distribtued  # noqa: B018
 
 
+def test_dir_lists_the_public_api_only() -> None:
+    assert dir(shoal) == sorted(shoal.__all__)
+    assert [name for name in dir(shoal) if name.startswith("_")] == ["__version__"]
+
+
 NO_TORCH = """
 import importlib.abc, sys
 class NoTorch(importlib.abc.MetaPathFinder):

@@ -34,6 +34,7 @@ GROUPS = {
         "stop": "Stop a run: it finishes its step and saves a checkpoint.",
         "report": "Write one self-contained HTML page about a run, or compare several.",
         "trace": "Write all ranks of a run on one time axis, for Perfetto or chrome://tracing.",
+        "export": "Write the metrics or the weights of a run in a format that other programs read.",
         "verify": "Check that all replicas are equal bit for bit, and that every sample was used exactly once.",
         "sample": "Generate text with a trained model.",
     },
@@ -103,6 +104,11 @@ EXAMPLES = {
         ("shoal report runs/NAME --redact --pdf", "to show to others, also as a PDF"),
     ),
     "trace": (("shoal trace runs/NAME", "writes trace.json, for ui.perfetto.dev"),),
+    "export": (
+        ("shoal export runs/NAME --format csv -o run.csv", "for a spreadsheet or pandas"),
+        ("shoal export runs/NAME --format tensorboard -o board", "then: tensorboard --logdir board"),
+        ("shoal export runs/NAME --format hf -o gpt", "for transformers"),
+    ),
     "verify": (("shoal verify runs/NAME", "exit code 1 if something does not agree"),),
     "sample": (
         ("shoal sample runs/NAME", "five texts"),

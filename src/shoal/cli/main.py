@@ -41,6 +41,7 @@ _MODULE_OF = {
     "verify": "report",
     "sample": "report",
     "trace": "report",
+    "export": "report",
 }
 # Other names of verbs, which users of other tools type.
 _SYNONYMS = {"status": "ps", "list": "ps", "history": "runs", "settings": "config"}

@@ -1,4 +1,4 @@
-"""`shoal report`, `shoal verify` and `shoal sample`: look at a run, running, finished or dead."""
+"""`shoal report`, `trace`, `export`, `verify` and `sample`: look at a run, running, finished or dead."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from shoal.cli.output import command, open_browser, print_json, shown, stdout_console
 from shoal.config.defaults import SEED
+from shoal.config.presets import did_you_mean
 from shoal.control.processes import find_processes
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.run_folder import RunFolder
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 
 app = typer.Typer(add_completion=False)
+
+# The formats of `shoal export`; weights have the name of their file, or folder, in the run folder.
+_METRICS = ("csv", "jsonl", "tensorboard", "wandb")
+_WEIGHTS = {"hf": "hf", "state-dict": "state-dict.safetensors"}
 
 
 @app.command()
@@ -138,6 +143,68 @@ def trace(
     if summary.unaligned:
         names = ", ".join(summary.unaligned)
         typer.echo(f"{names}: no step in common with the others, so its clock is taken as it is", err=True)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder.", readable=False)],
+    format: Annotated[
+        str, typer.Option("--format", "-f", help=f"One of {', '.join((*_METRICS, *_WEIGHTS))}.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="The file or folder to write; - is stdout, for csv and jsonl.", show_default="in RUN"
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print path, steps and skipped lines as JSON.")] = False,
+) -> None:
+    """Write the metrics or the weights of a run in a format that other programs read.
+
+    csv, jsonl: what the ranks have recorded, with one row per step and rank: step, rank, node, time, loss, tokens,
+    seconds of each part of the step, and your own values under their names. Steps that were done again are there once.
+
+    tensorboard: a folder for tensorboard --logdir, with the scalars of the run, and of each rank beside them.
+
+    wandb: sends the same scalars to Weights & Biases, as WANDB_PROJECT and WANDB_MODE say; needs shoal[wandb].
+
+    state-dict: a safetensors file with the parameters and buffers of the newest checkpoint, by the names of your model.
+
+    hf: a folder with config.json and model.safetensors in the layout of GPT-2, which transformers loads with the same
+    logits; for models of shoal train. docs/formats.md has all columns.
+    """
+    from shoal.tools.report.export import ExportSummary, export_metrics
+
+    folder, formats = RunFolder.find(run), (*_METRICS, *_WEIGHTS)
+    if format not in formats:
+        raise UsageError(
+            f"there is no format {format!r}",
+            why=did_you_mean(format, formats) or f"the formats are {', '.join(formats)}",
+            fix=command("export", shown(folder.path), "--format", formats[0]),
+        )
+    if format in _METRICS:
+        summary = export_metrics(folder, format, out)
+    else:
+        path = out or folder.path / _WEIGHTS[format]
+        summary = ExportSummary(str(path), _export_weights(folder, format, path), 0)
+    if json:
+        print_json(asdict(summary))
+    elif not summary.path:
+        typer.echo(f"{pluralize(summary.steps, 'step')} sent to wandb")
+    elif summary.path != "-":
+        typer.echo(shown(Path(summary.path)))
+    if summary.unreadable:
+        typer.echo(f"{pluralize(summary.unreadable, 'line')} of its event files could not be read", err=True)
+
+
+def _export_weights(run: RunFolder, format: str, out: Path) -> int:
+    """Write weights in a separate process, because the command line never imports torch; return their step."""
+    argv = [sys.executable, "-P", "-m", "shoal.train.export", str(run.path), format, str(out)]
+    result = subprocess.run(argv, check=False, capture_output=True, text=True)
+    sys.stderr.write(result.stderr)
+    if result.returncode:
+        raise typer.Exit(result.returncode)
+    return int(result.stdout)
 
 
 @app.command()
@@ -299,11 +366,10 @@ def refuse_script(run: RunFolder) -> None:
     config = load_settings(run.config)
     if isinstance(config, Config):
         return
-    newest = max(run.checkpoints.glob("step-*"), default=run.checkpoints / "step-N")
     raise UsageError(
         f"{shown(run.path)} has no GPT of shoal: the script {config.run.preset} trained its own model",
         why="shoal sample writes text with shoal's GPT and the run's tokenizer; it cannot build another model",
-        fix=f'load the weights in your own program: safetensors.torch.load_file("{newest / "model.safetensors"}")',
+        fix=f"take its weights into your own program: {command('export', shown(run.path), '--format', 'state-dict')}",
     )
 
 

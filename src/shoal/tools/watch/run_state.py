@@ -112,6 +112,8 @@ class LiveState:
         self._foreign = 0  # events of another rank or kind than their file
         self._marks: dict[tuple[str, object], Mark] = {}
         self._marks_of: Counter[str] = Counter()
+        self.mark_counts: Counter[str] = Counter()  # of all marks by kind, also those that are no longer kept
+        self.changes: set[Ballot] = set()  # generations that began while a launch went on
         self._fresh_marks: dict[int, Mark] = {}
         self._next_mark = 0
         self._steps_of: dict[Ballot, int] = {}
@@ -304,6 +306,7 @@ class LiveState:
             self.ids = (entered.generation, entered.ids)
         self._steps_of.setdefault(entered.generation, entered.step)
         if not entered.is_first:
+            self.changes.add(entered.generation)
             text = f"generation {entered.generation}: {rank_names(sorted(entered.ids))}"
             self._mark("members", entered.generation, event, text, entered.step, keep=True)
 
@@ -375,6 +378,7 @@ class LiveState:
         mark = Mark(self._next_mark, kind, as_float(event.get("time"), 0.0), step, text)
         self._marks[kind, key] = self._fresh_marks[mark.number] = mark
         self._marks_of[kind] += 1
+        self.mark_counts[kind] += 1
         if self._marks_of[kind] > _MOST_MARKS:
             oldest = next(name for name in self._marks if name[0] == kind)
             self._fresh_marks.pop(self._marks.pop(oldest).number, None)

@@ -1,4 +1,4 @@
-"""Serve the live page of one run: a page, and its state as server-sent events.
+"""Serve the live page of one run: a page, its state as server-sent events, and its figures for Prometheus.
 
 Any process that reaches the port can send requests, also a web page of another site in a local browser. So each request
 needs the token, must be a GET, and must name this server in its Host and Origin.
@@ -36,6 +36,7 @@ from shoal.control.channel import is_equal_secret
 from shoal.run_folder import RunFolder
 from shoal.tools.watch.figures import snapshot as snapshot_of
 from shoal.tools.watch.figures import update as update_of
+from shoal.tools.watch.prometheus import CONTENT_TYPE, format_metrics
 from shoal.tools.watch.run_state import LiveState
 
 # How often the folder is read: with and without a viewer. A viewer that connects is served at once.
@@ -166,6 +167,16 @@ class LivePage:
         self._state.poll()
         return json.dumps(snapshot_of(self._state), allow_nan=False)
 
+    async def show_metrics(self, request: Request) -> Response:
+        """Return the figures of this moment for Prometheus."""
+        async with self._lock:
+            text = await asyncio.to_thread(self._read_metrics)
+        return Response(text, media_type=CONTENT_TYPE)
+
+    def _read_metrics(self) -> str:
+        self._state.poll()
+        return format_metrics(self._state)
+
 
 class Guard:
     """Passes on only a GET with the token whose Host and Origin are this server's.
@@ -226,7 +237,12 @@ def host_name(host: str) -> str:
 
 
 def make_app(page: LivePage, token: str, names: frozenset[str] = frozenset()) -> ASGIApp:
-    routes = [Route("/", page.show_page), Route("/events", page.show_events), Route("/state", page.show_state)]
+    routes = [
+        Route("/", page.show_page),
+        Route("/events", page.show_events),
+        Route("/state", page.show_state),
+        Route("/metrics", page.show_metrics),
+    ]
     return Guard(Starlette(routes=routes), token, names)
 
 

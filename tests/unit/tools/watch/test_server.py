@@ -60,7 +60,7 @@ def test_the_page_needs_the_token(run: RunFolder) -> None:
     assert ask(run, query="", authorization=f"Bearer {TOKEN}")[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/", "/state", "/events"])
+@pytest.mark.parametrize("path", ["/", "/state", "/events", "/metrics"])
 @pytest.mark.parametrize(
     ("status", "changes"),
     [
