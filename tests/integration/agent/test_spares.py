@@ -52,7 +52,17 @@ def test_a_machine_that_is_too_slow_is_left_out_and_comes_back_when_another_is_l
     script, run, output = tmp_path / "slow.py", tmp_path / "run", tmp_path / "output"
     script.write_text(SCRIPT)
     settings = set_flags("train.micro_batch=1", "members.restarts=0")
-    words = ("--on", "lab:3", "--out", run, "--drop-slower-than", "0.5", *settings, script, tmp_path)
+    words: tuple[str | Path, ...] = (
+        "--on",
+        "lab:3",
+        "--out",
+        run,
+        "--drop-slower-than",
+        "0.5",
+        *settings,
+        script,
+        tmp_path,
+    )
     with output.open("wb") as file:
         process = subprocess.Popen(shoal_command("run", *words), stdout=file, stderr=file)
     try:
