@@ -69,7 +69,7 @@ def test_a_machine_that_is_too_slow_is_left_out_and_comes_back_when_another_is_l
         [note] = wait_until(lambda: events(run, 0, "note"), 120, why=output.read_text)
         assert note["text"].startswith("node3 is left out: it computes at 0.1")
         assert "which is less than 0.5 (--drop-slower-than); computing takes about" in note["text"]
-        wait_until(lambda: events(run, 0, "membership")[-1]["ids"] == [0, 1], 60, why=output.read_text)
+        wait_until(lambda: [0, 1] in [line["members"] for line in read_jsonl(run / "commits.jsonl")], 60)
         wait_until(lambda: "node3 is left out, because it is too slow" in output.read_text(), 20)
         (tmp_path / "lose").touch()
         wait_until(lambda: events(run, 2, "membership")[-1]["ids"] == [0, 2], 60, why=output.read_text)
@@ -83,6 +83,6 @@ def test_a_machine_that_is_too_slow_is_left_out_and_comes_back_when_another_is_l
     assert len(events(run, 0, "note")) == 1
     ledger = read_jsonl(run / "commits.jsonl")
     assert check_ledger(ledger).ok
-    assert {tuple(record["members"]) for record in ledger} == {(0, 1, 2), (0, 1), (0, 2)}
+    assert {tuple(record["members"]) for record in ledger} >= {(0, 1, 2), (0, 1), (0, 2)}
     done = shoal("verify", run)
     assert done.returncode == 0, done.stdout + done.stderr
