@@ -447,6 +447,7 @@ RANK_EVENTS: Schema = {
         "device": _is_text,
         "backend": _is_text,
         "resumed_from": _or_none(_is_int),
+        "shares_why": _or_none(_is_text),
     },
     "shard": {"size": _is_int, "total": _is_int, "first": _is_text},
     "choice": {"step": _is_int, "why": _is_text},

@@ -199,6 +199,13 @@ class Cluster:
             self.run(2 * TICK_S)
             self.freeze(member)
 
+    def stand_by(self, member: int) -> None:
+        """Leave a machine out, as its ranks do that are too slow."""
+        machine = self.machines[member]
+        if machine.awake and machine.running:
+            assert machine.state_machine
+            self.obey(machine, machine.state_machine.stand_by(machine.running.id, self.now))
+
     def block(self, source: int, target: int) -> None:
         self.cut.add((source, target))
 
@@ -221,15 +228,16 @@ class Cluster:
         return max((self.machines[member].ledger for member in chosen), default=0)
 
     def train_together(self) -> bool:
-        """Return whether all living machines train in one generation, with equal bits up to the step in progress."""
-        alive = [machine for machine in self.machines.values() if machine.alive]
+        """Return whether all living machines but spares train in one generation, with equal bits up to the step in
+        progress."""
+        alive = [one for one in self.machines.values() if one.state_machine and not one.state_machine.is_spare]
         running = {machine.running.id if machine.running and machine.arrived else None for machine in alive}
         shortest = min((len(machine.history or ()) for machine in alive), default=0)
         histories = {digest((machine.history or [])[:shortest]) for machine in alive}
         return len(running) == 1 and None not in running and len(histories) == 1
 
     def are_healthy(self) -> bool:
-        alive = {member for member, machine in self.machines.items() if machine.alive}
+        alive = {one.id for one in self.machines.values() if one.state_machine and not one.state_machine.is_spare}
         hindered = any(machine.frozen or machine.disk.full for machine in self.machines.values())
         members = {
             member

@@ -283,6 +283,8 @@ class AgentMembership:
                     self._perform_all(self._machine.failed(generation, now))
                 else:
                     self.has_failed = True
+            case rank_messages.MachineTooSlow():
+                self._perform_all(self._machine.stand_by(message.generation, now))
             case rank_messages.StepCommitted():
                 self._machine.committed(message.step)
             case rank_messages.TrainingFinished():

@@ -215,9 +215,10 @@ def _start_line(event: Event, title: str) -> str:
     unit = unit_of(event)
     amount = event["tokens_per_step"] if unit is TOKENS else event["global_batch"]
     a_step = "" if amount is None else f"{format_amount(amount, unit)} a step "
+    shares = f"; {escape(why)}" if (why := event.get("shares_why")) else ""
     return (
         f"[bold]{escape(title)}[/]: {format_count(event['params'])} parameters ({event['params']:,}) on "
         f"{pluralize(event['world_size'], 'rank')} × {pluralize(event['threads'], 'thread')} "
         f"({event['device']}, {event['backend']}); "
-        f"{a_step}in micro-batches of {event['micro_batch']}"
+        f"{a_step}in micro-batches of {event['micro_batch']}{shares}"
     )

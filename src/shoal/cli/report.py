@@ -322,6 +322,7 @@ def _lost_steps(ledger: LedgerReport) -> str:
         f"the lines of step {format_spans(ledger.holes)} were lost before the run was resumed" if ledger.holes else "",
         f"step {format_spans(ledger.missing)} is missing" if ledger.missing else "",
         f"{len(ledger.misplaced)} steps do not start where the step before ended" if ledger.misplaced else "",
+        f"the shares of {pluralize(len(ledger.misdivided), 'step')} do not add up" if ledger.misdivided else "",
     ]
     return "".join(f"; {part}" for part in parts if part)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import asdict
 from json import dumps
@@ -12,11 +13,11 @@ import typer
 
 from shoal import __version__
 from shoal.cli.output import Depth, given_settings, print_json, refuse_given
-from shoal.cli.train import BALANCE_DEFAULT, BALANCE_HELP, PROFILE
+from shoal.cli.train import BALANCE_DEFAULT, BALANCE_HELP, DROP_HELP, PROFILE
 from shoal.config.defaults import DEFAULT_CLAIM, DEFAULT_MEMORY, GRACE_S, MOUNT
 from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_mean
 from shoal.config.sync_choice import SYNC_HELP, WIRE_HELP
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError
 from shoal.run_folder import RunFolder, default_out, write_atomically
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ _SETTINGS_OF_FLAGS = {
     "on": "run.on",
     "threads": "run.threads",
     "balance": "run.balance",
+    "drop_slower_than": "members.drop_slower_than",
     "steps": "train.steps",
     "sync": "sync.mode",
     "wire": "sync.wire",
@@ -75,6 +77,9 @@ def run(
     balance: Annotated[
         str | None, typer.Option(help=f"{BALANCE_HELP.rstrip('.')} (session).", show_default=BALANCE_DEFAULT)
     ] = None,
+    drop_slower_than: Annotated[
+        float | None, typer.Option(help=f"{DROP_HELP.rstrip('.')} (session).", show_default="none is left out")
+    ] = None,
     profile_steps: Annotated[
         str | None,
         typer.Option(help="Steps that torch.profiler records (session, --measure), such as 20-22; see shoal trace."),
@@ -118,14 +123,15 @@ def run(
     from shoal.cli.train import clear_leftovers
     from shoal.cli.watch import watched
     from shoal.cluster.target import JoinSpec, parse_on
-    from shoal.config.load import refuse_duplicate_settings
+    from shoal.config.load import refuse_duplicate_settings, validate_session
     from shoal.runs.start import start_script
     from shoal.runs.supervisor import RunJob
-    from shoal.tools.plan.compare import predict_script
+    from shoal.tools.plan.compare import first_speeds, predict_script
     from shoal.tools.report.explain_run import prediction_line
 
     flags: Overrides = {
         "run": {"threads": threads, "balance": balance},
+        "members": {"drop_slower_than": drop_slower_than},
         "train": {"steps": steps, "profile_steps": profile_steps},
         "sync": {"mode": sync, "wire": wire, "accumulate": accumulate},
     }
@@ -183,6 +189,11 @@ def run(
         )
     prediction = None if plan is None else predict_script(session, plan, profile or PROFILE)
     clear_leftovers(clean)
+    if (path := profile or PROFILE).exists():
+        with contextlib.suppress(ShoalError):
+            # A profile of other machines is of no use here.
+            if speeds := first_speeds(validate_session(session), path):
+                session["run"]["speeds"] = speeds
     out = out or default_out(name)
     job = RunJob(
         script=tuple(argv),

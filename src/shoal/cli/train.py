@@ -38,12 +38,17 @@ BALANCE_HELP = (
     "or live (shares follow their speed)."
 )
 BALANCE_DEFAULT = "live where machines differ by more than 10%"
+DROP_HELP = (
+    "Leave a machine out that computes at less than this part of the speed of the fastest, such as 0.2; it stays a "
+    "spare."
+)
 # The setting of each flag; a flag has the name of its parameter below.
 FLAGS = {
     "on": "run.on",
     "launcher": "run.launcher",
     "threads": "run.threads",
     "balance": "run.balance",
+    "drop_slower_than": "members.drop_slower_than",
     "data": "data.path",
     "tokenizer": "data.tokenizer",
     "steps": "train.steps",
@@ -114,6 +119,7 @@ def train(
         str | None, typer.Option(help="Exchange between ranks of one machine: auto, gloo, copies or shared (memory).")
     ] = None,
     balance: Annotated[str | None, typer.Option(help=BALANCE_HELP, show_default=BALANCE_DEFAULT)] = None,
+    drop_slower_than: Annotated[float | None, typer.Option(help=DROP_HELP, show_default="none is left out")] = None,
     launcher: Annotated[str | None, typer.Option(help="What starts the ranks: shoal, torchrun or spawn.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads per rank.", show_default="cores / ranks")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
@@ -238,14 +244,17 @@ def before_start(
 ) -> Callable[[RunFolder], None]:
     """Return a function that prints the predicted sync method and speed, and starts the page, before the run starts.
 
-    `--sync auto` uses ./profile.toml if it exists; a profile of another cluster is only refused if it was named.
+    `--sync auto` and the first shares use ./profile.toml if it exists; a profile of another cluster is only refused if
+    it was named.
     """
-    from shoal.tools.plan.compare import store_prediction, store_sync_plan
+    from shoal.tools.plan.compare import store_first_speeds, store_prediction, store_sync_plan
     from shoal.tools.report.explain_run import prediction_line
 
     named = profile or PROFILE if plan or profile else None
 
     def before(run: RunFolder) -> None:
+        if (path := named or PROFILE).exists():
+            store_first_speeds(run, path)
         if settings.sync.mode == "auto":
             typer.echo(store_sync_plan(run, named) if named else _default_sync_plan(run), err=True)
         if named is not None:

@@ -17,6 +17,8 @@ RESTARTS = 3
 # such a part of a step.
 SLOW_RATIO = 1.5
 MIN_WAIT_PART = 0.1
+# Without a setting, ranks have equal shares until their speeds differ by more than this.
+SIMILAR_SPEED = 1.1
 
 # Seconds that a collective of a rank may take, and that ranks may take to form a process group.
 SYNC_TIMEOUT_S = 60.0

@@ -55,6 +55,7 @@ _WHY_FIXED = {
 _FORMS = {
     "train.profile_steps": "write a step or a range of steps, such as 20-22",
     "run.weights": "write one number for each rank, with / between them, such as 1/0.5",
+    "run.speeds": "write one number for each rank, with / between them, such as 1/0.5",
     "run.devices": "write one device for each rank, with / between them, such as cuda/cpu",
     "run.lineage": "write it as `shoal train --resume` prints it, such as 2-1",
 }
@@ -223,6 +224,11 @@ def _no_effect(config: EngineConfig, key: str) -> tuple[str, str] | None:
     # All ranks compare their digests, whichever launcher started them.
     if section == "members" and name != "digest_every" and config.run.launcher != "shoal":
         return f"with run.launcher={config.run.launcher} the members of a run never change", "--set run.launcher=shoal"
+    if key == "members.drop_slower_than":
+        if config.members.on_loss == "end":
+            return "with members.on_loss=end the members of a run never change", "--set members.on_loss=go-on"
+        if config.sync.measure == "off":
+            return "with sync.measure=off no rank knows how long its part of a step takes", "--set sync.measure=hook"
     if key == "run.balance" and config.run.balance != "off":
         if config.sync.measure == "off":
             return (

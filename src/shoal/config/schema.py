@@ -543,6 +543,13 @@ class RunConfig(Section):
     Set it to fix the shares of machines whose speeds you know.
     """
 
+    speeds: Annotated[str, Field(pattern=r"^\d+(\.\d+)?(/\d+(\.\d+)?)*$")] | None = None
+    """The speeds of the ranks in a profile of these machines (`shoal probe`), by which the first batches are
+    divided. Shares follow what the ranks measure.
+
+    shoal writes it, if there is such a profile; `weights` are for shares that stay.
+    """
+
     balance: Literal["off", "static", "live"] | None = None
     """Whether shares follow the measured speed of the ranks. `off`: they stay as they were at the start;
     `static`: they are measured once, in the first steps; `live`: they follow. Unset: as `live`, once machines differ by
@@ -555,7 +562,7 @@ class RunConfig(Section):
     """`cuda/cpu/cpu` gives each rank a device of its own; unset, all have `train.device`. Ranks without a GPU
     and ranks with one train together.
 
-    Set it for machines of which only some have a GPU; give them `run.weights` too.
+    Set it for machines of which only some have a GPU; their shares follow their speed.
     """
 
     lineage: Annotated[str, Field(pattern=r"^(\d+-\d+)?$")] = ""
@@ -592,6 +599,13 @@ class MembersConfig(Section):
     """Further nodes must wait until one leaves.
 
     Lower it to limit who can join.
+    """
+
+    drop_slower_than: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """A machine whose measured speed is less than this part of the fastest machine's is left out. It stays a
+    spare, and comes back when another machine is lost. Unset: a machine that does not help is only named.
+
+    Set it when some machines may be too slow to help.
     """
 
     silent_after_s: Annotated[float, Field(ge=1)] = defaults.SILENT_AFTER_S

@@ -108,6 +108,13 @@ class GenerationBroken(StrictModel):
     why: Annotated[str, Field(max_length=500)]
 
 
+class MachineTooSlow(StrictModel):
+    """All ranks have found that this machine is too slow: leave it out, as a spare."""
+
+    type: Literal["slow"] = "slow"
+    generation: Ballot
+
+
 class StepCommitted(StrictModel):
     type: Literal["committed"] = "committed"
     step: Count
@@ -120,7 +127,9 @@ class TrainingFinished(StrictModel):
 
 
 ToRank = EnterGeneration | LeaveGeneration | LeaseRenewed | AbandonCommits
-ToAgent = RankReady | GroupFormed | LeftGeneration | GenerationBroken | StepCommitted | TrainingFinished
+ToAgent = (
+    RankReady | GroupFormed | LeftGeneration | GenerationBroken | MachineTooSlow | StepCommitted | TrainingFinished
+)
 
 _TO_RANK: TypeAdapter[ToRank] = TypeAdapter(Annotated[ToRank, Field(discriminator="type")])
 _TO_AGENT: TypeAdapter[ToAgent] = TypeAdapter(Annotated[ToAgent, Field(discriminator="type")])

@@ -58,24 +58,30 @@ def learning_rate(step: int, peak: float, train: TrainConfig) -> float:
 
 
 def rank_weights(run: RunConfig, world_size: int) -> tuple[float, ...]:
-    """Return the ranks' shares of a batch, relative to each other."""
-    if run.weights is None:
+    """Return the ranks' shares of a batch at the start, relative to each other."""
+    weights = _given_weights(run)
+    if not weights:
         return (1.0,) * world_size
-    weights = tuple(float(part) for part in run.weights.split("/"))
     if len(weights) != world_size or min(weights) <= 0:
+        name = "weights" if run.weights else "speeds"
         raise ConfigError(
-            f"run.weights={run.weights} does not fit {world_size} ranks",
+            f"run.{name}={run.weights or run.speeds} does not fit {world_size} ranks",
             why="it has one number above zero for each rank",
-            fix=f"write for example: --set run.weights={'/'.join(['1'] * world_size)}",
+            fix=f"write for example: --set run.{name}={'/'.join(['1'] * world_size)}",
         )
     return weights
 
 
 def weights_of(run: RunConfig, ids: Sequence[int]) -> tuple[float, ...]:
     """Return the shares of the ranks with these ids; one that joined later gets the average."""
-    known = tuple(float(part) for part in run.weights.split("/")) if run.weights else (1.0,)
-    average = sum(known) / len(known)
-    return tuple(known[number] if run.weights and number < len(known) else average for number in ids)
+    known = _given_weights(run)
+    average = sum(known) / len(known) if known else 1.0
+    return tuple(known[number] if number < len(known) else average for number in ids)
+
+
+def _given_weights(run: RunConfig) -> tuple[float, ...]:
+    given = run.weights or run.speeds
+    return tuple(float(part) for part in given.split("/")) if given else ()
 
 
 def shares(count: int, weights: Sequence[float]) -> tuple[int, ...]:

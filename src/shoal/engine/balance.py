@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, median
 
+from shoal.config.defaults import SIMILAR_SPEED
 from shoal.cost.batch_plan import BatchPlan, divisors
 from shoal.engine.stragglers import SlowRank
 
@@ -28,13 +29,14 @@ _WINDOWS = ((6, 0.10), (12, 0.06), (24, 0.04), (48, 0.03))
 _ERRORS = 2.0
 # Wait for the end of a change: both halves of a window must agree to within this part.
 _STEADY = 0.25
-# Without a setting, machines are left equal until their speeds differ by more than this.
-_SIMILAR = 1.10
 # Micro-batches are small enough when the step is within this part of one that could be divided at will.
 _MATCH = 0.05
 # What starting a micro-batch costs, in samples, until it was measured: little, or smaller ones would never be tried.
 _FIRST_OVERHEAD = 0.5
 _MOST_OVERHEAD = 16.0
+# A machine is judged by so many steps with the same shares, every few steps.
+_MACHINE_STEPS = 12
+_JUDGE_MACHINES_EVERY = 4
 # `static` measures so many steps, then keeps what it has.
 _STATIC_STEPS = 24
 
@@ -70,13 +72,26 @@ class ShareChange:
     before_s: float  # The slowest rank's part of a step.
     after_s: float
     overhead: float  # What starting a micro-batch costs, in samples.
-    useless: int | None = None  # A rank without which the others would be no slower.
 
     @property
     def cost(self) -> float:
         """What a sample costs now, relative to before: more in smaller micro-batches."""
         before, after = self.before.micro_batch, self.plan.micro_batch
         return (after + self.overhead) / after / ((before + self.overhead) / before)
+
+
+@dataclass(frozen=True)
+class SlowMachine:
+    """The slowest machine of a world."""
+
+    name: str
+    ranks: tuple[int, ...]
+    fastest: str  # The fastest machine.
+    speed: float  # Relative to the fastest machine.
+    most_speed: float  # The same, if the measurements are as wrong as they may be.
+    with_s: float  # The computing of a step with it, and without it.
+    without_s: float
+    is_useless: bool  # The others are certainly no slower without it.
 
 
 def measure_speeds(steps: Sequence[Sequence[RankTime]], micro_batches: Sequence[int]) -> tuple[RankSpeed, ...]:
@@ -170,18 +185,39 @@ def find_change(
     fastest_s = min(speed.micro_batch_s for speed in speeds)
     relative = tuple(round(fastest_s / speed.micro_batch_s, 3) for speed in speeds)
     after_s = slowest_s(better.micro_batches, expected)
-    useless = find_useless(better, expected)
-    return ShareChange(plan, better, relative, before_s, after_s, overhead, useless)
+    return ShareChange(plan, better, relative, before_s, after_s, overhead)
 
 
-def find_useless(plan: BatchPlan, speeds: Sequence[RankSpeed]) -> int | None:
-    """Return the slowest rank if the others would end a step without it as early as with it: one of them at most."""
-    slowest = max(range(len(speeds)), key=lambda rank: speeds[rank].micro_batch_s)
-    others = [speed for rank, speed in enumerate(speeds) if rank != slowest]
-    if not others:
+def find_slow_machine(
+    steps: Sequence[Sequence[RankTime]], plan: BatchPlan, machines: Sequence[str]
+) -> SlowMachine | None:
+    """Return the slowest machine; None if there is only one. `machines` are the names of the ranks' machines."""
+    if len(set(machines)) < 2 or not _is_steady(steps, plan.micro_batches):
         return None
-    without_s = slowest_s(divide_by_speed(sum(plan.micro_batches), others), others)
-    return slowest if without_s <= slowest_s(plan.micro_batches, speeds) else None
+    speeds = measure_speeds(steps, plan.micro_batches)
+
+    def rate(machine: str, errors: float = 0.0) -> float:
+        own = [speed for speed, name in zip(speeds, machines, strict=True) if name == machine]
+        return sum(1 / speed.bounded(errors).micro_batch_s for speed in own)
+
+    names = sorted(set(machines))
+    slowest, fastest = min(names, key=rate), max(names, key=rate)
+
+    def without_s(errors: float) -> float:
+        others = [speed.bounded(errors) for speed, name in zip(speeds, machines, strict=True) if name != slowest]
+        return slowest_s(divide_by_speed(sum(plan.micro_batches), others), others)
+
+    least_s = slowest_s(plan.micro_batches, [speed.bounded(-_ERRORS) for speed in speeds])
+    return SlowMachine(
+        name=slowest,
+        ranks=tuple(rank for rank, name in enumerate(machines) if name == slowest),
+        fastest=fastest,
+        speed=rate(slowest) / rate(fastest),
+        most_speed=rate(slowest, -_ERRORS) / rate(fastest, _ERRORS),
+        with_s=slowest_s(plan.micro_batches, speeds),
+        without_s=without_s(0.0),
+        is_useless=without_s(_ERRORS) <= least_s,
+    )
 
 
 def measure_overhead(before: BatchPlan, before_s: Sequence[float], after: BatchPlan, after_s: Sequence[float]) -> float:
@@ -196,7 +232,7 @@ def measure_overhead(before: BatchPlan, before_s: Sequence[float], after: BatchP
 
 def differ(speeds: Sequence[float]) -> bool:
     """Return whether machines of these relative speeds differ by so much that their shares should."""
-    return max(speeds) > _SIMILAR * min(speeds)
+    return max(speeds) > SIMILAR_SPEED * min(speeds)
 
 
 class Balance:
@@ -207,6 +243,9 @@ class Balance:
         self._steps: deque[Sequence[RankTime]] = deque(maxlen=_WINDOWS[-1][0])
         # The measured speeds by rank id, as soon as shares have followed them: they divide the batch of the next world.
         self.speeds: dict[int, float] = {}
+        # The ids of ranks whose machine was left out as too slow, and how many machines there were with it.
+        self.left_out: dict[int, int] = {}
+        self._named: set[str] = set()  # Machines that were named as too slow to help.
         self.reset()
 
     @property
@@ -216,8 +255,8 @@ class Balance:
     def reset(self) -> None:
         """Measure anew in another world. Its ranks have only the speeds in common."""
         self._skip = _WARM_UP_STEPS
-        self._observed = 0
-        self._has_changed = False
+        self._observed = self._machines_due = 0
+        self._has_changed = self._leaves_out = False
         self._steps.clear()
         self._overhead = _FIRST_OVERHEAD
         # The ranks' times for a micro-batch before its size changed, until they are compared with those after it.
@@ -252,7 +291,8 @@ class Balance:
             self._learn_overhead(steps, plan)
             change = find_change(steps, plan, sizes, min_gain, self._overhead)
             if change is not None and (self._mode is not None or self.speeds or differ(change.speeds)):
-                self.speeds = dict(zip(ids, change.speeds, strict=True))
+                # A machine that is a spare now may come back.
+                self.speeds |= zip(ids, change.speeds, strict=True)
                 self._has_changed = True
                 if change.plan.micro_batch != plan.micro_batch and not self._has_overhead:
                     self._earlier = plan, [speed.micro_batch_s for speed in measure_speeds(steps, plan.micro_batches)]
@@ -272,9 +312,34 @@ class Balance:
             self._overhead, self._has_overhead = measure_overhead(earlier, earlier_s, plan, now_s), True
         self._earlier = None
 
-    def adopt(self, speeds: Mapping[int, float]) -> None:
-        """Take over the speeds that the ranks of another world measured."""
-        self.speeds = dict(speeds)
+    def slow_machine(self, plan: BatchPlan, machines: Sequence[str]) -> SlowMachine | None:
+        """Return the slowest machine, once it has been measured with the present shares. See `find_slow_machine`."""
+        if len(self._steps) < _MACHINE_STEPS or self._observed < self._machines_due:
+            return None
+        self._machines_due = self._observed + _JUDGE_MACHINES_EVERY
+        return find_slow_machine(list(self._steps)[-_MACHINE_STEPS:], plan, machines)
+
+    def leave_out(self, ids: Sequence[int], machines: int) -> bool:
+        """Return whether the machine with these ranks, one of so many, shall be left out now; decide it only once.
+
+        One that came back in the place of another is not left out again, until there are as many machines as before.
+        """
+        is_replacement = any(machines < self.left_out.get(id, 0) for id in ids)
+        if is_replacement or self._leaves_out:
+            return False
+        self._leaves_out = True
+        self.left_out |= dict.fromkeys(ids, machines)
+        return True
+
+    def is_news(self, machine: str) -> bool:
+        """Return, once for each machine, that it was not named before."""
+        is_news = machine not in self._named
+        self._named.add(machine)
+        return is_news
+
+    def adopt(self, speeds: Mapping[int, float], left_out: Mapping[int, int] | None = None) -> None:
+        """Take over what the ranks of another world know."""
+        self.speeds, self.left_out = dict(speeds), dict(left_out or {})
 
     def weights(self, ids: Sequence[int]) -> tuple[float, ...] | None:
         """Return the speeds of these ranks, that of an unknown one as the average; None if nothing was measured."""
@@ -294,28 +359,52 @@ def describe_change(change: ShareChange, names: Sequence[str]) -> str:
     before, plan = change.before, change.plan
     order = sorted(range(len(names)), key=lambda rank: change.speeds[rank])
     slowest, fastest = order[0], order[-1]
-    text = (
-        f"{names[slowest]} computes at {change.speeds[slowest]:.2f} of the speed of {names[fastest]}, so the batch is "
-        f"divided by speed: {_parts(plan)} micro-batches of {plan.micro_batch}, and not {_parts(before)}"
-    )
+    if differ(change.speeds):
+        why = f"{names[slowest]} computes at {change.speeds[slowest]:.2f} of the speed of {names[fastest]}"
+    else:
+        why = "all ranks compute about equally fast now"
+    sizes = ""
     if plan.micro_batch != before.micro_batch:
-        text += f" of {before.micro_batch}"
         more = change.cost - 1
-        text += f" (smaller ones cost about {more:.0%} more for each sample)" if more > 0 else ""
-    times = f"{1e3 * change.after_s:.0f} ms instead of {1e3 * change.before_s:.0f}"
-    return f"{text}; the computing of a step takes about {times}"
+        cost = f", which cost about {more:.0%} more for each sample" if more > 0 else ""
+        sizes = f" micro-batches of {plan.micro_batch} instead of {_parts(before)} of {before.micro_batch}{cost}"
+    times = f"{1e3 * change.after_s:.0f} ms a step instead of {1e3 * change.before_s:.0f}"
+    return f"shares now {_parts(plan)}{sizes}, because {why}; computing takes about {times}"
 
 
-def useless_warning(change: ShareChange, names: Sequence[str]) -> SlowRank | None:
-    """Return a warning that a rank is too slow to help, if there is one."""
-    if change.useless is None:
-        return None
-    return SlowRank(
-        f"{names[change.useless]} is too slow to help: the other ranks would do its part of a step in the same time",
-        why=f"it computes at {change.speeds[change.useless]:.2f} of the speed of the fastest rank, and has one "
-        f"micro-batch of each step or more, of {change.plan.micro_batch} samples",
-        fix="start the next run without it, or give it less: a smaller --micro-batch, a larger --global-batch",
+def describe_first_shares(plan: BatchPlan, source: str, follows_speed: bool) -> str:
+    """Return how the first batches are divided, and why; nothing where all ranks are equal and stay so.
+
+    `source` is where the shares come from.
+    """
+    if source:
+        return f"shares {_parts(plan)}, {source}"
+    return "equal shares until the speeds of the machines are measured" if follows_speed else ""
+
+
+def describe_left_out(slow: SlowMachine, limit: float) -> str:
+    """Return why a machine does not train any more."""
+    return (
+        f"{slow.name} is left out: it computes at {slow.speed:.2f} of the speed of {slow.fastest}, which is less than "
+        f"{limit:g} (--drop-slower-than); {_times_without(slow)}. It stays a spare, and comes back when another "
+        "machine is lost"
     )
+
+
+def useless_warning(slow: SlowMachine, plan: BatchPlan, can_leave_out: bool) -> SlowRank:
+    """Return a warning that a machine is too slow to help."""
+    limit = max(0.01, min(0.99, 1.2 * slow.speed))
+    how = f"leave it out: --drop-slower-than {limit:.2g}, also with --resume" if can_leave_out else "train without it"
+    return SlowRank(
+        f"{slow.name} is too slow to help: {_times_without(slow)}",
+        why=f"it computes at {slow.speed:.2f} of the speed of {slow.fastest}, and has at least one micro-batch of each "
+        f"step, of {plan.micro_batch} samples",
+        fix=f"{how}; or give it less: a smaller --micro-batch, a larger --global-batch",
+    )
+
+
+def _times_without(slow: SlowMachine) -> str:
+    return f"computing takes about {1e3 * slow.with_s:.0f} ms a step with it, and {1e3 * slow.without_s:.0f} without it"
 
 
 def _parts(plan: BatchPlan) -> str:

@@ -28,7 +28,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from shoal.config.schema import EngineConfig, SyncConfig
 from shoal.cost.batch_plan import BatchPlan, redivide_batch, weights_of
 from shoal.cost.model_size import grad_bytes
-from shoal.engine.balance import Balance, RankTime, describe_change, possible_sizes, useless_warning
+from shoal.engine.balance import (
+    Balance,
+    RankTime,
+    describe_change,
+    describe_left_out,
+    possible_sizes,
+    useless_warning,
+)
 from shoal.engine.checkpoint import Progress, Shares
 from shoal.engine.recorder import Recorder
 from shoal.engine.refusal import StepResult, explain_refusal
@@ -149,6 +156,7 @@ class Engine:
     tasks_done: dict[str, int] = field(default_factory=dict)
     stragglers: Stragglers = field(default_factory=Stragglers)
     balance: Balance = field(default_factory=Balance)  # Makes the shares of the batch follow the ranks' speeds.
+    leave_out: Callable[[], None] | None = None  # Makes this machine a spare; None where members cannot change.
     times: dict[str, float] = field(default_factory=dict)  # Seconds of the last step by phase.
     watch: NodeWatch | None = None  # Samples this machine beside training.
     disk_s: float = 0.0  # This rank wrote checkpoints for so long since its last step.
@@ -356,12 +364,8 @@ class Engine:
     def set_launched_ranks(self, launched_ranks: int) -> None:
         """Set the number of ranks at launch, and start to judge stragglers anew."""
         self.launched_ranks = launched_ranks
-        self._restart_stragglers()
+        self.stragglers.reset(self.world.names, self.follows_speed)
         self.balance.reset()
-
-    def _restart_stragglers(self) -> None:
-        weights = weights_of(self.config.run, range(self.launched_ranks))
-        self.stragglers.reset(self.world.names, self.world.ids, weights)
 
     def set_plan(self, plan: BatchPlan, largest_micro_batch: int) -> None:
         self.plan, self.largest_micro_batch = plan, largest_micro_batch
@@ -621,7 +625,7 @@ class Engine:
 
         Where replicas train alone, a rank's share is its weight in the next exchange: it changes with the round.
         """
-        if not self.balance.is_on or not self._has_several_machines:
+        if not self.follows_speed and self.config.members.drop_slower_than is None:
             return
         for stats in known:
             self.balance.observe([RankTime(rank.work_s, rank.ready_s - rank.work_s) for rank in stats.by_rank])
@@ -629,11 +633,13 @@ class Engine:
         if step % self.outer.round_steps or step >= self.config.train.steps:
             return
         sizes = possible_sizes(self.plan, self.largest_micro_batch, self._keeps_micro_batch)
-        change = self.balance.judge(self.plan, sizes, self.world.ids, self.outer.lag_steps)
+        follows = self.follows_speed
+        change = self.balance.judge(self.plan, sizes, self.world.ids, self.outer.lag_steps) if follows else None
         if change is None:
+            self._judge_machines()
             return
         self.change_plan(change.plan)
-        self._restart_stragglers()
+        self.stragglers.change_shares(self.outer.lag_steps)
         self.recorder.event(
             "shares",
             step=step,
@@ -643,14 +649,35 @@ class Engine:
             speeds=list(change.speeds),
             why=describe_change(change, self.world.names),
         )
-        if (warning := useless_warning(change, self.world.names)) is not None and self.world.is_main:
-            self.recorder.warn(warning, step=step)
+
+    def _judge_machines(self) -> None:
+        """Leave out a machine that is too slow, if the user wants that; otherwise name one that does not help.
+
+        All ranks know the same times. Each machine's agent decides nothing: its ranks send it the decision.
+        """
+        world, members, step = self.world, self.config.members, self.progress.step
+        count, limit = len(set(world.nodes)), members.drop_slower_than
+        slow = self.balance.slow_machine(self.plan, world.nodes if count > 1 else world.names)
+        if slow is None:
+            return
+        can_leave_out = self.leave_out is not None and count > max(1, members.min_nodes)
+        if can_leave_out and limit is not None and slow.most_speed < limit:
+            if not self.balance.leave_out([world.ids[rank] for rank in slow.ranks], count):
+                return
+            if world.rank in slow.ranks and self.leave_out is not None:
+                self.leave_out()
+            elif world.rank == min(rank for rank in range(world.size) if rank not in slow.ranks):
+                self.recorder.event("note", step=step, text=describe_left_out(slow, limit))
+        elif slow.is_useless and self.balance.is_news(slow.name) and world.is_main:
+            self.recorder.warn(useless_warning(slow, self.plan, can_leave_out), step=step)
 
     @property
-    def _has_several_machines(self) -> bool:
-        """Whether speeds can differ. Without a setting, ranks of one machine and of one kind count as equal."""
+    def follows_speed(self) -> bool:
+        """Whether shares follow speed. Without a setting, ranks of one machine and of one kind count as equal."""
         run, world = self.config.run, self.world
-        return run.balance is not None or run.devices is not None or world.local_size < world.size
+        is_set = run.balance is not None or run.speeds is not None or run.devices is not None
+        can_differ = is_set or world.local_size < world.size
+        return self.balance.is_on and world.size > 1 and can_differ
 
     @property
     def _keeps_micro_batch(self) -> bool:

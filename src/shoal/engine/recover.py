@@ -211,6 +211,7 @@ class GenerationChanger:
             has_fixed_shapes=engine.has_fixed_shapes,
             sync=self.chooser.as_numbers(),
             speeds={str(id): speed for id, speed in engine.balance.speeds.items()},
+            left_out={str(id): machines for id, machines in engine.balance.left_out.items()},
             history=engine.history,
         )
 
@@ -278,7 +279,10 @@ class GenerationChanger:
         engine.set_sync(self.chooser.adopt(info.sync))
         engine.has_fixed_shapes = info.has_fixed_shapes
         # The global batch stays; it is divided anew over the ranks of this world.
-        engine.balance.adopt({int(id): speed for id, speed in info.speeds.items()})
+        engine.balance.adopt(
+            {int(id): speed for id, speed in info.speeds.items()},
+            {int(id): machines for id, machines in info.left_out.items()},
+        )
         shares = engine.weights_of(world.ids)
         engine.set_plan(
             redivide_batch(info.global_batch, info.micro_batch, shares, info.has_fixed_shapes), info.micro_batch

@@ -307,6 +307,7 @@ class Session:
         recorder = Recorder(start.run, world, member)
         engine = self._engine = make_engine(start.config, state, world, recorder, start.stop, member.fence)
         self._configure_engine(engine, self._reset or _keep_initial(state))
+        engine.leave_out = member.send_too_slow
         self._membership = GenerationChanger(
             member=member,
             store=AgentStore(

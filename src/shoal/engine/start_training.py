@@ -22,7 +22,7 @@ from shoal.config.schema import EngineConfig
 from shoal.control.processes import RUN_MARK
 from shoal.cost.batch_plan import BatchPlan, plan_global_batch, redivide_batch
 from shoal.engine.auto_sync import SyncChooser
-from shoal.engine.balance import Balance
+from shoal.engine.balance import Balance, describe_first_shares
 from shoal.engine.checkpoint import CheckpointFolder, Progress
 from shoal.engine.engine import Engine, StopRequest, describe_exchanges, no_exchanges
 from shoal.engine.recorder import Recorder
@@ -90,7 +90,8 @@ def _balance_mode(config: EngineConfig) -> str | None:
     run = config.run
     if config.sync.measure == "off" or (run.weights is not None and run.balance != "live"):
         return "off"
-    return run.balance
+    # The speeds of a profile may be wrong, also where machines turn out to be equal.
+    return run.balance or ("live" if run.speeds else None)
 
 
 @dataclass(frozen=True)
@@ -143,10 +144,20 @@ def describe_start(engine: Engine) -> dict[str, object]:
         "global_batch": engine.plan.global_batch,
         "micro_batch": engine.plan.micro_batch,
         "share": engine.plan.micro_batches[engine.world.rank],
+        "shares_why": describe_first_shares(engine.plan, _shares_source(engine), engine.follows_speed),
         "seed": engine.config.train.seed,
         "steps": engine.config.train.steps,
         "resumed_from": engine.progress.step,
     }
+
+
+def _shares_source(engine: Engine) -> str:
+    """Return where unequal shares come from; nothing for equal ones."""
+    if engine.balance.weights(engine.world.ids):
+        return "by the speeds that were measured before"
+    if engine.config.run.weights is not None:
+        return "as run.weights sets them"
+    return "by the speeds that shoal probe measured" if engine.config.run.speeds else ""
 
 
 def _make_equal(engine: Engine) -> None:

@@ -95,6 +95,7 @@ class JoinerInfo:
     has_fixed_shapes: bool
     sync: Sequence[int]  # The sync choice as numbers, see `SyncChooser`.
     speeds: Mapping[str, float]  # The measured speeds by rank id, see `Balance`.
+    left_out: Mapping[str, int]  # The ids of ranks that were left out as too slow, see `Balance`.
     history: Sequence[tuple[str, int]]  # The lineages before this launch's first one.
 
     def broadcast(self, world: World, source: int) -> JoinerInfo:

@@ -27,6 +27,8 @@ _LEAST_STEPS = 4
 _JUDGE_EVERY = 4
 # The first steps of a world warm up caches, allocators and congestion windows.
 _WARM_UP_STEPS = 16
+# The first steps with other shares may start data workers anew.
+_SETTLE_STEPS = 2
 # After so many steps without it a straggler counts as gone, and is reported again when it returns.
 _FORGET_AFTER_STEPS = 100
 # Samples of the machines come every few seconds: a verdict waits until they show what has changed.
@@ -99,8 +101,9 @@ class Stragglers:
     def __init__(self, evidence_s: float = EVIDENCE_S) -> None:
         self._evidence_s = evidence_s
         self._names: tuple[str, ...] = ()
-        self._ids: tuple[int, ...] = ()
-        self._weights: tuple[float, ...] = ()
+        self._follows_speed = False
+        # By step, how long each rank took for a micro-batch. Other shares do not change it.
+        self._micro_batch_s: deque[tuple[int, tuple[float, ...]]] = deque(maxlen=_LONG_WINDOW_STEPS)
         self._steps: deque[_Step] = deque(maxlen=_LONG_WINDOW_STEPS)
         self._step_count = 0
         self._warm_up_until = _WARM_UP_STEPS
@@ -111,18 +114,26 @@ class Stragglers:
         # The step of the last judgement that found each reported straggler.
         self._reported: dict[str, int] = {}
 
-    def reset(self, names: Sequence[str], ids: Sequence[int] = (), weights: Sequence[float] = ()) -> None:
+    def reset(self, names: Sequence[str], follows_speed: bool = False) -> None:
         """Start in another world, whose ranks are called `names` in messages; do not repeat reported stragglers.
 
-        `ids` are the ids of these ranks, by default 0, 1, 2 … `weights` are those of all ranks of the launch, by id: as
-        many as `run.weights` must have when the run is resumed. By default all ranks of this world weigh the same.
+        `follows_speed`: the shares of its ranks follow their speed.
         """
-        self._names = tuple(names)
-        self._ids = tuple(ids) or tuple(range(len(names)))
-        self._weights = tuple(weights) or (1.0,) * len(names)
-        self._steps.clear()
-        self._warm_up_until = self._step_count + _WARM_UP_STEPS
+        self._names, self._follows_speed = tuple(names), follows_speed
+        self._micro_batch_s.clear()
         self._best_bps = 0.0
+        self._judge_anew(_WARM_UP_STEPS)
+
+    def change_shares(self, lag_steps: int = 0) -> None:
+        """Judge anew: the same ranks have other shares from the next step on.
+
+        `lag_steps` is how many steps with the present shares will be observed later.
+        """
+        self._judge_anew(_SETTLE_STEPS + lag_steps)
+
+    def _judge_anew(self, after_steps: int) -> None:
+        self._steps.clear()
+        self._warm_up_until = self._step_count + after_steps
         self._suspects.clear()
         self._long_suspects.clear()
 
@@ -144,6 +155,7 @@ class Stragglers:
         if self._step_count <= self._warm_up_until or len(ranks) < 2:
             return []
         self._steps.append(_Step(step or self._step_count, ranks, step_s, exposed_s))
+        self._micro_batch_s.append((self._steps[-1].number, _micro_batch_s(ranks, work)))
         self._long_due_s -= step_s
         news: list[SlowRank] = []
         window = self._window()
@@ -200,6 +212,8 @@ class Stragglers:
         if _is_slow(own_s, slowest) and own_s[slowest] - others_s >= MIN_WAIT_PART * step_s:
             slow = self._slow_rank(window, work, own_s, slowest, top_process)
             yield f"{self._names[slowest]}: {slow.fields['cause']}", slow
+        elif self._follows_speed:
+            yield from self._slowed_rank(window, work, top_process)
         ranks = window[-1].ranks
         slow_links = list(self._slow_link(ranks, window, step_s))
         yield from slow_links
@@ -231,12 +245,59 @@ class Stragglers:
         fix = cause.fix
         evidence = f"likely cause: {cause.evidence}"
         if cause.kind == UNKNOWN:
-            fix = self._give_less(work, own_s, slowest)
+            fix = self._give_less(work[slowest])
             evidence = "its processor is slower, or it computes on fewer cores: nothing else that is measured differs"
+        if self._follows_speed:
+            evidence += f"; shares follow speed, and are {_ratio(work)} now"
         return SlowRank(seen + evidence, why=_WHY, fix=fix).about(slowest, cause.kind, cost, since)
 
-    def _cause(self, steps: Sequence[_Step], late: int, top_process: str) -> Cause:
-        times = [_mean_times(steps, rank) for rank in range(len(steps[-1].ranks))]
+    def _slowed_rank(
+        self, window: list[_Step], work: Sequence[int], top_process: str
+    ) -> Iterator[tuple[str, SlowRank]]:
+        """Report a rank that no other waits for, because it has a smaller share, but that something slows down.
+
+        A processor that is slower by nature is no news: the change of shares has named it.
+        """
+        times = [_micro_batch_s(step.ranks, work) for step in window]
+        own_s = [median(column) for column in zip(*times, strict=True)]
+        slowest = max(range(len(own_s)), key=lambda rank: own_s[rank])
+        usual_s = median(_without(own_s, slowest))
+        # All ranks end together: what they do in a second is the sum of what each does.
+        rate = sum(1 / seconds for seconds in own_s)
+        cost = 1 - rate / (rate - 1 / own_s[slowest] + 1 / usual_s)
+        if not _is_slow(own_s, slowest) or cost < MIN_WAIT_PART:
+            return
+        cause = self._cause(window, slowest, top_process, work)
+        if cause.kind == UNKNOWN or (cause.kind in VAGUE and cost < _MIN_VAGUE_COST):
+            return
+        since = self._slower_since(slowest, own_s[slowest] / usual_s)
+        yield (
+            f"{self._names[slowest]}: {cause.kind}",
+            SlowRank(
+                f"{self._names[slowest]} computes at {usual_s / own_s[slowest]:.2f} of the speed of the others since "
+                f"step {since}, which costs {format_percent(cost)} of the time, although its share is smaller (shares "
+                f"now {_ratio(work)}); likely cause: {cause.evidence}",
+                why="the other ranks do what this one cannot",
+                fix=cause.fix,
+            ).about(slowest, cause.kind, cost, since),
+        )
+
+    def _slower_since(self, rank: int, ratio: float) -> int:
+        """Return the step at which a rank began to be slower than the others by about this ratio."""
+        since, good = self._micro_batch_s[-1][0], 0
+        for step, seconds in reversed(self._micro_batch_s):
+            if seconds[rank] >= (1 + ratio) / 2 * median(_without(seconds, rank)):
+                since, good = step, 0
+            else:
+                good += 1
+                if good > 2:
+                    break
+        return since
+
+    def _cause(self, steps: Sequence[_Step], late: int, top_process: str, work: Sequence[int] = ()) -> Cause:
+        """Return the likely cause that a rank is late, or with `work` that it computes its micro-batches slower."""
+        scales: list[float | None] = [work[late] / part for part in work] if work else [None] * len(steps[-1].ranks)
+        times = [_mean_times(steps, rank, scale) for rank, scale in enumerate(scales)]
         late_s = times[late].ready_s - median(other.ready_s for other in _without(times, late))
         return find_cause(times[late], _without(times, late), late_s, fmean(step.step_s for step in steps), top_process)
 
@@ -318,30 +379,13 @@ class Stragglers:
             ).about(worst, "disk", cost, writes[0][0]),
         )
 
-    def _give_less(self, work: Sequence[int], own_s: Sequence[float], slowest: int) -> str:
-        """Return the command that lowers a slow rank's weight to its speed, in the unit of the other ranks' weights."""
-        slow_id = self._ids[slowest]
-        if slow_id >= len(self._weights):
-            return (
-                "it joined after the start, and only the ranks of the start have a number in run.weights: let the "
-                "others go on without it, with Ctrl-C on that machine"
-            )
-        mean = sum(self._weights) / len(self._weights)
-        present = [self._weights[id] if id < len(self._weights) else mean for id in self._ids]
-        speeds = [part / max(1e-6, seconds) for part, seconds in zip(work, own_s, strict=True)]
-        in_unit = [weight / speed for weight, speed in zip(present, speeds, strict=True)]
-        weight = float(f"{speeds[slowest] * median(_without(in_unit, slowest)):.2g}")
-        if weight >= present[slowest]:
-            # A rank has at least one micro-batch, however low its weight.
-            return (
-                f"it has {work[slowest]} of {sum(work)} micro-batches, more than its weight: use smaller ones in the "
-                "next run, with a smaller --micro-batch or a larger --global-batch"
-            )
-        less = [*self._weights]
-        less[slow_id] = weight
-        # Settings accept no exponents.
-        weights = [f"{weight:.9f}".rstrip("0").rstrip(".") for weight in less]
-        return f"give it less to do: shoal stop RUN; shoal train --resume RUN --set run.weights={'/'.join(weights)}"
+    def _give_less(self, micro_batches: int) -> str:
+        """Return what helps a rank whose processor is slower."""
+        if not self._follows_speed:
+            return "let the shares follow speed: --balance live, also for a run that is resumed"
+        if micro_batches == 1:
+            return "it has one micro-batch, the least: use a smaller --micro-batch or a larger --global-batch next time"
+        return "nothing to do: its share becomes smaller if this lasts"
 
     def _slow_link(
         self, ranks: Sequence[RankStats], window: list[_Step], step_s: float
@@ -422,11 +466,21 @@ def _is_slow(seconds: Sequence[float], rank: int) -> bool:
     return seconds[rank] >= SLOW_RATIO * median(_without(seconds, rank))
 
 
-def _mean_times(steps: Sequence[_Step], rank: int) -> RankTimes:
+def _micro_batch_s(ranks: Sequence[RankStats], work: Sequence[int]) -> tuple[float, ...]:
+    return tuple(max(1e-9, stats.work_s) / part for stats, part in zip(ranks, work, strict=True))
+
+
+def _ratio(work: Sequence[int]) -> str:
+    return ":".join(map(str, work))
+
+
+def _mean_times(steps: Sequence[_Step], rank: int, scale: float | None = None) -> RankTimes:
+    """Return the means of these steps; with `scale` only of the micro-batches, as if their number were so many times
+    larger."""
     stats = [step.ranks[rank] for step in steps]
     return RankTimes(
-        ready_s=fmean(entry.ready_s for entry in stats),
-        data_s=fmean(entry.own.data_s for entry in stats),
+        ready_s=fmean(entry.ready_s if scale is None else scale * entry.work_s for entry in stats),
+        data_s=(scale or 1.0) * fmean(entry.own.data_s for entry in stats),
         gc_s=fmean(entry.own.gc_s for entry in stats),
         # The newest: the kernel is asked every few steps, and its older values may be from before.
         starved=stats[-1].host.starved,

@@ -22,6 +22,7 @@ from shoal.control.rank_messages import (
     LeaseRenewed,
     LeaveGeneration,
     LeftGeneration,
+    MachineTooSlow,
     RankReady,
     StepCommitted,
     ToAgent,
@@ -123,6 +124,9 @@ class MembershipClient:
 
     def send_broken(self, generation: Ballot, why: str) -> None:
         self._send(GenerationBroken(generation=generation, why=why[:_MAX_REASON_CHARS]))
+
+    def send_too_slow(self) -> None:
+        self._send(MachineTooSlow(generation=self.fence.generation))
 
     def leave_after_step(self, generation: Ballot) -> None:
         """Leave the generation at the end of a step, without an order to leave at once."""

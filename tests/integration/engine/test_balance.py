@@ -101,7 +101,10 @@ def test_changing_shares_train_what_one_process_does(counts: str, tmp_path: Path
         assert record["shares"] == [own[step] for _, own in results]
     changes = [event for event in read_events(RunFolder(path).events(0)) if event["event"] == "shares"]
     assert [event["shares"] for event in changes[:1]] == [[8, 3, 1]]
+    assert changes[0]["why"].startswith("shares now 8:3:1, because rank 2 ")
     assert "computes at 0.20 of the speed of rank 0" in changes[0]["why"]
+    start = next(event for event in read_events(RunFolder(path).events(0)) if event["event"] == "start")
+    assert start["shares_why"] == "equal shares until the speeds of the machines are measured"
 
 
 def test_a_resumed_run_has_the_shares_of_its_checkpoint(tmp_path: Path) -> None:
@@ -151,3 +154,13 @@ def test_without_a_setting_ranks_of_one_machine_are_equal(tmp_path: Path) -> Non
     results = run_ranks(train, 3, folder, make_folder(folder, given), given)
     assert [own[0] for _, own in results] == [6, 3, 3]
     assert [own[-1] for _, own in results] == [8, 3, 1]
+
+
+def test_the_first_shares_are_those_of_a_profile_and_then_follow(tmp_path: Path) -> None:
+    task = Task(steps=20, run={"speeds": "0.250/1.000/0.250"}, train=LIVE["train"])
+    path = make_folder(tmp_path, task)
+    results = run_ranks(train, 3, tmp_path, path, task)
+    assert [own[0] for _, own in results] == [2, 8, 2]
+    assert [own[-1] for _, own in results] == [8, 3, 1]
+    start = next(event for event in read_events(RunFolder(path).events(0)) if event["event"] == "start")
+    assert start["shares_why"] == "shares 2:8:2, by the speeds that shoal probe measured"

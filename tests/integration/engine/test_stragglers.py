@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from shoal.config.schema import RunConfig
-from shoal.cost.batch_plan import rank_weights
 from shoal.engine.stragglers import SlowRank, Stragglers
 from shoal.host.node_stats import NodeStats
 from shoal.sync.step_stats import NO_TIMES, HostStats, KernelCounters, OwnTimes, RankStats
@@ -154,39 +152,55 @@ def test_a_rank_with_more_micro_batches_has_no_slow_processor() -> None:
     assert "its processor is slower" in text
 
 
-def advice(own_ms: Sequence[float], work: Sequence[int], ids: Sequence[int] = (), weights: Sequence[float] = ()) -> str:
+def advice(work: Sequence[int], follows_speed: bool) -> SlowRank:
     stragglers = Stragglers(evidence_s=0)
-    stragglers.reset([f"rank {number}" for number in ids or range(len(own_ms))], ids, weights)
-    [slow] = [slow for _ in range(60) for slow in stragglers.observe(make_stats(own_ms), work, 0.03, 0.0)]
-    return slow.fix
+    stragglers.reset(NAMES, follows_speed)
+    [slow] = [slow for _ in range(60) for slow in stragglers.observe(make_stats([10, 10, 30]), work, 0.03, 0.0)]
+    return slow
 
 
-def test_a_slow_rank_is_advised_less_work_than_it_has() -> None:
-    assert advice([10, 10, 15], [1, 1, 1]).endswith(" --set run.weights=1/1/0.67")
-    assert advice([10, 10, 15], [2, 2, 1], weights=[1, 1, 0.5]).endswith(" --set run.weights=1/1/0.33")
-    # In the unit of the given weights.
-    assert advice([10, 10, 15], [2, 2, 1], weights=[20, 20, 10]).endswith(" --set run.weights=20/20/6.7")
-    assert advice([10, 10, 40], [4, 2, 2], weights=[2, 1, 1]).endswith(" --set run.weights=2/1/0.25")
+def test_the_advice_for_a_slower_processor_agrees_with_what_shares_do() -> None:
+    fixed = advice([1, 1, 1], follows_speed=False)
+    assert "shares" not in fixed.seen
+    assert "--balance live" in fixed.fix
+    least = advice([4, 4, 1], follows_speed=True)
+    assert least.seen.endswith("; shares follow speed, and are 4:4:1 now")
+    assert "smaller --micro-batch" in least.fix
+    assert advice([4, 4, 2], follows_speed=True).fix.startswith("nothing to do")
 
 
-def test_the_advised_weights_cover_all_ranks_of_the_launch() -> None:
-    """Rank 1 has left: the positions of the other ranks differ from their numbers."""
-    fix = advice([10, 10, 30], [2, 1, 1], ids=[0, 2, 3], weights=[2, 3, 1, 1])
-    assert fix.endswith(" --set run.weights=2/3/1/0.33")
-    config = RunConfig(weights=fix.rpartition("=")[2])
-    assert rank_weights(config, 4) == (2, 3, 1, 0.33)
+def watch_shares(throttled: float, work: Sequence[int]) -> list[SlowRank]:
+    """Return the verdicts on a rank of a third of the speed, from step 101 on; its share follows at step 110."""
+    stragglers = Stragglers()
+    stragglers.reset(NAMES[:2], follows_speed=True)
+    slow_node = NodeStats(throttled=throttled)
+    verdicts: list[SlowRank] = []
+    for step in range(1, 301):
+        shares = [4, 4] if step <= 110 else work
+        micro_batch_s = (0.05, 0.05 if step <= 100 else 0.15)
+        seconds = [count * each for count, each in zip(shares, micro_batch_s, strict=True)]
+        node = slow_node if step > 100 else NodeStats()
+        ranks = [
+            RankStats(seconds[0] + 0.01, HostStats(), work_s=seconds[0]),
+            RankStats(seconds[1] + 0.01, HostStats(), node=node, work_s=seconds[1]),
+        ]
+        verdicts += stragglers.observe(ranks, shares, max(seconds) + 0.02, 0.001, step)
+        if step == 110:
+            stragglers.change_shares()
+    return verdicts
 
 
-def test_a_rank_that_joined_later_is_given_no_weight() -> None:
-    fix = advice([10, 30], [1, 1], ids=[0, 64], weights=[1, 1])
-    assert "run.weights=" not in fix
-    assert "joined after the start" in fix
-
-
-def test_a_weight_below_one_micro_batch_is_not_raised() -> None:
-    fix = advice([10, 10, 15], [2, 2, 1], weights=[1, 1, 0.1])
-    assert "run.weights" not in fix
-    assert "1 of 5 micro-batches" in fix
+def test_a_rank_that_something_slows_down_is_named_although_its_share_has_followed() -> None:
+    [slow] = watch_shares(throttled=0.65, work=[6, 2])
+    assert (slow.rank, slow.fields["cause"], slow.fields["since"]) == (1, "CPU quota", 101)
+    assert slow.fields["cost"] == pytest.approx(1 / 3, abs=0.01)
+    assert slow.seen == (
+        "rank 1 on cellar computes at 0.33 of the speed of the others since step 101, which costs 33% of the time, "
+        "although its share is smaller (shares now 6:2); likely cause: a CPU limit stops its control group for 65% of "
+        "the time"
+    )
+    # Nothing can be done about a slower processor, and the change of shares has named it.
+    assert watch_shares(throttled=0.0, work=[6, 2]) == []
 
 
 @pytest.mark.parametrize("onset", range(0, 40, 3))

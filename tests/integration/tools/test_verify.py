@@ -205,6 +205,20 @@ def ledger_line_has_fewer_samples(run: Path, other: Path) -> str:
 
 
 @harm
+def ledger_line_has_other_shares(run: Path, other: Path) -> str:
+    shares = json.loads(lines_of(run / LEDGER)[25])["shares"]
+    edit_line(run / LEDGER, 25, shares=[shares[0] + 1, *shares[1:]])
+    return LEDGER
+
+
+@harm
+def ledger_line_has_an_empty_share(run: Path, other: Path) -> str:
+    shares = json.loads(lines_of(run / LEDGER)[-1])["shares"]
+    edit_line(run / LEDGER, -1, shares=[sum(shares), *(0 for _ in shares[1:])])
+    return LEDGER
+
+
+@harm
 def ledger_line_has_another_loss(run: Path, other: Path) -> str:
     edit_line(run / LEDGER, 25, loss=1.0)
     return LEDGER

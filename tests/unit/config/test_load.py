@@ -331,5 +331,20 @@ def test_shares_that_cannot_follow_speeds_are_refused(other: str) -> None:
     refuse_without_effect(build_config(sets=["run.balance=off", other]), ["run.balance"])
 
 
+@pytest.mark.parametrize("other", ["sync.measure=off", "members.on_loss=end", "run.launcher=torchrun"])
+def test_a_slow_machine_cannot_be_left_out_where_members_or_times_are_missing(other: str) -> None:
+    config = build_config(sets=["members.drop_slower_than=0.2", other])
+    with pytest.raises(ConfigError, match=r"members\.drop_slower_than has no effect here"):
+        refuse_without_effect(config, ["members.drop_slower_than"])
+    refuse_without_effect(build_config(sets=["members.drop_slower_than=0.2"]), ["members.drop_slower_than"])
+
+
+@pytest.mark.parametrize("value", ["0", "1", "20"])
+def test_the_limit_for_slow_machines_is_a_part_of_the_fastest(value: str) -> None:
+    with pytest.raises(ConfigError, match="drop_slower_than"):
+        build_config(sets=[f"members.drop_slower_than={value}"])
+
+
 def test_a_resumed_run_may_change_how_work_is_divided() -> None:
     refuse_fixed({"run.balance": "--balance", "run.weights": "run.weights"})
+    refuse_fixed({"members.drop_slower_than": "--drop-slower-than"})

@@ -487,6 +487,54 @@ def test_a_suspended_laptop_resigns_and_rejoins() -> None:
     assert cluster.train_together()
 
 
+def test_a_slow_machine_stays_a_spare_until_another_is_lost() -> None:
+    cluster = lan(4)
+    cluster.stand_by(2)
+    assert next_commit_s(cluster, {0}) <= 1.0
+    assert "machine 2 is left out, because it is too slow, and stays a spare." in cluster.machines[0].told[0]
+    cluster.run(20)
+    # A second spare is no loss for the first one.
+    cluster.stand_by(3)
+    cluster.run(20)
+    assert running(cluster) == {0: {0, 1}, 1: {0, 1}}
+    assert cluster.train_together()
+    cluster.kill(1)
+    cluster.run(12)
+    assert running(cluster) == {member: {0, 2, 3} for member in (0, 2, 3)}
+    assert cluster.train_together()
+    cluster.check_ledgers()
+
+
+def test_a_spare_stays_when_a_killed_rank_is_restarted() -> None:
+    cluster = lan(3)
+    cluster.stand_by(2)
+    cluster.run(5)
+    cluster.kill_rank(1)
+    cluster.run(10)
+    assert running(cluster) == {0: {0, 1}, 1: {0, 1}}
+
+
+def test_a_spare_goes_back_to_a_checkpoint_when_all_others_are_gone() -> None:
+    cluster = lan(2)
+    cluster.stand_by(1)
+    cluster.run(5)
+    cluster.kill(0)
+    cluster.run(10)
+    assert running(cluster) == {1: {1}}
+
+
+def test_the_last_machine_is_never_left_out() -> None:
+    cluster = lan(1)
+    cluster.stand_by(0)
+    cluster.run(2)
+    assert running(cluster) == {0: {0}}
+
+
+def running(cluster: Cluster) -> dict[int, set[int]]:
+    """Return the members of the generation in which each machine trains."""
+    return {one.id: set(one.running.members) for one in cluster.machines.values() if one.running and one.alive}
+
+
 def test_a_full_disk_prevents_a_vote_and_does_not_stop_the_training() -> None:
     cluster = lan(3)
     cluster.machines[1].disk.full = True

@@ -76,6 +76,10 @@ class Membership(RuleBasedStateMachine):
     def suspend(self, pick: int) -> None:
         self.cluster.suspend(self.member(pick))
 
+    @rule(pick=st.integers(0, 5))
+    def stand_by(self, pick: int) -> None:
+        self.cluster.stand_by(self.member(pick))
+
     @rule(pick=st.integers(0, 5), full=st.booleans())
     def fill_disk(self, pick: int, full: bool) -> None:
         self.cluster.machines[self.member(pick)].disk.full = full

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -17,9 +18,11 @@ from shoal.engine.balance import (
     ShareChange,
     best_plan,
     describe_change,
+    describe_first_shares,
     divide_by_speed,
     even_s,
     find_change,
+    find_slow_machine,
     measure_overhead,
     possible_sizes,
     slowest_s,
@@ -159,12 +162,68 @@ def test_micro_batches_that_became_too_small_become_larger_again() -> None:
     assert len(sizes) <= 4
 
 
-def test_a_machine_that_is_too_slow_to_help_is_named() -> None:
-    changes, _ = train(lambda _: (1.0, 1.0, 0.02), 30, 0.02)
-    warning = useless_warning(changes[0][1], ("rank 0", "rank 1", "rank 2 on pond3"))
-    assert warning is not None
-    assert warning.seen.startswith("rank 2 on pond3 is too slow to help: ")
-    assert useless_warning(train(lambda _: (1.0, 0.33), 30)[0][0][1], ("rank 0", "rank 1")) is None
+def steps_of(micro_batch_s: Sequence[float], plan: BatchPlan, jitter: float = 0.02) -> list[list[RankTime]]:
+    noise = random.Random(5)
+    return [
+        [
+            RankTime(count * seconds * noise.gauss(1.0, jitter), 0.001)
+            for count, seconds in zip(plan.micro_batches, micro_batch_s, strict=True)
+        ]
+        for _ in range(12)
+    ]
+
+
+def test_a_machine_that_is_too_slow_to_help_is_named_with_the_step_without_it() -> None:
+    plan, machines = BatchPlan(4, (12, 11, 1)), ("pond1", "pond2", "pond3")
+    slow = find_slow_machine(steps_of((0.01, 0.01, 0.5), plan), plan, machines)
+    assert slow is not None
+    assert (slow.name, slow.ranks, slow.is_useless) == ("pond3", (2,), True)
+    warning = useless_warning(slow, plan, can_leave_out=True)
+    assert re.fullmatch(
+        r"pond3 is too slow to help: computing takes about 50\d ms a step with it, and 12\d without it", warning.seen
+    )
+    assert "--drop-slower-than 0.024" in warning.fix
+    assert useless_warning(slow, plan, can_leave_out=False).fix.startswith("train without it")
+    # One that is slow and does its part in time helps.
+    helpful = find_slow_machine(steps_of((0.01, 0.01, 0.11), plan), plan, machines)
+    assert helpful is not None
+    assert not helpful.is_useless
+    # Two ranks that cannot have less than a micro-batch each.
+    pair = BatchPlan(8, (1, 1))
+    stuck = find_slow_machine(steps_of((0.01, 0.2), pair), pair, ("pond1", "pond2"))
+    assert stuck is not None
+    assert stuck.is_useless
+
+
+def test_the_speed_of_a_machine_is_that_of_all_its_ranks() -> None:
+    plan = BatchPlan(4, (2, 2, 4))
+    slow = find_slow_machine(steps_of((0.02, 0.02, 0.01), plan), plan, ("pond1", "pond1", "pond2"))
+    assert slow is not None
+    assert slow.speed == pytest.approx(1.0, abs=0.05)
+    assert find_slow_machine(steps_of((0.02, 0.02, 0.01), plan), plan, ("pond1",) * 3) is None
+
+
+def test_noise_leaves_no_machine_out() -> None:
+    plan = BatchPlan(4, (4, 1))
+    certain = find_slow_machine(steps_of((0.01, 0.06), plan), plan, ("pond1", "pond2"))
+    noisy = find_slow_machine(steps_of((0.01, 0.06), plan, jitter=0.3), plan, ("pond1", "pond2"))
+    assert certain is not None
+    assert certain.most_speed < 0.2
+    assert noisy is None or noisy.most_speed >= 0.2
+
+
+def test_a_machine_is_left_out_once_and_stays_when_it_replaces_another() -> None:
+    balance = Balance("live")
+    assert balance.leave_out([2], machines=3)
+    assert not balance.leave_out([2], machines=3)
+    left_out = balance.left_out
+    assert left_out == {2: 3}
+    after = Balance("live")
+    after.adopt({0: 1.0}, left_out)
+    # Another machine was lost, and this one came back for it.
+    assert not after.leave_out([2], machines=2)
+    assert after.leave_out([2], machines=3)
+    assert [after.is_news("pond3"), after.is_news("pond3")] == [True, False]
 
 
 def test_time_that_does_not_depend_on_the_share_is_no_reason_for_another_one() -> None:
@@ -182,9 +241,23 @@ def test_speeds_divide_the_batch_of_the_next_world() -> None:
 
 
 def test_a_change_is_explained() -> None:
+    names = ("rank 0 on pond0", "rank 1 on pond1")
     change = ShareChange(BatchPlan(16, (2, 2)), BatchPlan(8, (6, 2)), (1.0, 0.33), 0.3, 0.15, overhead=2.0)
-    assert describe_change(change, ("rank 0 on pond0", "rank 1 on pond1")) == (
-        "rank 1 on pond1 computes at 0.33 of the speed of rank 0 on pond0, so the batch is divided by speed: 6:2 "
-        "micro-batches of 8, and not 2:2 of 16 (smaller ones cost about 11% more for each sample); the computing of a "
-        "step takes about 150 ms instead of 300"
+    assert describe_change(change, names) == (
+        "shares now 6:2 micro-batches of 8 instead of 2:2 of 16, which cost about 11% more for each sample, because "
+        "rank 1 on pond1 computes at 0.33 of the speed of rank 0 on pond0; computing takes about 150 ms a step instead "
+        "of 300"
     )
+    back = ShareChange(BatchPlan(8, (6, 2)), BatchPlan(8, (4, 4)), (1.0, 0.98), 0.3, 0.2, overhead=2.0)
+    assert describe_change(back, names) == (
+        "shares now 4:4, because all ranks compute about equally fast now; computing takes about 200 ms a step instead "
+        "of 300"
+    )
+
+
+def test_the_first_shares_are_explained() -> None:
+    assert describe_first_shares(BatchPlan(8, (6, 2)), "as run.weights sets them", False) == (
+        "shares 6:2, as run.weights sets them"
+    )
+    assert describe_first_shares(BatchPlan(8, (4, 4)), "", True).startswith("equal shares until")
+    assert describe_first_shares(BatchPlan(8, (4, 4)), "", False) == ""

@@ -57,6 +57,17 @@ def interleave(*sides: list[Record]) -> list[Record]:
     return [side[place] for place in range(longest) for side in sides if place < len(side)]
 
 
+def test_shares_must_add_up_to_the_samples_of_every_step() -> None:
+    records = [record | {"shares": [18, 6] if record["step"] < 5 else [8, 16]} for record in commits(1, 9)]
+    assert check_ledger(records).ok
+    for wrong in ([18, 7], [24], [24, 0], [12.0, 12.0], "1212", None):
+        damaged = [*records[:3], records[3] | {"shares": wrong}, *records[4:]]
+        report = check_ledger(damaged)
+        assert (report.ok, report.misdivided) == (False, [4])
+    lacking = [*records[:8], *commits(9, 9)]
+    assert check_ledger(lacking).misdivided == [9]
+
+
 def test_generations_of_one_lineage_follow_each_other() -> None:
     report = check_ledger([*commits(1, 10), *commits(11, 13, "2-1"), *commits(14, 30, "4-0")])
     assert report.ok

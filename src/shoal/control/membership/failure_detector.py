@@ -162,6 +162,15 @@ class PeerReports:
                 steps[beat.lineage] = max(steps.get(beat.lineage, 0), beat.committed)
         return choose_lineage(steps) if steps else None
 
+    def newest_generation(self, lineage: Ballot | None) -> Generation | None:
+        """Return the newest generation of this lineage that a reachable member trains in."""
+        known = (self._generation_of(member) for member in self.reachable())
+        of_lineage = (generation for generation in known if generation and generation.lineage.name == lineage)
+        return max(of_lineage, key=lambda generation: generation.id, default=None)
+
+    def spares(self) -> set[int]:
+        return {member for member in self.reachable() if (beat := self.heartbeats.get(member)) and beat.is_spare}
+
     def is_overtaken(self, own: Generation) -> bool:
         """Whether a reachable member is in a later generation of our lineage that excludes us. If it includes us, its
         announcement is on the way to us."""

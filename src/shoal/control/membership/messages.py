@@ -35,6 +35,7 @@ class Heartbeat(StrictModel):
     can_vote: bool  # on the successor of its generation
     has_state: bool  # its ranks have a state to train on from
     joins: Ballot | None = None  # the lineage that it asks to join, with `ranks`
+    is_spare: bool = False  # it was left out because it is too slow, and waits until another member is lost
     ranks: Ranks = ()
 
 
@@ -98,7 +99,7 @@ class Announce(StrictModel):
     generation: Generation
 
 
-Why = Literal["leave", "ranks", "suspend", "restart", "elsewhere"]
+Why = Literal["leave", "ranks", "suspend", "restart", "elsewhere", "slow"]
 
 
 class Resign(StrictModel):

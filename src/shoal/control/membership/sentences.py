@@ -10,7 +10,7 @@ from shoal.control.membership.types import Generation
 from shoal.units import join_words
 
 Name = Callable[[int], str]
-Cause = Literal["leave", "ranks", "suspend", "restart", "closed", "silent", "elsewhere"]
+Cause = Literal["leave", "ranks", "suspend", "restart", "closed", "silent", "elsewhere", "slow"]
 
 _CAUSES: dict[Cause, str] = {
     "leave": "left the run",
@@ -20,6 +20,7 @@ _CAUSES: dict[Cause, str] = {
     "closed": "is gone: its connection closed",
     "silent": "is silent",
     "elsewhere": "went on with others",
+    "slow": "is left out, because it is too slow, and stays a spare",
 }
 
 

@@ -102,6 +102,14 @@ class LocalRankStates:
         self.phase, self.state, self.numbers, self.has_state = Phase.STOPPED, None, (), False
 
 
+@dataclass
+class Spare:
+    """This agent was left out of the training, and waits until another member is lost."""
+
+    members: set[int]  # those that train, as far as they are not lost
+    missing_since: float | None = None  # since when one of them does not train
+
+
 class MembershipState:
     def __init__(self, me: int, settings: MembershipSettings, votes: VoteStore, now: float, name: Name) -> None:
         self.me = me
@@ -122,6 +130,7 @@ class MembershipState:
         self.alarm = False  # this generation cannot go on as it is
         self.formed = False  # our ranks have formed the group of this generation
         self.is_leaving = self.is_ending = False
+        self.spare: Spare | None = None
         self.inbox: list[Message] = []  # messages of this agent to itself
         self.actions: list[Action] = []
         self._announced_at: dict[int, float] = {}
@@ -156,6 +165,7 @@ class MembershipState:
             can_vote=self.voter.may_vote(),
             has_state=self.ranks.has_state,
             joins=self.joins,
+            is_spare=self.spare is not None,
             # Ranks that still leave another generation cannot join one.
             ranks=self.ranks.numbers if self.ranks.phase is Phase.STOPPED else (),
         )

@@ -24,7 +24,7 @@ from shoal.control.membership.paxos import Acceptor, Proposer
 from shoal.control.membership.quorum import fit_members, mutually_reachable, recovery_generation
 from shoal.control.membership.sentences import GenerationChange, Name
 from shoal.control.membership.settings import MembershipSettings
-from shoal.control.membership.state import AbandonLineage, Action, MembershipState, Phase, StartGeneration
+from shoal.control.membership.state import AbandonLineage, Action, MembershipState, Phase, Spare, StartGeneration
 from shoal.control.membership.types import NEVER, Ballot, Generation, Ranks, State, next_member, shared_step
 from shoal.control.membership.vote_store import VoteStore
 
@@ -67,6 +67,10 @@ class MembershipMachine:
     def joins(self) -> Ballot | None:
         """The lineage that this agent asks to join."""
         return self._state.joins
+
+    @property
+    def is_spare(self) -> bool:
+        return self._state.spare is not None
 
     def may_commit(self, generation: Ballot) -> bool:
         """The fence: whether ranks may commit a step or replace a checkpoint in this generation.
@@ -153,6 +157,14 @@ class MembershipMachine:
 
     def suspend(self, now: float) -> list[Action]:
         return self._resign("suspend", now)
+
+    def stand_by(self, generation: Ballot, now: float) -> list[Action]:
+        """Leave the generation, because this machine is too slow; stay a spare until another member is lost."""
+        state, current = self._state, self.generation
+        if current is None or not state.is_current(generation) or not self.can_vote or len(current.members) < 2:
+            return self.tick(now)
+        state.spare = Spare(set(current.members) - {state.me})
+        return self._resign("slow", now)
 
     def leave(self, now: float) -> list[Action]:
         self._state.is_leaving = True
@@ -264,7 +276,7 @@ class MembershipMachine:
         # A joining node has no state before its copy has arrived.
         ranks.has_state &= state.joins is None and not generation.recovers
         ranks.phase, ranks.committed = Phase.TRAINING, generation.state.committed
-        state.unconfirmed, state.joins, state.passed = set(), None, None
+        state.unconfirmed, state.joins, state.passed, state.spare = set(), None, None, None
         state.formed, state.entered_at = False, state.now
         for member in generation.members:
             state.peers.detector.expect(member)
@@ -346,6 +358,26 @@ class MembershipMachine:
         state.broadcast(Announce(generation=decided))
         self._on_generation(state.me, decided)
 
+    def _stands_by(self, lineage: Ballot | None) -> bool:
+        """Whether this agent stays a spare: no member that trained has been missing for a while.
+
+        A killed rank is restarted within moments. A member that became a spare itself is not missing.
+        """
+        state, spare = self._state, self._state.spare
+        if spare is None:
+            return False
+        newest = state.peers.newest_generation(lineage)
+        if newest is None:
+            return True
+        spare.members = spare.members.union(newest.members) - state.peers.spares() - {state.me}
+        if spare.members.issubset(newest.members):
+            spare.missing_since = None
+        elif spare.missing_since is None:
+            spare.missing_since = state.now
+        elif state.now - spare.missing_since > state.settings.stop_timeout_s:
+            state.spare = None
+        return state.spare is not None
+
     def _choose_lineage(self) -> None:
         """Ask to join the lineage that should stay: always without a vote, and with one if it is not our own."""
         state, current = self._state, self.generation
@@ -353,7 +385,7 @@ class MembershipMachine:
         best = state.peers.best_lineage(own if state.ranks.has_state else None, state.ranks.committed)
         is_overtaken = own is not None and state.peers.is_overtaken(own)
         is_staying = own is not None and not is_overtaken and best == own.lineage.name
-        joins = None if is_staying or state.is_leaving else best
+        joins = None if is_staying or state.is_leaving or self._stands_by(best) else best
         if joins != state.joins:
             state.joins = joins
             state.send_heartbeat()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,21 @@ from typing import Any
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.lab.spec import LabSpec
 from shoal.cluster.target import ExistingLab, parse_on
+from shoal.config.defaults import SIMILAR_SPEED
 from shoal.config.load import load_config, load_settings, merge, read_profile, to_toml, validate_session
 from shoal.config.manifest import PredictionRecord
-from shoal.config.profile import Calibration, Profile
-from shoal.config.schema import Config, TrainConfig
+from shoal.config.profile import SMALL_GPT, Calibration, Profile
+from shoal.config.schema import Config, EngineConfig, TrainConfig
 from shoal.config.sync_choice import choice_of_event
-from shoal.cost.batch_plan import rank_weights
-from shoal.cost.measured import MeasuredSpeed, ScriptSpeed, cluster_model_of, gpu_backend, rank_devices
+from shoal.cost.batch_plan import plan_global_batch, rank_weights
+from shoal.cost.measured import (
+    MeasuredSpeed,
+    ScriptSpeed,
+    cluster_model_of,
+    gpu_backend,
+    interpolate,
+    rank_devices,
+)
 from shoal.cost.predict import Prediction, predict
 from shoal.cost.select_sync import SyncOption, allowed_wires, candidates, explain_choice, pick
 from shoal.cost.strategy import strategy_of_config
@@ -174,6 +183,42 @@ def refuse_another_cluster(profile: Profile, path: Path, on: str) -> None:
         why=f"it knows {profile.on}: {', '.join(measured)}; the run has {', '.join(wanted)}",
         fix=f"measure this one: shoal probe --on {on} -o {shlex.quote(str(path))}",
     )
+
+
+# The first shares, before the ranks have measured their own speeds
+
+
+def first_speeds(config: EngineConfig, path: Path) -> str | None:
+    """Return the speeds of the ranks by a profile, as `run.speeds`; None where shares are not divided by them."""
+    run, profile = config.run, read_profile(path)
+    is_fixed = run.weights is not None or run.balance == "off" or config.sync.measure == "off"
+    if is_fixed or (isinstance(config, Config) and config.data.sharding == "modulo"):
+        return None
+    refuse_another_cluster(profile, path, run.on)
+    if len(profile.nodes) < 2 and run.devices is None:
+        return None
+    size = profile.world_size
+    speed = MeasuredSpeed(profile, size, rank_devices(profile, config.device_of))
+    precision: str | None = None
+    model, micro_batch = SMALL_GPT, 1
+    if isinstance(config, Config):
+        model, precision = config.model, config.train.precision
+        micro_batch = plan_global_batch(config, size).micro_batch
+    rates = []
+    for rank in range(size):
+        times = speed.model_speed(model, rank, precision)
+        rates.append(1 / (interpolate(times.forward, micro_batch) + interpolate(times.backward, micro_batch)))
+    relative = [max(0.001, rate / max(rates)) for rate in rates]
+    return "/".join(f"{rate:.3f}" for rate in relative) if min(relative) < 1 / SIMILAR_SPEED else None
+
+
+def store_first_speeds(run: RunFolder, path: Path) -> None:
+    """Write the speeds by a profile into the settings of a new run, if the profile is of its machines."""
+    config = load_config(run.config)
+    with contextlib.suppress(ShoalError):
+        if speeds := first_speeds(config, path):
+            update = {"run": config.run.model_copy(update={"speeds": speeds})}
+            write_atomically(run.config, to_toml(config.model_copy(update=update)))
 
 
 # Planning `--sync auto`, before the first steps have been measured

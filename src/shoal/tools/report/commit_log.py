@@ -14,7 +14,7 @@ two models is the run's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,16 +52,18 @@ class LedgerReport(BaseModel):
     missing: list[Range] = []  # steps (first, last) up to the last one that no record has
     holes: list[Range] = []  # steps (first, last) that a resumed run recorded as lost
     misplaced: list[int] = []  # steps that do not start where the step before ended
+    misdivided: list[int] = []  # steps whose shares are not one for each member, or do not add up to the samples
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def ok(self) -> bool:
-        samples = self.gaps or self.overlaps or self.doubles or self.misplaced
+        samples = self.gaps or self.overlaps or self.doubles or self.misplaced or self.misdivided
         return not (samples or self.forked or self.unreadable or self.missing or self.holes)
 
 
 def check_ledger(records: Iterable[Event]) -> LedgerReport:
     """Check the records of a commit log. An empty log is in order: no sample was used, none was used twice."""
+    records = list(records)
     log = read_commit_log(records)
     generations, lineages = len(log.generations), len({branch.lineage for branch in log.branches})
     abandoned = sum(_drop_abandoned(log, abandonment) for abandonment in log.abandonments)
@@ -97,7 +99,24 @@ def check_ledger(records: Iterable[Event]) -> LedgerReport:
         missing=subtract_spans([(1, last)], [*present, *log.holes]),
         holes=subtract_spans(log.holes, present),
         misplaced=[step for step, (first, _) in ranges.items() if step - 1 in ranges and ranges[step - 1][1] != first],
+        misdivided=find_misdivided(records),
     )
+
+
+def find_misdivided(records: Sequence[Event]) -> list[int]:
+    """Return the steps whose shares are not those of a whole global batch, also of records that do not stand."""
+    steps = [record for record in records if is_step(record.get("step"))]
+    if not any("shares" in record for record in steps):
+        return []
+    return sorted({record["step"] for record in steps if not _adds_up(record)})
+
+
+def _adds_up(record: Event) -> bool:
+    match record:
+        case {"shares": [*parts], "members": [*members], "samples": [int(first), int(end)]}:
+            is_whole = all(is_step(part) and part > 0 for part in parts)
+            return is_whole and len(parts) == len(members) and sum(parts) == end - first
+    return False
 
 
 class Commit(NamedTuple):

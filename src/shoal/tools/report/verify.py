@@ -155,6 +155,9 @@ def verify_run(run: RunFolder) -> VerifyResult:
         return _verify_measured(folder, ledger)
     if not ledger.ok:
         folder.wrong(run.commits, "does not prove that every sample was used exactly once")
+    if ledger.misdivided:
+        steps = format_spans(to_spans(ledger.misdivided))
+        folder.wrong(run.commits, f"step {steps}: the shares of the members do not add up to the global batch")
     _check_torn(folder)
     _check_config(folder)
     _check_event_files(folder)

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cluster.cluster import planned_nodes
-from shoal.config.load import build_config, write_profile
+from shoal.config.load import build_config, validate_session, write_profile
 from shoal.config.manifest import PredictionRecord
 from shoal.config.profile import SMALL_GPT, ModelTiming, NodeProfile, Profile
 from shoal.config.schema import ModelConfig
+from shoal.cost.batch_plan import plan_global_batch
 from shoal.cost.measured import (
     MeasuredSpeed,
     cluster_model_of,
@@ -32,7 +33,14 @@ from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import StepTime, workload_of
 from shoal.errors import ConfigError
 from shoal.events import Event
-from shoal.tools.plan.compare import ComparedRun, calibrate, predict_script, refuse_another_cluster, sync_options
+from shoal.tools.plan.compare import (
+    ComparedRun,
+    calibrate,
+    first_speeds,
+    predict_script,
+    refuse_another_cluster,
+    sync_options,
+)
 from shoal.tools.probe.run import assemble
 from shoal.tools.report.explain_run import explain_prediction, prediction_line
 from shoal.tools.report.summary import MeanMedianP95, RunSummary, summarize
@@ -45,6 +53,43 @@ TIMES = ((1, 0.3), (2, 0.5), (8, 1.7))
 @pytest.fixture
 def profile() -> Profile:
     return assemble(measured(), "2026-11-15T10:00:00+00:00", 60.0, 51.0)
+
+
+# The first shares
+
+
+def of_unequal_lab(profile: Profile, slower: float) -> Profile:
+    """Return the profile of a lab of two nodes, of which the second takes so many times as long."""
+    first, _ = profile.nodes
+    timings = tuple(
+        timing.model_copy(update={"forward_s": slower * timing.forward_s, "backward_s": slower * timing.backward_s})
+        for timing in first.timings
+    )
+    nodes = (
+        first.model_copy(update={"name": "node1", "address": "10.77.0.1"}),
+        first.model_copy(update={"name": "node2", "address": "10.77.0.2", "timings": timings}),
+    )
+    return profile.model_copy(update={"on": "lab:2", "nodes": nodes})
+
+
+def test_the_first_shares_follow_the_speeds_of_a_profile(profile: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "profile.toml"
+    write_profile(of_unequal_lab(profile, 3.0), path)
+
+    def speeds(*sets: str) -> str | None:
+        return first_speeds(build_config(sets=["run.on=lab:2", *sets]), path)
+
+    assert speeds() == "1.000/0.333"
+    config = build_config(sets=["run.on=lab:2", f"run.speeds={speeds()}"])
+    first, second = plan_global_batch(config, 2).micro_batches
+    assert first / second == pytest.approx(3, abs=0.5)
+    assert first_speeds(validate_session({"run": {"on": "lab:2"}}), path) == "1.000/0.333"
+    for fixed in ("run.weights=1/1", "run.balance=off", "sync.measure=off"):
+        assert speeds(fixed) is None
+    with pytest.raises(ConfigError, match="another cluster"):
+        first_speeds(build_config(sets=["run.on=lab:3"]), path)
+    write_profile(of_unequal_lab(profile, 1.05), path)
+    assert speeds() is None
 
 
 # Speed of a rank
