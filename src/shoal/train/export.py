@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from shoal.config.load import load_settings
 from shoal.config.schema import Config, ModelConfig
+from shoal.control.rank_env import use_private_caches
 from shoal.data.tokenizer import load_tokenizer
 from shoal.engine.checkpoint import Checkpoint, CheckpointFolder, savable
 from shoal.errors import CheckpointError, ShoalError, UsageError
@@ -53,6 +54,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     options = parser.parse_args()
     try:
+        use_private_caches()
         step = export_weights(RunFolder.find(options.run), options.format, options.out)
     except ShoalError as error:
         return report_error(error)
