@@ -226,7 +226,8 @@ class JoinedLink:
 def install_command() -> str:
     """Return what a machine types to have the versions of this one, without which it is refused."""
     own = make_hello(0, "", "", "", "")
-    return f"python{own.python} -m pip install shoal=={own.shoal} torch=={own.torch}"
+    # The build, such as +cpu, is no part of what a package index offers.
+    return f"python{own.python} -m pip install shoal=={own.shoal} torch=={own.torch.partition('+')[0]}"
 
 
 class JoinServer:
@@ -306,11 +307,11 @@ class JoinServer:
         an argument, which other users of the joining machine could read in the list of processes."""
         self._code = make_code()
         invitation = Invitation(self._address, port, self._code)
-        self._note(f"on the machine to join, type: {shlex.join(['shoal', 'join', invitation.place, *self._words])}")
-        self._note(f"it asks for this code, which works once: {invitation.shown_code}")
         if not self._has_explained:
             self._has_explained = True
             self._note(f"a machine without shoal needs it first: {install_command()}")
+        self._note(f"on the machine to join, type: {shlex.join(['shoal', 'join', invitation.place, *self._words])}")
+        self._note(f"it asks for this code, which works once: {invitation.shown_code}")
 
     async def _admit(self, channel: Channel, code: str, peer: str, taken: TakenNames) -> JoinedLink:
         facts = await channel.receive()
