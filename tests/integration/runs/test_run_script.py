@@ -55,8 +55,8 @@ def loss_of_one_process() -> float:
         pytest.param("plain_ddp.py", "lab:3", ["--epochs", "3"], marks=pytest.mark.exhaustive),
         pytest.param("accelerate_train.py", "local:2", [], marks=pytest.mark.exhaustive),
         pytest.param("accelerate_train.py", "lab:3", [], marks=pytest.mark.long),
-        pytest.param("fabric_train.py", "local:2", ["--devices", "2"], marks=pytest.mark.exhaustive),
-        pytest.param("fabric_train.py", "lab:3", ["--num-nodes", "3"], marks=pytest.mark.long),
+        pytest.param("fabric_train.py", "local:2", ["--devices", "2"], marks=pytest.mark.long),
+        pytest.param("fabric_train.py", "lab:3", ["--num-nodes", "3"], marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_unmodified_script_trains_in_one_world(name: str, on: str, words: list[str], tmp_path: Path) -> None:
