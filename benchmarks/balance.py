@@ -59,8 +59,8 @@ def on(cores: Sequence[float]) -> str:
     return f"lab:{len(cores)},cpu={'/'.join(f'{part:g}' for part in cores)}"
 
 
-def alone(folder: Path, cores: float, steps: int) -> float:
-    return samples_per_s(train(folder, f"alone-{cores:g}", on([cores]), steps), steps // 4, steps)
+def alone(folder: Path, cores: float, steps: int, *options_: str) -> float:
+    return samples_per_s(train(folder, f"alone-{cores:g}", on([cores]), steps, *options_), steps // 4, steps)
 
 
 def await_step(out: Path, step: int) -> None:
@@ -68,14 +68,14 @@ def await_step(out: Path, step: int) -> None:
         time.sleep(0.1)
 
 
-def cut_and_give_back(folder: Path, cores: float) -> list[dict[str, Any]]:
+def cut_and_give_back(folder: Path, cores: float, *options_: str) -> list[dict[str, Any]]:
     """Cut one of two equal nodes to a third in mid-run, and give it back; return the lines of the ledger."""
     name, out = "balance-bench", folder / "cut"
     steps = _CUT_AT + 2 * _GIVEN_BACK_AFTER
     shoal("lab", "up", "2", "--name", name, "--cpu", f"{cores:g}")
     try:
         sets = [word for setting in _SETTINGS for word in ("--set", setting)]
-        shoal("train", "--on", f"lab:{name}", "--steps", str(steps), "--out", str(out), "--detach", *sets)
+        shoal("train", "--on", f"lab:{name}", "--steps", str(steps), "--out", str(out), "--detach", *sets, *options_)
         for at, now in ((_CUT_AT, cores / 3), (_CUT_AT + _GIVEN_BACK_AFTER, cores)):
             await_step(out, at)
             shoal("lab", "cpu", "node2", f"{now:g}", "--name", name)
@@ -96,8 +96,10 @@ def changes(records: Sequence[dict[str, Any]]) -> list[tuple[int, list[int]]]:
 def main() -> None:
     parser = options(__doc__.split("\n")[0], rounds_=1, steps=80)
     parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--global-batch", type=int, default=16)
     parser.add_argument("--only", choices=("two", "three", "cut", "noise"))
     chosen = parser.parse_args()
+    batch = ("--global-batch", str(chosen.global_batch))
     full, medium, low = (round(chosen.scale * part, 4) for part in (1.0, 0.66, 0.33))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -106,12 +108,12 @@ def main() -> None:
         def part_of_sum(cores: Sequence[float], records: Sequence[dict[str, Any]], first: int, last: int) -> float:
             for part in cores:
                 if part not in speeds:
-                    speeds[part] = alone(folder, part, chosen.steps // 2)
+                    speeds[part] = alone(folder, part, chosen.steps // 2, *batch)
             return round(samples_per_s(records, first, last) / sum(speeds[part] for part in cores), 3)
 
         def two() -> dict[str, Any]:
-            equal = train(folder, "equal", on([full, low]), chosen.steps, "--balance", "off")
-            balanced = train(folder, "balanced", on([full, low]), chosen.steps)
+            equal = train(folder, "equal", on([full, low]), chosen.steps, "--balance", "off", *batch)
+            balanced = train(folder, "balanced", on([full, low]), chosen.steps, *batch)
             return {
                 "equal shares": part_of_sum([full, low], equal, _WARM_STEPS, chosen.steps),
                 "shares by speed": part_of_sum([full, low], balanced, _WARM_STEPS, chosen.steps),
@@ -119,12 +121,12 @@ def main() -> None:
             }
 
         def three() -> dict[str, Any]:
-            records = train(folder, "three", on([full, medium, low]), chosen.steps)
+            records = train(folder, "three", on([full, medium, low]), chosen.steps, *batch)
             part = part_of_sum([full, medium, low], records, _WARM_STEPS, chosen.steps)
             return {"shares by speed": part, "changes": changes(records)}
 
         def cut() -> dict[str, Any]:
-            records = cut_and_give_back(folder, full)
+            records = cut_and_give_back(folder, full, *batch)
             back = _CUT_AT + _GIVEN_BACK_AFTER
             third = round(full / 3, 4)
             return {
@@ -134,12 +136,15 @@ def main() -> None:
             }
 
         def noise() -> dict[str, Any]:
-            return {"changes": changes(train(folder, "noise", on([full, full]), 200, "--balance", "live"))}
+            return {"changes": changes(train(folder, "noise", on([full, full]), 200, "--balance", "live", *batch))}
 
         trials: dict[str, Callable[[], dict[str, Any]]] = {"two": two, "three": three, "cut": cut, "noise": noise}
         for trial, measure in trials.items():
             if chosen.only in (None, trial):
-                print(json.dumps({"trial": trial, "scale": chosen.scale, **measure()}), flush=True)
+                print(
+                    json.dumps({"trial": trial, "scale": chosen.scale, "batch": chosen.global_batch, **measure()}),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
