@@ -4,7 +4,8 @@
     .venv/bin/python benchmarks/gpu_step.py --batch 8 --compile off
 
 The peer never waits for the GPU inside its rounds; shoal waits once a step, for the loss and the norm that decide
-whether the step is applied. Beside the ratio: the matrix rate of the card, and the part of it that the step reaches.
+whether the step is applied. Beside the ratio: the matrix rate of the card, and the part of it that the step reaches;
+and what timing the phases costs, against a twin of the training that times none.
 """
 
 from __future__ import annotations
@@ -62,15 +63,17 @@ def main() -> None:
             world = join_world(Placement(0, 1, 0, 1), torch.device("cuda", 0))
             config = load_config(run.config)
             ours = make_step(config, run, world)
+            untimed = config.model_copy(update={"sync": config.sync.model_copy(update={"measure": "off"})})
+            twin = make_step(untimed, run, world)
             model = config.model
             peer = make_peer_step(model.layers, model.heads, model.width, chosen.batch, model.seq_len, compiled)
-            for step in (ours, peer):
+            for step in (ours, twin, peer):
                 seconds_per_step(step, 5)
-            variants = {"nanoGPT, plain loop": peer, "shoal": ours}
+            variants = {"nanoGPT, plain loop": peer, "shoal": ours, "shoal, no phase timed": twin}
             timed = {name: partial(seconds_per_step, step, chosen.steps) for name, step in variants.items()}
             found = rounds(timed, chosen.rounds)
             leave_world(world)
-        base, shoal = found.values()
+        base, shoal, not_timed = found.values()
         tokens, step_s = chosen.batch * model.seq_len, statistics.median(shoal)
         result = {
             "preset": chosen.preset,
@@ -80,6 +83,7 @@ def main() -> None:
             "shoal_ms": round(step_s * 1e3, 2),
             "tokens_per_s": round(tokens / step_s),
             "ratio": round(median_ratio(base, shoal), 3),
+            "cost_of_phases": round(median_ratio(shoal, not_timed) - 1, 4),
             "matmul_tflops": round(tflops),
             "of_matmul_rate": round(flops_per_token(model) * tokens / step_s / tflops / 1e12, 3),
         }

@@ -42,6 +42,7 @@ from shoal.engine.refusal import StepResult, explain_refusal
 from shoal.engine.stragglers import Stragglers
 from shoal.engine.totals import StepTotals
 from shoal.engine.training_state import StateTree, TrainingState
+from shoal.engine.update import StepNumbers, can_decide_on_gpu, clip_gradients, gradient_norm, update_if_finite
 from shoal.errors import ShoalError, UsageError
 from shoal.host.node_stats import NodeStats, NodeWatch
 from shoal.sync.compression import kernel_or_plain
@@ -51,8 +52,6 @@ from shoal.sync.gradients import (
     HasTiedHead,
     NoExchange,
     check_gradients,
-    clip_gradients,
-    gradient_norm,
     make_gradient_sync,
 )
 from shoal.sync.outer import EveryStep, NonFiniteExchange, OuterSync, make_outer_sync
@@ -237,7 +236,7 @@ class Engine:
         # The exchange of this step has succeeded: every rank had applied the step before it.
         self._commit()
         total_terms = self._finish_totals()
-        result = self._clip(step, clip)
+        result, is_queued = self._finish_gradients(step, clip, can_queue=after is None)
         part_of_loss = self._part_of_loss(result.loss, total_terms)
         gathered = part_of_loss if result.is_finite or self._scaler is not None else math.nan
         own_times = OwnTimes(self.timer.seconds.get("data", 0.0), self._take_gc_s(), self.disk_s)
@@ -246,7 +245,9 @@ class Engine:
         # Not up to now: the exchange may have waited for a slower rank.
         work_s = comm.ready_at - self.timer.began
         self.step_gather.begin(gathered, comm, self.stop.wanted, self.fence.stop_after_step, work_s, own_times, node)
-        self._apply(result, after)
+        self._judge(result)
+        if not is_queued:
+            self._apply(step, after)
         outer_times = self._outer_step(step)
         self.fence.set_step(self.outer.common_step(step))
         stats = self.step_gather.finish()
@@ -515,21 +516,44 @@ class Engine:
             through = min(through, self.recorder.newest_pending // every * every)
         self.recorder.commit(through)
 
-    def _clip(self, step: int, clip: float | None) -> StepResult:
-        """Clip the gradients; return the step's loss and norm, for which a GPU is waited for once."""
+    def _finish_gradients(self, step: int, clip: float | None, can_queue: bool) -> tuple[StepResult, bool]:
+        """Clip the gradients; return the step's loss and norm, for which a GPU is waited for once.
+
+        Return also whether the update is in the GPU's queue already, under the condition that both are finite.
+        """
+        first = self.progress.cursor + self.plan.offset(self.world.rank)
+        own_samples = (first, first + self.plan.share(self.world.rank))
+        can_queue = can_queue and self._can_queue_update
         with self.timer.phase("optimizer"):
             if self._scaler is not None:
                 for optimizer in self.state.optimizers:
                     self._scaler.unscale_(optimizer)
             norm = gradient_norm(self.state.all_parameters)
-            loss_sum, norm_value = torch.stack((self._work.loss_sum, norm.double())).tolist()
-            clip_gradients(self.state.all_parameters, norm_value, math.inf if clip is None else clip)
-        first = self.progress.cursor + self.plan.offset(self.world.rank)
-        own_samples = (first, first + self.plan.share(self.world.rank))
-        return StepResult(step, loss_sum / max(1, self._work.terms), norm_value, own_samples)
+            numbers = StepNumbers(self._work.loss_sum, norm)
+            if can_queue:
+                with self.fence.apply_step(self.outer.common_step(step)):
+                    update_if_finite(self.state.optimizers, self._work.loss_sum, norm, clip)
+                    self._advance(step)
+                self.zero_grad()
+            loss_sum, norm_value = numbers.read()
+            if not can_queue:
+                clip_gradients(self.state.all_parameters, norm_value, math.inf if clip is None else clip)
+        return StepResult(step, loss_sum / max(1, self._work.terms), norm_value, own_samples), can_queue
 
-    def _apply(self, result: StepResult, after: Callable[[], object] | None) -> None:
-        """Apply the step, unless its result is not finite.
+    @property
+    def _can_queue_update(self) -> bool:
+        """Whether the GPU can decide on the update.
+
+        Not where a lost peer can leave half a sum in the GPU's memory (NCCL), and not beside ranks that clip on a
+        processor, with other bits.
+        """
+        world = self.world
+        is_alone = world.device.type == "cuda" and world.gpu_group is None and "cpu" not in world.devices
+        decides = self._scaler is None and self._nonfinite is None and can_decide_on_gpu(self.state.optimizers)
+        return is_alone and decides
+
+    def _judge(self, result: StepResult) -> None:
+        """Remember a result that is not finite, and refuse the step if all ranks know of it.
 
         Where gradients are summed every rank has the same norm, so all refuse the step here. In the other modes the
         peers learn of it later: until then this rank continues without updates, so what it sends stays finite.
@@ -540,21 +564,29 @@ class Engine:
             self._nonfinite = self._nonfinite or result
         if not math.isfinite(result.norm) and not is_expected and not self.outer.replicas_differ:
             self._refuse_step()
+
+    def _apply(self, step: int, after: Callable[[], object] | None) -> None:
+        """Apply the step, unless a result was not finite."""
         with self.timer.phase("optimizer"):
-            with self.fence.apply_step(self.outer.common_step(result.step)):
+            with self.fence.apply_step(self.outer.common_step(step)):
                 if self._nonfinite is None:
                     for optimizer in self.state.optimizers:
                         optimizer.step() if self._scaler is None else self._scaler.step(optimizer)
                     if self._scaler is not None:
                         self._scaler.update()
-                    for other in self.state.others:
-                        if isinstance(other, LRScheduler) and not isinstance(other, ReduceLROnPlateau):
-                            other.step()
-                    if after is not None:
-                        after()
-                self._unsettled.append(UnsettledStep(self.progress, self.plan))
-                self.move_to(result.step, self.progress.cursor + self.global_batch)
+                self._advance(step, after)
             self.zero_grad()
+
+    def _advance(self, step: int, after: Callable[[], object] | None = None) -> None:
+        """Advance everything that goes with an update."""
+        if self._nonfinite is None:
+            for other in self.state.others:
+                if isinstance(other, LRScheduler) and not isinstance(other, ReduceLROnPlateau):
+                    other.step()
+            if after is not None:
+                after()
+        self._unsettled.append(UnsettledStep(self.progress, self.plan))
+        self.move_to(step, self.progress.cursor + self.global_batch)
 
     def _outer_step(self, step: int) -> CommTimes:
         with self.timer.phase("optimizer"):

@@ -55,11 +55,11 @@ class Block(nn.Module):
         self.feedforward = Feedforward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x, normed = add_norm(x, None, self.attention_norm)
+    def forward(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the residual stream and what is still to be added to it: the next norm adds it in the same pass."""
+        x, normed = add_norm(x, branch, self.attention_norm)
         x, normed = add_norm(x, self.dropout(self.attention(normed)), self.feedforward_norm)
-        out: Tensor = x + self.dropout(self.feedforward(normed))
-        return out
+        return x, self.dropout(self.feedforward(normed))
 
 
 class GPT(nn.Module):
@@ -93,9 +93,13 @@ class GPT(nn.Module):
             # The residual stream too: the blocks are bound by memory there.
             x = x.to(self.matmul_dtype)
         with torch.autocast(x.device.type, self.matmul_dtype, enabled=self.matmul_dtype != torch.float32):
+            # Compiled blocks share one code only if the first has a branch of the same kind.
+            branch = None
+            if self._is_compiled:
+                branch = torch.zeros_like(x, dtype=self.matmul_dtype, requires_grad=x.requires_grad)
             for block in self.blocks:
-                x = block(x)
-            x = add_norm(x, None, self.norm)[1]
+                x, branch = block(x, branch)
+            x = add_norm(x, branch, self.norm)[1]
         if targets is None:
             return F.linear(x.to(self.token.weight.dtype), self.token.weight)
         hidden, flat_targets = x.flatten(0, 1), targets.flatten()

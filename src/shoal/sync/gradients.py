@@ -13,7 +13,7 @@ nothing of the forward pass, so a user's loop needs no wrapper.
 
 # No `from __future__ import annotations` here: DDP inspects the annotations of the hook and refuses strings.
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
@@ -485,22 +485,3 @@ class _InterruptibleWork(dist.Work):
 
     def get_future(self) -> Future[Any]:
         return self._release.guard(self._work.get_future())
-
-
-# What torch adds to a norm before it divides by it.
-_NORM_EPSILON = 1e-6
-
-
-def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the norm of all gradients together; on a GPU without waiting for it."""
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-
-
-def clip_gradients(parameters: Iterable[Tensor], norm: float, most: float) -> None:
-    """Clip gradients of this norm to at most `most`, with the same bits as `clip_grad_norm_`.
-
-    torch's function multiplies gradients that are small enough by one: 1 GB read and written for GPT-2 124M.
-    """
-    if not norm + _NORM_EPSILON < most:
-        with_gradient = [p for p in parameters if p.grad is not None]
-        torch.nn.utils.clip_grads_with_norm_(with_gradient, most, torch.tensor(norm, dtype=torch.float32))

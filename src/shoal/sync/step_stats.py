@@ -19,7 +19,9 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import astuple, dataclass, fields
+from functools import reduce
 from itertools import islice
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -159,21 +161,26 @@ def _rank_stats(row: list[float]) -> RankStats:
 
 @dataclass(frozen=True)
 class _PendingGather:
-    own: Tensor
-    rows: list[Tensor]
-    work: dist.Work
+    own: list[float]
+    rows: list[Tensor]  # empty on a single rank, which has its own numbers only
+    work: dist.Work | None
     ready_s: float
 
+    def wait(self, world: World) -> None:
+        if self.work is not None:
+            await_work(self.work, world.release)
+
     def read(self, world: World) -> StepStats:
-        await_work(self.work, world.release)
-        matrix = torch.stack(self.rows).cpu()
-        loss_sum, ready_s, _, stop, stop_after_step = matrix[:, :5].unbind(dim=1)
+        self.wait(world)
+        numbers = torch.stack(self.rows).tolist() if self.rows else [self.own]
+        loss_sum, ready_s, _, stop, stop_after_step, *_ = zip(*numbers, strict=True)
         return StepStats(
-            loss_sum=float(loss_sum.sum()),
-            stop=bool(stop.any()),
-            wait_s=float(ready_s.max()) - self.ready_s,
-            stop_after_step=bool(stop_after_step.any()),
-            by_rank=tuple(_rank_stats(row) for row in matrix.tolist()),
+            # Not `sum`: from Python 3.12 on it rounds otherwise, and all ranks must have the same bits.
+            loss_sum=reduce(add, loss_sum),
+            stop=any(stop),
+            wait_s=max(ready_s) - self.ready_s,
+            stop_after_step=any(stop_after_step),
+            by_rank=tuple(map(_rank_stats, numbers)),
         )
 
 
@@ -219,12 +226,14 @@ class StepGather:
         if self._begun % _HOST_STATS_EVERY == 0:
             self._host_stats = self._kernel.look()
         own_numbers = (*own_times, *self._host_stats.numbers(), *node.numbers())
-        numbers = [loss_sum, ready_s, work_s, stop, stop_after_step, *own_numbers]
-        own = torch.tensor(numbers, dtype=torch.float64, device=self._world.control_device)
-        rows = [torch.zeros_like(own) for _ in range(self._world.size)]
-        work = dist.all_gather(rows, own, group=self._world.group, async_op=True)
-        assert work is not None  # noqa: S101 - only a rank outside the group gets None
-        self._pending.append(_PendingGather(own, rows, work, ready_s))
+        numbers = [loss_sum, ready_s, work_s, float(stop), float(stop_after_step), *own_numbers]
+        rows: list[Tensor] = []
+        work: dist.Work | None = None
+        if self._world.size > 1:
+            own = torch.tensor(numbers, dtype=torch.float64, device=self._world.control_device)
+            rows = [torch.zeros_like(own) for _ in range(self._world.size)]
+            work = dist.all_gather(rows, own, group=self._world.group, async_op=True)
+        self._pending.append(_PendingGather(numbers, rows, work, ready_s))
 
     def finish(self) -> list[StepStats]:
         """Return the statistics of one step; none in the first steps of a lagging gather."""
@@ -234,7 +243,7 @@ class StepGather:
         elif len(self._pending) <= self._lag:
             stats = []
         else:
-            await_work(self._pending[1].work, self._world.release)
+            self._pending[1].wait(self._world)
             stats = self._read(1)
         # Time spent waiting here does not make this rank slow.
         self._waited_s = time.perf_counter() - began
@@ -247,7 +256,7 @@ class StepGather:
 
     def own_losses(self) -> list[float]:
         """Return this rank's loss sums of the steps that were not read yet."""
-        return [float(pending.own[0]) for pending in self._pending]
+        return [pending.own[0] for pending in self._pending]
 
     def drain(self) -> list[StepStats]:
         """Return the statistics of all steps begun so far; wait for all ranks."""

@@ -317,7 +317,7 @@ class _BlockTimer:
         shape = (micro_batch, model.config.seq_len, model.config.width)
         generator = torch.Generator().manual_seed(0)
         self._device = device
-        self._input = torch.randn(shape, generator=generator).to(device).requires_grad_()
+        self._inputs = [torch.randn(shape, generator=generator).to(device).requires_grad_() for _ in range(2)]
         self._out_grad = torch.randn(shape, generator=generator).to(device)
 
     def seconds(self, precision: torch.dtype) -> float:
@@ -347,12 +347,13 @@ class _BlockTimer:
 
     def _run(self, precision: torch.dtype) -> None:
         is_cuda = self._device.type == "cuda"
-        # As in the model: on a GPU the residual stream has the precision of the products.
-        x = self._input.to(precision) if is_cuda else self._input
+        # As in the model: a branch has the precision of the products, and on a GPU the residual stream too.
+        x, branch = self._inputs
         with torch.autocast(self._device.type, precision, enabled=precision != torch.float32):
-            out = self._block(x)
+            outputs = self._block(x.to(precision) if is_cuda else x, branch.to(precision))
         # `backward` would leave gradients in the parameters.
-        torch.autograd.grad(out, [self._input, *self._block.parameters()], self._out_grad.to(out.dtype))
+        gradients = [self._out_grad.to(output.dtype) for output in outputs]
+        torch.autograd.grad(outputs, [*self._inputs, *self._block.parameters()], gradients)
         if is_cuda:
             torch.cuda.synchronize(self._device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +15,11 @@ from torch import Tensor
 from shoal.config.profile import SMALL_GPT, Precision
 from shoal.config.schema import ModelConfig
 from shoal.cost.model_size import flops_per_token, intensity, parameter_count
+from shoal.engine.update import clip_divisor, clip_gradients, gradient_norm
 from shoal.host.facts import physical_cores
 from shoal.model.gpt import GPT
 from shoal.model.kernels import prefer_blas
 from shoal.sync.compression.base import from_half, to_half
-from shoal.sync.gradients import clip_gradients, gradient_norm
 from shoal.sync.step_stats import Mark, mark, seconds_between
 from shoal.train.gpu_speed import await_event, multiply_in_tf32
 
@@ -29,6 +30,9 @@ _CLIP = 1.0
 _BUCKET_PARAMETERS = 25 * 2**20 // 4
 _MIN_MODEL_RUNS = 3
 _MICRO_BATCH_GROWTH = 2
+# A GPU repeats well, but each new shape costs it half a second. Small micro-batches, which only wait for the processor,
+# tell nothing about large ones there: few sizes, few runs, and time enough for the largest.
+_GPU_GROWTH, _MAX_GPU_RUNS, _MIN_GPU_S = 4, 5, 5.0
 _MAX_MICRO_BATCH = 64
 
 _SEQUENCES = 8
@@ -66,9 +70,12 @@ class OptimizerTimer:
     @torch.no_grad()
     def step(self) -> None:
         norm = gradient_norm(self.parameters)
-        # As in a training: the processor waits here for the norm before it lets the optimizer start.
-        _await_mark(mark(norm.device))
-        clip_gradients(self.parameters, float(norm), _CLIP)
+        on_gpu: dict[str, Tensor] = {}
+        if norm.is_cuda:
+            # As in a training: the GPU itself clips and decides.
+            on_gpu = {"grad_scale": clip_divisor(norm, _CLIP), "found_inf": (~norm.isfinite()).float()}
+        else:
+            clip_gradients(self.parameters, float(norm), _CLIP)
         # Without counting, the first correction would divide by zero: a GPU multiplies such numbers faster.
         torch._foreach_add_(self._steps, 1)
         torch._fused_adamw_(
@@ -85,6 +92,7 @@ class OptimizerTimer:
             eps=1e-8,
             amsgrad=False,
             maximize=False,
+            **on_gpu,
         )
         for weight in self.parameters:
             weight.grad = None
@@ -134,22 +142,25 @@ class ModelTimer:
             torch.cuda.empty_cache()
 
     def _measure_sizes(self, budget_s: float) -> Iterator[dict[str, float]]:
-        deadline = time.perf_counter() + budget_s
+        is_gpu = self._device.type == "cuda"
+        growth = _GPU_GROWTH if is_gpu else _MICRO_BATCH_GROWTH
+        deadline = time.perf_counter() + (max(budget_s, _MIN_GPU_S) if is_gpu else budget_s)
         size = 1
         while size <= _MAX_MICRO_BATCH:
             began = time.perf_counter()
-            # A quarter of the time left: each micro-batch is twice as large as the last, and needs as many runs.
+            # A quarter of the time left: each micro-batch is larger than the last, and needs as many runs.
             yield {"micro_batch": size, **self._measure_phases(size, (deadline - began) / 4)}
-            if deadline - time.perf_counter() < _MICRO_BATCH_GROWTH * (1 + _MIN_MODEL_RUNS) * self._last_s:
+            if deadline - time.perf_counter() < growth * (1 + _MIN_MODEL_RUNS) * self._last_s:
                 return
-            size *= _MICRO_BATCH_GROWTH
+            size *= growth
 
     def _measure_phases(self, micro_batch: int, budget_s: float) -> dict[str, float]:
         tokens = self._tokens(micro_batch)
         self._run(tokens)
         runs: list[dict[str, float]] = []
         deadline = time.perf_counter() + budget_s
-        while len(runs) < _MIN_MODEL_RUNS or time.perf_counter() < deadline:
+        most = _MAX_GPU_RUNS if self._device.type == "cuda" else math.inf
+        while len(runs) < _MIN_MODEL_RUNS or (time.perf_counter() < deadline and len(runs) < most):
             runs.append(self._run(tokens))
         medians = {f"{name}_s": statistics.median(run[name] for run in runs) for name in _PHASES}
         whole = [run["forward"] + run["backward"] for run in runs]

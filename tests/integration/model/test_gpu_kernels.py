@@ -53,7 +53,7 @@ def test_the_sum_with_its_norm_has_torchs_values_and_gradients(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("vocabulary", [50_257, 64, 33])
+@pytest.mark.parametrize("vocabulary", [70_001, 50_257, 64, 33])
 def test_the_head_has_torchs_loss_and_gradients(dtype: torch.dtype, vocabulary: int) -> None:
     need_gpu()
     torch.manual_seed(0)

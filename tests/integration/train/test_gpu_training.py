@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ import torch
 from shoal.engine.batches import TensorSource, read_ahead
 from tests.support.needs import need_gpu
 from tests.support.programs import read_jsonl, set_flags, shoal
+from tests.support.runs import ended_afterwards, front, parts_of, wait_until
 
 SMALL = set_flags("model.layers=2", "model.width=128", "model.heads=2", "train.global_batch=12")
 
@@ -44,6 +49,49 @@ def test_ranks_with_and_without_a_gpu_train_together(tmp_path: Path) -> None:
     starts = train(tmp_path / "run", "--on", "local:3", *devices)
     assert [start["device"] for start in starts] == ["cuda:0", "cpu", "cpu"]
     assert [start["share"] for start in starts] == [4, 1, 1]
+
+
+@pytest.mark.gpu
+def test_a_killed_rank_an_interrupt_and_a_resumed_run_leave_nothing_on_the_gpu(tmp_path: Path) -> None:
+    need_gpu()
+    free_before = torch.cuda.mem_get_info(0)[0]
+    lose_a_rank_then_interrupt_and_resume(tmp_path, "cuda")
+    # The driver frees a process's memory a moment after its end.
+    wait_until(lambda: abs(torch.cuda.mem_get_info(0)[0] - free_before) < 64 << 20, 10.0)
+
+
+def lose_a_rank_then_interrupt_and_resume(folder: Path, device: str) -> None:
+    run = folder / "run"
+    where = ("--out", run, "--on", "local:2", "--device", device)
+    with ended_afterwards(run), front(folder, "train", "--steps", "100000", *where, *SMALL) as training:
+        wait_until(lambda: last_step(run) >= 20, 90.0, why=lambda: training.err)
+        os.kill(parts_of(run)["rank-1"].pid, signal.SIGKILL)
+        # Without the rank, and with it again.
+        wait_until(lambda: len(events_of(run, "membership")) >= 3, 60.0, why=lambda: training.err)
+        before = last_step(run)
+        wait_until(lambda: last_step(run) > before + 10, 60.0, why=lambda: training.err)
+        training.process.send_signal(signal.SIGINT)
+        assert training.code(30.0) == 130, training.err
+        assert not parts_of(run)
+    times = [step["time"] for step in events_of(run, "step")]
+    # The goal is 1.5 s; a machine that runs other tests may take longer.
+    assert max(later - earlier for earlier, later in pairwise(times)) < 5.0
+    done = last_step(run)
+    resumed = shoal("train", "--resume", run, "--steps", str(done + 5), "--detach")
+    assert resumed.returncode == 0, resumed.stderr
+    wait_until(lambda: last_step(run) == done + 5 and not parts_of(run), 60.0)
+    assert [step["step"] for step in events_of(run, "step")] == list(range(1, done + 6))
+    verified = shoal("verify", run)
+    assert verified.returncode == 0, verified.stdout
+
+
+def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
+    file = run / "events" / "rank-0.jsonl"
+    return [event for event in read_jsonl(file) if event["event"] == kind] if file.exists() else []
+
+
+def last_step(run: Path) -> int:
+    return max((int(event["step"]) for event in events_of(run, "step")), default=0)
 
 
 def test_a_rank_on_the_processor_reads_nothing_ahead() -> None:

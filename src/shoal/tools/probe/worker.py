@@ -53,9 +53,9 @@ _MODELS_SHARE = 0.25
 _FP16_CONVERSION_SHARE = 0.02
 _COLLECTIVES_SHARE = 0.65
 # Of all the time, where a rank has a GPU; and of that for each card by itself, and for models. The rest: collectives.
-_GPU_SHARE = 0.35
+_GPU_SHARE = 0.5
 _CARD_SHARE = 0.2
-_GPU_MODELS_SHARE = 0.5
+_GPU_MODELS_SHARE = 0.6
 # Measure at least this long, however long starting took.
 _LEAST_S = 2.0
 _TURN_TIMEOUT_S = 600.0
