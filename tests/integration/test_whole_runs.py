@@ -41,6 +41,16 @@ def test_the_report_renders_in_a_real_browser(tmp_path: Path) -> None:
     assert "<title>run · finished</title>" in document, "a path of the run was executed as a script"
 
 
+def test_a_report_is_printed_as_a_pdf_beside_its_page(tmp_path: Path) -> None:
+    need_tool("chromium", "chromium-browser", "google-chrome")
+    run = make_run(tmp_path / "run", all_events())
+    done = shoal("report", run.path, "-o", tmp_path / "shared.pdf", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert (document["report"], document["pdf"]) == (str(tmp_path / "shared.html"), str(tmp_path / "shared.pdf"))
+    assert (tmp_path / "shared.pdf").read_bytes().startswith(b"%PDF-")
+
+
 @pytest.mark.timeout(400)
 def test_the_demo_trains_kills_a_rank_and_writes_a_report(tmp_path: Path) -> None:
     done = shoal("demo", "--steps", "12", "--out", tmp_path / "demo", "--json", timeout_s=380)

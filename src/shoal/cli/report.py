@@ -44,7 +44,7 @@ def report(
         typer.Option(
             "--out",
             "-o",
-            help="A folder for the page, or a file that ends with .html.",
+            help="A folder for the page, or a file that ends with .html; with .pdf it is printed too.",
             show_default="the run's folder; beside the first run for several",
         ),
     ] = None,
@@ -65,6 +65,8 @@ def report(
     """
     from shoal.tools.report.pdf import find_chromium, print_pdf
 
+    if out is not None and out.suffix.lower() == ".pdf":
+        pdf, out = True, out.with_suffix(".html")
     # Before any work: without a browser there will be no PDF.
     browser = find_chromium() if pdf else ""
     # A run that is given twice is shown once.

@@ -109,10 +109,14 @@ def own_names(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a file that is put in place when it is whole."""
+    """Write a file that is put in place when it is whole, with the mode of any new file."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        # It writes files that only their owner may read, and these are made to be passed on.
         save_file(savable(tensors), temporary, _METADATA)
+        temporary.chmod(mode)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -49,6 +49,13 @@ def save(run: RunFolder, model: nn.Module, step: int) -> None:
     CheckpointFolder(run.checkpoints, keep=2).save(state)
 
 
+def test_exported_weights_have_the_mode_of_any_new_file(tmp_path: Path) -> None:
+    run, _ = make_gpt_run(tmp_path / "run")
+    export_weights(run, "state-dict", tmp_path / "weights.safetensors")
+    (tmp_path / "other").touch()
+    assert (tmp_path / "weights.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 def gpt2_logits(config: dict[str, Any], weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """Compute GPT-2 as its authors published it: `x @ w + b` with w as inputs × outputs, pre-norm, a tied head."""
     left = dict(weights)
