@@ -145,7 +145,9 @@ class Compute:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         values = dict(state_dict)
         is_chosen, choice = values.pop("is_chosen"), ComputeChoice(**{**values, "why": "as the others do"})
-        if is_chosen and (choice.compiled, choice.precision) != (self.choice.compiled, self.choice.precision):
+        device = self._model.token.weight.device
+        own, others = ((one.compiled, precision_on(one, device)) for one in (self.choice, choice))
+        if is_chosen and own != others:
             self.set(choice)
         self.is_chosen = is_chosen
 
