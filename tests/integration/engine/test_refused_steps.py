@@ -83,7 +83,19 @@ def train(world: World, run: Path, poison: Poison, bad_ranks: tuple[int, ...]) -
     raise AssertionError("the training did not fail")
 
 
-def run_poisoned(folder: Path, way: str, poison: Poison, bad_ranks: tuple[int, ...] = (1,)) -> tuple[str, list[bool]]:
+def train_queued(world: World, run: Path, poison: Poison, bad_ranks: tuple[int, ...]) -> tuple[str, bool]:
+    """Train as on a GPU, where the update is queued before loss and norm are known."""
+    Engine._can_queue_update = property(lambda engine: engine._nonfinite is None)  # type: ignore[method-assign, assignment]
+    return train(world, run, poison, bad_ranks)
+
+
+def run_poisoned(
+    folder: Path,
+    way: str,
+    poison: Poison,
+    bad_ranks: tuple[int, ...] = (1,),
+    train: Callable[..., tuple[str, bool]] = train,
+) -> tuple[str, list[bool]]:
     """Return the error, which is the same on all ranks, and the second result of `train` per rank. Check that no commit
     and no checkpoint contains the bad step."""
     common = ("train.steps=30", "train.global_batch=6", "train.eval_every=100", "train.compile=off", "train.pin=off")
@@ -103,6 +115,14 @@ def test_a_bad_batch_is_reported_and_applied_by_no_rank(way: str, tmp_path: Path
         "no rank has applied or committed the step\n"
     )
     assert "shoal train --resume RUN" in error
+    assert is_sound == [True, True]
+
+
+@pytest.mark.parametrize("way", ["fp32", "diloco"])
+@pytest.mark.parametrize("poison", [bad_batch, bad_gradient])
+def test_a_queued_update_of_a_bad_step_changes_nothing(way: str, poison: Poison, tmp_path: Path) -> None:
+    error, is_sound = run_poisoned(tmp_path, way, poison, train=train_queued)
+    assert f"not finite in step {BAD}" in error or f"in step {BAD} on every rank" in error
     assert is_sound == [True, True]
 
 
