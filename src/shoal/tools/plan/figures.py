@@ -34,6 +34,7 @@ _PARTS = {
     "optimizer": (PHASE_NAMES["optimizer"], PHASE_COLOURS["optimizer"]),
     "other": (PHASE_NAMES["other"], PHASE_COLOURS["other"]),
 }
+_BAR_CHARACTERS = 44  # Characters of white labels that all bars side by side have room for.
 _MOST_LABELS = 16
 # A range of nodes this many times as wide as the number of rows gets a logarithmic axis.
 _WIDE = 2
@@ -86,8 +87,8 @@ def _draw_split(axes: Axes, rows: tuple[PlanRow, ...]) -> None:
         if max(heights) < 1e-3 * tallest:
             continue
         bars = axes.bar(names, heights, 0.6, bottom=bottoms, color=colour, label=label)
-        if len(rows) <= _MOST_LABELS:
-            labels = [format_number(height) if height > 0.07 * tallest else "" for height in heights]
+        labels = [format_number(height) if height > 0.07 * tallest else "" for height in heights]
+        if max(map(len, labels)) * len(rows) <= _BAR_CHARACTERS:
             axes.bar_label(bars, labels, label_type="center", color="white", fontsize=8)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     # Beside the bars, because hidden communication is no part of a step.
