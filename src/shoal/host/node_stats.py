@@ -28,9 +28,9 @@ _STOPPED_S = 0.08
 _RECENT = 5
 # Other programs are looked up only if they use this many cores: reading every process takes milliseconds.
 _MIN_OTHER_CORES = 0.2
-# A file of samples: one at least every minute, all notable ones, and no more than these.
-_WRITE_EVERY_S = 60.0
-MOST_SAMPLES = 20_000
+# A file of samples: all notable ones and one at least so often, for the live page; later fewer, and no more than these.
+_WRITE_EVERY_S, _LATER_EVERY_S = 15.0, 600.0
+_OFTEN_SAMPLES, MOST_SAMPLES = 10_000, 20_000
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
@@ -107,6 +107,13 @@ class NodeCounters:
             if now and most:
                 parts.append(now / most)
         return sum(parts) / len(parts) if parts else None
+
+    def read_memory(self) -> float | None:
+        """Return the part of the memory that is in use."""
+        lines = (line.split() for line in read_text(self._proc / "meminfo").splitlines())
+        sizes = {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+        total, available = sizes.get("MemTotal:"), sizes.get("MemAvailable:")
+        return None if not total or available is None else 1 - available / total
 
     def is_on_battery(self) -> bool:
         """Return whether a power cable could be in, and is not."""
@@ -283,10 +290,13 @@ class NodeWatch:
         self._recent.append(stats)
         self._sums = tuple(total + value for total, value in zip(self._sums, stats.numbers(), strict=True))
         self._count += 1
-        if self._written < MOST_SAMPLES and (stats.is_notable or now - self._written_at >= _WRITE_EVERY_S):
+        every_s = _WRITE_EVERY_S if self._written < _OFTEN_SAMPLES else _LATER_EVERY_S
+        if self._written < MOST_SAMPLES and (stats.is_notable or now - self._written_at >= every_s):
             self._written, self._written_at = self._written + 1, now
             named = {entry.name: round(getattr(stats, entry.name), 4) for entry in fields(stats)}
-            self._write({**named, "top_process": self.top_process})
+            cpu = round(spent.get("busy", 0.0) / max(1e-3, spent.get("all", 0.0)), 4)
+            memory = round(self._counters.read_memory() or 0.0, 4)
+            self._write({**named, "cpu": cpu, "memory": memory, "top_process": self.top_process})
         self.sample_cpu_s += time.thread_time() - cpu_began
         return stats
 

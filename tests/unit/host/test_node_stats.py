@@ -119,7 +119,7 @@ def test_the_busiest_program_outside_the_run_is_named(machine: Machine, monkeypa
     assert written[-1]["top_process"] == watch.top_process
 
 
-def test_only_notable_samples_are_kept_and_one_every_minute(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notable_samples_are_kept_and_one_every_15_seconds(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("shoal.host.node_stats.time.perf_counter", lambda: clock[0])
     written: list[Mapping[str, Any]] = []
@@ -127,7 +127,17 @@ def test_only_notable_samples_are_kept_and_one_every_minute(machine: Machine, mo
     for _ in range(100):
         clock[0] += 3.0
         watch.sample()
-    assert len(written) == 5
+    assert len(written) == 20
+
+
+def test_the_use_of_processors_and_memory_is_written_for_the_live_page(machine: Machine) -> None:
+    machine.write("proc/meminfo", "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    250 kB\n")
+    machine.write("proc/stat", "cpu  100 0 100 600 0 0 0 200 0 0\n")
+    written: list[Mapping[str, Any]] = []
+    watch = NodeWatch(write=written.append, counters=machine.counters())
+    machine.write("proc/stat", "cpu  160 0 110 620 0 0 0 210 0 0\n")
+    watch.sample()
+    assert (written[0]["cpu"], written[0]["memory"]) == (0.7, 0.75)
 
 
 def test_garbage_collection_is_timed() -> None:

@@ -72,6 +72,9 @@ def _metrics(state: LiveState, summary: dict[str, Any]) -> Iterator[Metric]:
     yield gauge("members", "The ranks that take part.", len(present))
     nodes = [node for node in summary["nodes"] if node["is_present"]]
     yield gauge("nodes", "The machines that take part.", len(nodes))
+    for part, text in (("cpu", "processors that is busy"), ("memory", "memory that is in use")):
+        used = [({"node": node["name"]}, node["sample"].get(part)) for node in nodes]
+        yield Metric(f"shoal_node_{part}_used", "gauge", f"The part of the machine's {text}.", used)
     generation = max(state.members[0], state.ids[0])
     yield gauge(
         "generation", "The number of the generation: it grows with every change of the members.", generation.number

@@ -670,7 +670,7 @@ function drawFigures() {
 }
 // What is sampled of a node while it trains, as parts of the time; shown where it is not zero.
 const SAMPLED = {
-  clock: "clock, of its highest", throttled: "CPU quota used up", frozen: "stood still", memory_stall: "waits for memory",
+  cpu: "CPU in use", memory: "memory in use", clock: "clock, of its highest", throttled: "CPU quota used up", frozen: "stood still", memory_stall: "waits for memory",
   io_stall: "waits for a disk", steal: "CPU given to others", resent: "packets sent again",
 };
 function sampleRows(node) {
