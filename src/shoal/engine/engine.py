@@ -245,7 +245,7 @@ class Engine:
         # Not up to now: the exchange may have waited for a slower rank.
         work_s = comm.ready_at - self.timer.began
         self.step_gather.begin(gathered, comm, self.stop.wanted, self.fence.stop_after_step, work_s, own_times, node)
-        self._judge(result)
+        self._judge(result, is_queued)
         if not is_queued:
             self._apply(step, after)
         outer_times = self._outer_step(step)
@@ -552,7 +552,7 @@ class Engine:
         decides = self._scaler is None and self._nonfinite is None and can_decide_on_gpu(self.state.optimizers)
         return is_alone and decides
 
-    def _judge(self, result: StepResult) -> None:
+    def _judge(self, result: StepResult, is_queued: bool) -> None:
         """Remember a result that is not finite, and refuse the step if all ranks know of it.
 
         Where gradients are summed every rank has the same norm, so all refuse the step here. In the other modes the
@@ -563,6 +563,11 @@ class Engine:
         if not result.is_finite and not is_expected:
             self._nonfinite = self._nonfinite or result
         if not math.isfinite(result.norm) and not is_expected and not self.outer.replicas_differ:
+            if is_queued:
+                # The GPU has left the update out: this is still the state before the step.
+                began = self._unsettled.pop().began
+                self.move_to(began.step, began.cursor)
+                self.fence.set_step(began.step)
             self._refuse_step()
 
     def _apply(self, step: int, after: Callable[[], object] | None) -> None:
