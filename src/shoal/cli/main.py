@@ -231,7 +231,7 @@ def _print_error(error: Exception, arguments: Sequence[str] = ()) -> int:
             fix, why = f"{path} --help", ""
             # The help calls it RUN, and so do the examples.
             if (argument := getattr(error, "param", None)) is not None and message.startswith("Missing argument"):
-                message = f"Missing argument {argument.human_readable_name.upper()}"
+                message = f"Missing argument {(argument.metavar or argument.name).upper()}"
             # Only an unknown option has possibilities; one without its value has a name, too.
             if context is not None and hasattr(error, "possibilities") and (name := getattr(error, "option_name", "")):
                 message = f"No such option: {name}"
