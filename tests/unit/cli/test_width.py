@@ -187,3 +187,18 @@ def test_the_live_table_and_the_verdict_of_a_run_fit(tmp_path: Path, lines: Line
     assert any("step time compute comm wait" in line for line in printed)
     run(["verify", str(folder.path)], debug=False)
     assert too_wide(lines()) == []
+
+
+def test_no_scenario_name_is_cut(lines: Lines) -> None:
+    assert run(["chaos", "list"], debug=False) == 0
+    printed = lines()
+    assert too_wide([line for line in printed if "tests/" not in line]) == []
+    assert "interrupt-twice" in "\n".join(printed)
+    assert not any("…" in line for line in printed)
+
+
+def test_no_unlike_option_is_suggested(lines: Lines) -> None:
+    assert run(["ps", "--foo"], debug=False) == 2
+    assert not any("did you mean" in line for line in lines())
+    assert run(["train", "--stepz", "3"], debug=False) == 2
+    assert any("did you mean '--steps'?" in line for line in lines())
