@@ -195,7 +195,7 @@ class RunFolder:
             raise DataError(
                 f"{path} is not the folder of a training: it has no {run.config.name}",
                 why="shoal train writes one for every run, under runs/ unless --out says otherwise",
-                fix="ls runs/",
+                fix=_list_runs_near(path),
             )
         return run
 
@@ -209,7 +209,7 @@ class RunFolder:
             raise DataError(
                 f"{path} is not a run folder: it has neither {run.config.name} nor {run.job.name}",
                 why="every run makes one, under runs/ unless --out says otherwise",
-                fix="ls runs/",
+                fix=_list_runs_near(path),
             )
         return run
 
@@ -298,6 +298,17 @@ class RunFolder:
         """Yield every rank's events, rank by rank. `skipped` counts unreadable lines by file."""
         for path in self.event_files().values():
             yield from read_events(path, skipped)
+
+
+def _list_runs_near(path: Path) -> str:
+    """Return the command that lists the runs in a folder, or beside it; those in runs/ where there are none."""
+    for folder in (path, path.parent):
+        with contextlib.suppress(OSError):
+            if folder.resolve() != Path("runs").resolve() and any(
+                next(folder.glob(f"*/{name}"), None) for name in ("config.toml", "job.json")
+            ):
+                return f"shoal runs --in {shlex.quote(str(folder))}"
+    return "shoal runs"
 
 
 def no_access_error(path: Path, what: str = "be read or written") -> DataError:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from shoal.cli.output import make_console, print_json, shown, stdout_console
+from shoal.cli.output import make_console, print_json, print_paragraph, shown, stdout_console
 from shoal.config.sync_choice import TRAINED_METHODS
 from shoal.errors import UsageError
 from shoal.run_folder import default_out
@@ -228,7 +228,9 @@ def _print_list(scenarios: Sequence[ChaosScenario]) -> None:
     console = stdout_console()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for title in ("row", "scenario", "what happens", "where", "target"):
-        table.add_column(title, justify="right" if title in ("row", "target") else "left")
+        # A scenario's name is typed: it is never cut.
+        justify: JustifyMethod = "right" if title in ("row", "target") else "left"
+        table.add_column(title, justify=justify, overflow="fold", no_wrap=title == "scenario")
     for scenario in scenarios:
         target = "–" if scenario.target_s is None else f"{scenario.target_s:g} s"
         table.add_row(str(scenario.row), scenario.name, escape(scenario.text), _where(scenario), target)
@@ -236,7 +238,7 @@ def _print_list(scenarios: Sequence[ChaosScenario]) -> None:
     console.print("\n[bold]not covered by a scenario[/]")
     for row in rows_without_scenario(scenarios):
         text = "; ".join(filter(None, (row.why, ", ".join(f"tests/{test}.py" for test in row.tests))))
-        console.print(f"{row.number:>3}  {row.fault}: {text}", soft_wrap=True)
+        print_paragraph(escape(f"{row.fault}: {text}"), console, f"{row.number:>3}  ")
 
 
 def _where(scenario: ChaosScenario) -> str:

@@ -217,21 +217,31 @@ def take_debug(arguments: list[str]) -> tuple[list[str], bool]:
 
 
 def _print_error(error: Exception, arguments: Sequence[str] = ()) -> int:
+    # Imported here: the help needs no console.
+    from shoal.cli.output import print_shoal_error
+
     if isinstance(error, ShoalError):
-        sys.stderr.write(error.render())
+        print_shoal_error(error)
         return error.exit_code
     if hasattr(error, "format_message"):
         # Typer's own complaint about the command line; without a message it has printed the help instead.
         context = getattr(error, "ctx", None)
         if message := error.format_message():
-            fix, why = f"{context.command_path if context else 'shoal'} --help", ""
-            if context is not None and (name := getattr(error, "option_name", "")):
+            path = context.command_path if context else " ".join(["shoal", *_leading_commands(arguments)])
+            fix, why = f"{path} --help", ""
+            # The help calls it RUN, and so do the examples.
+            if (argument := getattr(error, "param", None)) is not None and message.startswith("Missing argument"):
+                message = f"Missing argument {(argument.metavar or argument.name).upper()}"
+            # Only an unknown option has possibilities; one without its value has a name, too.
+            if context is not None and hasattr(error, "possibilities") and (name := getattr(error, "option_name", "")):
                 message = f"No such option: {name}"
                 why, fix = suggest_option(name, context.command, arguments) or (
                     did_you_mean(name, [option for one in context.command.params for option in one.opts]),
                     fix,
                 )
-            sys.stderr.write(UsageError(message, why=why, fix=fix).render())
+            # Pydantic adds how it tried: "…, unable to parse string as an integer".
+            message = message.partition(", unable to parse")[0]
+            print_shoal_error(UsageError(message, why=why, fix=fix))
         return UsageError.exit_code
     if isinstance(error, PermissionError) and error.errno == errno.EACCES and isinstance(error.filename, str):
         return _print_error(no_access_error(Path(error.filename)))
@@ -241,6 +251,14 @@ def _print_error(error: Exception, arguments: Sequence[str] = ()) -> int:
         fix="run the same command with --debug and report what it prints",
     )
     return _print_error(bug)
+
+
+def _leading_commands(arguments: Sequence[str]) -> list[str]:
+    """Return the verb and the command within it at the beginning of a command line."""
+    words = list(arguments)
+    while words and find_command(words) is None:
+        words.pop()
+    return words
 
 
 def suggest_option(name: str, command: Any, arguments: Sequence[str]) -> tuple[str, str] | None:

@@ -286,7 +286,7 @@ def train_words(given: dict[str, Any], plan: Plan, option: PlanOption) -> list[s
     words += ["--sync", mode] if has_file or mode != "ddp" else []
     words += ["--every", str(strategy.every)] if SYNC_METHODS[strategy.sync].is_outer else []
     words += ["--accumulate", "1"] if has_file else []
-    settings += [f"sync.wire={strategy.wire_setting}"] if has_file or strategy.wire != "fp32" else []
+    words += ["--wire", strategy.wire_setting] if has_file or strategy.wire != "fp32" else []
     world_size = option.row.prediction.world_size
     if strategy.balanced:
         weights = speeds(plan.workload, plan.setting.speed, world_size)

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from shoal.cli.output import command, open_browser, print_json, shown, stdout_console
+from shoal.cli.output import command, open_browser, print_json, print_paragraph, shown, stdout_console
 from shoal.config.defaults import SEED
 from shoal.config.presets import did_you_mean
 from shoal.control.processes import find_processes
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.run_folder import RunFolder
+from shoal.terminal import begin_stage
 from shoal.units import format_spans, pluralize, rank_list, rank_names
 
 if TYPE_CHECKING:
@@ -250,24 +251,24 @@ def print_verdict(verdict: VerifyResult, sharding: str) -> None:
     console = stdout_console()
     if verdict.replicas is not None:
         for text in _replicas_verdict(verdict.replicas, "parameters" if verdict.is_measured else "weights and moments"):
-            console.print(text, soft_wrap=True)
+            print_paragraph(text, console)
     elif verdict.status != "finished":
-        console.print(
+        print_paragraph(
             f"[yellow]{verdict.status}[/]: verified up to step {verdict.step}; final states are compared after the run "
             "has finished",
-            soft_wrap=True,
+            console,
         )
     if not verdict.is_measured:
-        console.print(_ledger_verdict(verdict.ledger, sharding), soft_wrap=True)
+        print_paragraph(_ledger_verdict(verdict.ledger, sharding), console)
     for fork in verdict.ledger.forked:
-        console.print(
+        print_paragraph(
             f"[red]forked[/]: the lineages {' and '.join(fork.lineages)} both trained steps {fork.first} to "
             f"{fork.last} at the same time, and neither is marked abandoned; the checkpoints hold one of two models",
-            soft_wrap=True,
+            console,
         )
     for finding in verdict.findings:
         how = "[red]wrong[/]" if finding.is_wrong else "[yellow]not checked[/]"
-        console.print(f"{how}: {escape(finding.file)}: {escape(finding.text)}", soft_wrap=True)
+        print_paragraph(f"{how}: {escape(finding.file)}: {escape(finding.text)}", console)
 
 
 def _replicas_verdict(replicas: ReplicaReport, what: str) -> Iterator[str]:
@@ -358,7 +359,11 @@ def sample(
     # A separate process, because the command line never imports torch.
     argv = [sys.executable, "-P", "-m", "shoal.train.sample", str(folder.path), f"--prompt={prompt}"]
     argv += [f"--count={count}", f"--temperature={temperature}", f"--length={length}", f"--seed={seed}"]
-    raise typer.Exit(subprocess.run(argv + (["--json"] if json else []), check=False).returncode)
+    begin_stage("shoal sample: loading the model")
+    texts = subprocess.run(argv + (["--json"] if json else []), check=False, capture_output=True, text=True)
+    sys.stderr.write(texts.stderr)
+    sys.stdout.write(texts.stdout)
+    raise typer.Exit(texts.returncode)
 
 
 def refuse_script(run: RunFolder) -> None:

@@ -378,7 +378,7 @@ def find_config(name: str) -> tuple[str, Path | None]:
     raise UsageError(
         f"{name!r} is not a preset, and there is no such file or run folder",
         why=did_you_mean(name, PRESETS) or "RUNCONFIG is a preset, a TOML file with settings or a run folder",
-        fix=f"use one of: {', '.join(PRESETS)}; or look for runs: ls runs/",
+        fix=f"use one of: {', '.join(PRESETS)}; or look for runs: shoal runs",
     )
 
 

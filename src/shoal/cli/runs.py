@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from shoal.cli.output import (
     LineDisplay,
@@ -23,6 +24,7 @@ from shoal.cli.output import (
     print_detached,
     print_json,
     print_note,
+    print_paragraph,
     print_run,
     print_table,
     process_lines,
@@ -139,7 +141,8 @@ def runs(
     if json:
         print_json({"runs": [{**asdict(run), "run": str(run.run)} for run in listed]})
     elif not listed:
-        sys.stdout.write(f"no such run in {shown(folder)}/; another folder: shoal runs --in FOLDER\n")
+        which = "no such run" if text or state else "no run"
+        print_paragraph(f"{which} in {escape(shown(folder))}/; another folder: shoal runs --in FOLDER")
     else:
         _print_past_runs(listed)
 

@@ -238,7 +238,7 @@ def _fitted(folder: Path) -> Straggling:
         raise ConfigError(
             f"--straggler {str(folder)!r} is neither none, lognormal:SIGMA nor a run folder",
             why=error.seen,
-            fix="write for example: --straggler lognormal:0.05, or name a folder of: ls runs/",
+            fix="write for example: --straggler lognormal:0.05, or name a folder of: shoal runs",
         ) from None
     return fit_stragglers(step_time_factors(run.read_all_events()))
 

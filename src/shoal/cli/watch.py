@@ -8,8 +8,12 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json as json_module
+import os
+import re
 import secrets
+import shlex
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -39,9 +43,14 @@ app = typer.Typer(add_completion=False)
 
 _LOOPBACK = "127.0.0.1"
 _TERMINAL_S = 0.5
+# Of a token in a file: what an address can hold as it is, and what no one guesses.
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{16,200}")
+_LONGEST_TOKEN = 1_000
 # How long a command waits at its end for the page's server, which sends the last state first.
 _END_S = 3.0
 _BAR_CELLS = 30
+# Columns of a narrower terminal stand closer.
+_NARROW = 72
 _MOST_EVENTS = 5
 _OVER = ("finished", "failed", "interrupted")
 
@@ -56,6 +65,10 @@ def watch(
         str, typer.Option(help="The address to listen at; 0.0.0.0 lets other machines look, with the token.")
     ] = _LOOPBACK,
     port: Annotated[int, typer.Option(min=0, max=65_535, help="The port to listen at.", show_default="a free one")] = 0,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="Read the token from this file; it is made if it is missing.", show_default="a new token"),
+    ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the page's address as JSON on stdout.")] = False,
 ) -> None:
@@ -66,16 +79,15 @@ def watch(
 
     Over SSH, use --terminal, or forward the port: ssh -L 8000:127.0.0.1:PORT MACHINE, and open the address with 8000.
 
-      shoal watch runs/grammar-20261116-145301 --open
-      shoal watch runs/grammar-20261116-145301 --terminal
+    With --port and --token-file the address stays the same when the page is started again.
     """
     folder = RunFolder.find(run)
     if terminal:
-        _refuse_with_terminal(host, port, open_, json)
+        _refuse_with_terminal(host, port, token_file, open_, json)
         watch_in_terminal(folder)
         return
+    token = new_token() if token_file is None else keep_token(token_file)
     listener = listen(host, port)
-    token = secrets.token_urlsafe(24)
     url = page_url(host, listener, token)
     if json:
         print_json({"run": str(folder.path), "url": url})
@@ -94,8 +106,15 @@ def watch(
     _serve(folder, listener, token, host)
 
 
-def _refuse_with_terminal(host: str, port: int, open_: bool, json: bool) -> None:
-    for flag, is_given in (("--host", host != _LOOPBACK), ("--port", port), ("--open", open_), ("--json", json)):
+def _refuse_with_terminal(host: str, port: int, token_file: Path | None, open_: bool, json: bool) -> None:
+    given = {
+        "--host": host != _LOOPBACK,
+        "--port": port,
+        "--token-file": token_file is not None,
+        "--open": open_,
+        "--json": json,
+    }
+    for flag, is_given in given.items():
         if is_given:
             raise UsageError(
                 f"{flag} does not go with --terminal", why="--terminal serves no page", fix="leave one of them out"
@@ -111,6 +130,44 @@ def _serve(folder: RunFolder, listener: socket.socket, token: str, host: str) ->
     names = frozenset((host, socket.gethostname())) if not is_loopback(host) else frozenset[str]()
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(folder, listener, token, names))
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(24)
+
+
+def keep_token(path: Path) -> str:
+    """Return the token in a file. A missing file is made, readable only by its owner from the first moment."""
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            token = new_token()
+            file.write(f"{token}\n")
+        return token
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise UsageError(
+            f"--token-file {path} cannot be written: {(error.strerror or str(error)).lower()}",
+            fix="name a file in a folder of yours",
+        ) from None
+    try:
+        with path.open(encoding="ascii") as file:
+            mode, token = os.fstat(file.fileno()).st_mode, file.read(_LONGEST_TOKEN).strip()
+    except (OSError, ValueError):
+        mode, token = 0, ""
+    if not _TOKEN.fullmatch(token):
+        raise UsageError(
+            f"--token-file {path} holds no token",
+            why="a token has 16 to 200 letters, digits, dashes and underscores, and stands alone in its file",
+            fix="name a file that does not exist yet: it is made, with a new token",
+        )
+    if mode & 0o077:
+        raise UsageError(
+            f"--token-file {path} can be read by other users",
+            why=f"its mode is {stat.S_IMODE(mode):04o}, and who has the token can see the run",
+            fix=f"chmod 600 {shlex.quote(str(path))}",
+        )
+    return token
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -157,7 +214,7 @@ class WatchedRun:
 
     def start(self, run: RunFolder) -> None:
         """Start the server and print the page's address."""
-        token = secrets.token_urlsafe(24)
+        token = new_token()
         with contextlib.closing(listen(_LOOPBACK, 0)) as listener:
             orders = {"run": str(run.path), "token": token, "listener": listener.fileno()}
             self._process = subprocess.Popen(
@@ -216,22 +273,22 @@ def watch_in_terminal(folder: RunFolder) -> None:
     while state.is_behind:
         state.poll()
     if not console.is_terminal:
-        console.print(state_table(snapshot(state)))
+        console.print(state_table(snapshot(state), console.width))
         return
     shown_state = snapshot(state)
-    with Live(state_table(shown_state), console=console, auto_refresh=False) as live:
+    with Live(state_table(shown_state, console.width), console=console, auto_refresh=False) as live:
         try:
             while shown_state["summary"]["status"] not in _OVER:
                 time.sleep(_TERMINAL_S)
                 state.poll()
                 shown_state = snapshot(state)
-                live.update(state_table(shown_state), refresh=True)
+                live.update(state_table(shown_state, console.width), refresh=True)
         except KeyboardInterrupt:
             return
     console.print(f"next: {escape(command('report', shown(folder.path)))}", soft_wrap=True)
 
 
-def state_table(state: dict[str, Any]) -> Table:
+def state_table(state: dict[str, Any], width: int) -> Table:
     """Return the essentials of a run's state: progress, figures, ranks, what happened."""
     summary = state["summary"]
     page = Table.grid(padding=(0, 0))
@@ -241,7 +298,7 @@ def state_table(state: dict[str, Any]) -> Table:
     page.add_row(_progress(summary))
     page.add_row(_figures(summary))
     page.add_row("")
-    page.add_row(_rank_table(summary))
+    page.add_row(_rank_table(summary, 1 if width < _NARROW else 2))
     marks = sorted(state["marks"], key=lambda mark: mark["time"])
     texts = {mark["text"]: mark for mark in marks if mark["kind"] != "checkpoint"}
     if texts:
@@ -290,12 +347,12 @@ def _figures(summary: dict[str, Any]) -> str:
     return " · ".join(texts) or "no step yet"
 
 
-def _rank_table(summary: dict[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("rank")
+def _rank_table(summary: dict[str, Any], gap: int) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
+    table.add_column("rank", no_wrap=True)
     table.add_column("node", overflow="fold")
     for title in ("step", "step time", "compute", "comm", "wait", "sends"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     table.add_column("")
     nodes = {node["name"]: node for node in summary["nodes"]}
     for rank in summary["ranks"]:

@@ -81,6 +81,7 @@ def depth_overrides(depth: int | None) -> Overrides:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `did you mean 'train.steps'?`, or '' if no name is similar. Of equally similar names it is the first."""
-    similarity = {name: difflib.SequenceMatcher(None, name, word).ratio() for name in known}
+    # Without the dashes of options, by which --foo would resemble --on.
+    similarity = {name: difflib.SequenceMatcher(None, name.lstrip("-"), word.lstrip("-")).ratio() for name in known}
     nearest = max(similarity, key=similarity.__getitem__, default=None)
     return f"did you mean {nearest!r}?" if nearest is not None and similarity[nearest] >= 0.5 else ""

@@ -246,7 +246,7 @@ def test_the_recommended_command_starts_the_planned_run(plan: Plan, call: Call, 
     code, out, err = call(*line[line.index("train") :], "--dry-run")
     assert (code, err) == (0, "")
     assert out.count("# ") == 2
-    assert ("sync.wire=fp16" in line) == ("fp16" in advice["strategy"])
+    assert ("--wire fp16" in advice["command"]) == ("fp16" in advice["strategy"])
     assert ("run.weights=1/0.37" in line) == ("balanced" in advice["strategy"])
 
 
@@ -424,7 +424,7 @@ def test_the_table_fits_a_hundred_columns(call: Call) -> None:
     assert re.search(r"nodes +payload +comm +compute +exposed +wait +step +tokens/s +speed-up +eff\. +memory", out)
     assert "…" not in before_command
     assert "T_comm/T_compute is 0.22 on 2 nodes" in out
-    assert "train gpt2-124m --on hosts.toml --global-batch 8 --set sync.wire=int8" in out
+    assert "train gpt2-124m --on hosts.toml --global-batch 8 --wire int8" in out
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

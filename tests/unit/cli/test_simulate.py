@@ -222,7 +222,7 @@ def test_a_run_with_too_few_records_is_refused(events: list[dict[str, Any]], see
         ({"checkpoint_every": "-5"}, "'-5' is not a number of steps", "--checkpoint-every best"),
         ({"straggler": "lognormal:much"}, "states no spread", "lognormal:0.05"),
         ({"straggler": "lognormal:-1"}, "sigma of -1", "lognormal:0.05"),
-        ({"straggler": "nowhere"}, "neither none, lognormal:SIGMA nor a run folder", "ls runs/"),
+        ({"straggler": "nowhere"}, "neither none, lognormal:SIGMA nor a run folder", "shoal runs"),
         ({"nodes": 0}, "0 nodes", "--nodes"),
         ({"hours": -1.0}, "simulated time", "--hours 24"),
         ({"mtbf_hours": math.nan}, "between failures", "--mtbf-hours"),

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.main import run
-from shoal.cli.watch import is_loopback, listen, page_url
+from shoal.cli.watch import is_loopback, keep_token, listen, page_url
+from shoal.errors import UsageError
 from tests.support.run_samples import all_events, make_run
 
 
@@ -17,6 +18,7 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path, capsys: pyt
     refused = {
         ("watch", folder, "--terminal", "--json"): "--json does not go with --terminal",
         ("watch", folder, "--terminal", "--port", "80"): "--port does not go with --terminal",
+        ("watch", folder, "--terminal", "--token-file", "t"): "--token-file does not go with --terminal",
         ("watch", folder, "--host", "192.0.2.1"): "cannot be served at 192.0.2.1",
         ("watch", str(tmp_path)): "is not a run folder",
         ("train", "--watch", "--detach", "--out", str(tmp_path / "new")): "--watch does not go with --detach",
@@ -54,3 +56,36 @@ def test_the_address_has_the_token_and_names_where_it_listens() -> None:
         assert "::" not in page_url("::", listener, "T")
     assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost")] == [True] * 3
     assert [is_loopback(host) for host in ("::", "10.0.0.1", "name")] == [False] * 3
+
+
+def test_a_token_file_keeps_the_token(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    token = keep_token(path)
+    assert len(token) >= 32
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert keep_token(path) == token
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "message"),
+    [
+        ("short\n", 0o600, "holds no token"),
+        ("", 0o600, "holds no token"),
+        ("a b&c=d e f g h i j k l m n\n", 0o600, "holds no token"),
+        ("x" * 2_000, 0o600, "holds no token"),
+        ("ä" * 40, 0o600, "holds no token"),
+        ("x" * 32, 0o644, "can be read by other users"),
+    ],
+)
+def test_an_unfit_token_file_is_refused_and_kept(tmp_path: Path, content: str, mode: int, message: str) -> None:
+    path = tmp_path / "token"
+    path.write_text(content, encoding="utf-8")
+    path.chmod(mode)
+    with pytest.raises(UsageError, match=message):
+        keep_token(path)
+    assert path.read_text(encoding="utf-8") == content
+
+
+def test_a_token_file_in_no_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be written: no such file or directory"):
+        keep_token(tmp_path / "missing" / "token")

@@ -166,3 +166,39 @@ def test_numbers_are_lists_or_ranges(text: str, numbers: list[int]) -> None:
 def test_other_numbers_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a list of numbers"):
         parse_numbers("--ranks", text)
+
+
+def test_an_error_is_wrapped_at_words_and_its_command_is_not(lines: Lines) -> None:
+    assert run(["join", "foo"], debug=False) == 2
+    printed = [line.rstrip() for line in lines()]
+    why = [line for line in printed if not line.startswith(("error: ", "  next: "))]
+    assert why[0].startswith("  why:  it is an address and a port")
+    assert all(line.startswith("        ") for line in why[1:])
+    assert len(why) > 1
+    assert too_wide(why) == []
+    assert printed[-1] == "  next: copy what shoal host printed after `shoal join`"
+
+
+def test_the_live_table_and_the_verdict_of_a_run_fit(tmp_path: Path, lines: Lines) -> None:
+    folder = make_run(tmp_path / "run", all_events(2, 50))
+    assert run(["watch", str(folder.path), "--terminal"], debug=False) == 0
+    printed = lines()
+    assert too_wide([line for line in printed if not line.startswith("next: ")]) == []
+    assert any("step time compute comm wait" in line for line in printed)
+    run(["verify", str(folder.path)], debug=False)
+    assert too_wide(lines()) == []
+
+
+def test_no_scenario_name_is_cut(lines: Lines) -> None:
+    assert run(["chaos", "list"], debug=False) == 0
+    printed = lines()
+    assert too_wide([line for line in printed if "tests/" not in line]) == []
+    assert "interrupt-twice" in "\n".join(printed)
+    assert not any("…" in line for line in printed)
+
+
+def test_no_unlike_option_is_suggested(lines: Lines) -> None:
+    assert run(["ps", "--foo"], debug=False) == 2
+    assert not any("did you mean" in line for line in lines())
+    assert run(["train", "--stepz", "3"], debug=False) == 2
+    assert any("did you mean '--steps'?" in line for line in lines())

@@ -73,6 +73,11 @@ def test_a_loss_is_described_in_one_sentence() -> None:
     )
 
 
+def test_no_time_is_written_where_it_would_be_zero() -> None:
+    sentence = sentences.regrouped(GenerationChange(FIRST, SECOND, {2: "silent"}, since_s=0.04), name)
+    assert "; that was agreed at once, and no committed step is lost." in sentence
+
+
 def test_a_fork_of_the_lineage_is_described() -> None:
     alone = SECOND.model_copy(
         update={

@@ -243,8 +243,8 @@ def test_settings_come_from_a_file_or_a_run(call: Call, tmp_path: Path) -> None:
     [
         (["slrum"], "No such command 'slrum'", "shoal emit --help"),
         (["torchrun", "gramar"], "'gramar' is not a preset, and there is no such file", "grammar, shakespeare-char"),
-        (["slurm", "no/such.toml"], "'no/such.toml' is not a preset, and there is no such file", "ls runs/"),
-        (["slurm", "."], ". is not a run folder", "ls runs/"),
+        (["slurm", "no/such.toml"], "'no/such.toml' is not a preset, and there is no such file", "shoal runs"),
+        (["slurm", "."], ". is not a run folder", "shoal runs"),
         (["slurm", "broken.toml"], "broken.toml is not valid TOML", "toml.io"),
         (["torchrun", "--on", "moon:2"], "--on 'moon:2' names no cluster", "--on local:2"),
         (["torchrun", "--set", "train.stpes=2"], "unknown setting train.stpes", "train has: steps"),

@@ -39,10 +39,12 @@ def regrouped(change: GenerationChange, name: Name) -> str:
     before, after = change.before, change.after
     is_alone, is_fork = len(after.members) == 1, before.lineage.name != after.lineage.name
     fork = f" as a lineage of {'its' if is_alone else 'their'} own, since others may go on too" if is_fork else ""
+    # Rounded it would be "0.0 s".
+    agreed = f"after {change.since_s:.1f} s" if change.since_s >= 0.05 else "at once"
     return (
         f"{events}. {_join(after.members, name)} {'goes' if is_alone else 'go'} on{fork}, as generation "
-        f"{after.id.number}, with step {after.state.step + 1}; that was agreed after {change.since_s:.1f} s, and no "
-        "committed step is lost."
+        f"{after.id.number}, with step {after.state.step + 1}; that was agreed {agreed}, and no committed step is "
+        "lost."
     )
 
 

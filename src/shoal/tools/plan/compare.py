@@ -313,7 +313,7 @@ def _compare(run: RunFolder, profile: Profile, path: Path) -> ComparedRun:
         raise DataError(
             f"{run.path} has no measured steps to learn from",
             why=f"its status is {summary.status}, or its phases were not measured (sync.measure=off)",
-            fix="name runs that trained for some steps: ls runs/",
+            fix="name runs that trained for some steps: shoal runs",
         )
     return ComparedRun(
         predicted=_predict(config, profile).step,

@@ -633,7 +633,8 @@ function drawHead() {
   }
   const texts = [s.steps ? `step ${fixed(s.step, 0)} of ${fixed(s.steps, 0)} (${fixed((100 * s.step) / s.steps, s.steps > 999 ? 1 : 0)}%)` : `step ${fixed(s.step, 0)}`];
   if (s.left_s !== null) texts.push(`${duration(s.left_s)} left`);
-  if (s.first_time !== null) texts.push(`${duration(s.last_time - s.first_time)} so far`);
+  const isOver = ["finished", "failed", "interrupted"].includes(s.status);
+  if (s.first_time !== null) texts.push(`${duration(s.last_time - s.first_time)} ${isOver ? "in all" : "so far"}`);
   const silent = s.now - (s.last_time ?? s.now);
   if (["running", "starting", "regrouping"].includes(s.status) && silent > 20) texts.push(`last event ${duration(silent)} ago`);
   if (s.status_text) texts.push(s.status_text);
