@@ -21,6 +21,7 @@ a worker writes them to its log.
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 
@@ -33,10 +34,14 @@ class ShoalError(Exception):
         self.why = why
         self.fix = fix
 
-    def render(self) -> str:
-        lines = [f"error: {self.seen}"]
-        if self.why:
-            lines.append("  why:  " + self.why.replace("\n", "\n        "))
+    def render(self, width: int | None = None) -> str:
+        """Return the text for a user, wrapped at words if there is a width. The next command stays on one line, to be
+        pasted."""
+        why = self.why.replace("\n", "\n        ")
+        if width is None:
+            lines = [f"error: {self.seen}", *([f"  why:  {why}"] if why else [])]
+        else:
+            lines = [*_wrap("error: ", self.seen, width), *(_wrap("  why:  ", self.why, width) if why else [])]
         if self.fix:
             lines.append(f"  next: {self.fix}")
         return "\n".join(lines) + "\n"
@@ -44,6 +49,14 @@ class ShoalError(Exception):
     def as_dict(self) -> dict[str, Any]:
         """Return the fields of a rank's `fault` event and of `--json`."""
         return {"error": type(self).__name__, "seen": self.seen, "why": self.why, "fix": self.fix}
+
+
+def _wrap(label: str, text: str, width: int) -> list[str]:
+    """Return lines under a label, indented as its first one."""
+    indent, lines = " " * len(label), []
+    for line in text.split("\n"):
+        lines += textwrap.wrap(line, width - len(label), break_long_words=False, break_on_hyphens=False) or [""]
+    return [f"{indent if number else label}{line}" for number, line in enumerate(lines)]
 
 
 class UsageError(ShoalError):

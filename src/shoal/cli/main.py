@@ -132,6 +132,7 @@ def _with_own_help(command: Any) -> Any:
     """Print shoal's own help for the command and the commands within it; `-h` asks for it too."""
 
     def format_help(ctx: Any, formatter: Any) -> None:
+        end_stage()
         print_command_help(command, ctx.command_path)
 
     command.format_help = format_help
@@ -217,11 +218,8 @@ def take_debug(arguments: list[str]) -> tuple[list[str], bool]:
 
 
 def _print_error(error: Exception, arguments: Sequence[str] = ()) -> int:
-    # Imported here: the help needs no console.
-    from shoal.cli.output import print_shoal_error
-
     if isinstance(error, ShoalError):
-        print_shoal_error(error)
+        sys.stderr.write(error.render(_terminal_width()))
         return error.exit_code
     if hasattr(error, "format_message"):
         # Typer's own complaint about the command line; without a message it has printed the help instead.
@@ -241,7 +239,7 @@ def _print_error(error: Exception, arguments: Sequence[str] = ()) -> int:
                 )
             # Pydantic adds how it tried: "…, unable to parse string as an integer".
             message = message.partition(", unable to parse")[0]
-            print_shoal_error(UsageError(message, why=why, fix=fix))
+            return _print_error(UsageError(message, why=why, fix=fix))
         return UsageError.exit_code
     if isinstance(error, PermissionError) and error.errno == errno.EACCES and isinstance(error.filename, str):
         return _print_error(no_access_error(Path(error.filename)))
@@ -251,6 +249,14 @@ def _print_error(error: Exception, arguments: Sequence[str] = ()) -> int:
         fix="run the same command with --debug and report what it prints",
     )
     return _print_error(bug)
+
+
+def _terminal_width() -> int | None:
+    """Return the columns of the terminal that errors go to; None if they go elsewhere."""
+    if not sys.stderr.isatty():
+        return None
+    # A terminal that was never given a size says 0.
+    return max(20, os.get_terminal_size(sys.stderr.fileno()).columns or 80)
 
 
 def _leading_commands(arguments: Sequence[str]) -> list[str]:

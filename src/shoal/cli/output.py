@@ -279,19 +279,6 @@ def print_paragraph(text: str, console: Console | None = None, label: str = "") 
         console.print(text)
 
 
-def print_shoal_error(error: ShoalError) -> None:
-    """Print an error on stderr, wrapped at words on a terminal; the next command stays on one line, to be pasted."""
-    console = make_console(stderr=True)
-    if not console.is_terminal:
-        sys.stderr.write(error.render())
-        return
-    print_paragraph(escape(error.seen), console, "error: ")
-    if error.why:
-        print_paragraph(escape(error.why), console, "  why:  ")
-    if error.fix:
-        console.print(f"  next: {escape(error.fix)}", soft_wrap=True)
-
-
 def _allreduce(manifest: Manifest) -> str:
     if manifest.allreduce_p50_ms is None:
         return "not measured"

@@ -168,7 +168,8 @@ def test_other_numbers_are_refused(text: str) -> None:
         parse_numbers("--ranks", text)
 
 
-def test_an_error_is_wrapped_at_words_and_its_command_is_not(lines: Lines) -> None:
+def test_an_error_is_wrapped_at_words_and_its_command_is_not(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.cli.main._terminal_width", lambda: NARROW)
     assert run(["join", "foo"], debug=False) == 2
     printed = [line.rstrip() for line in lines()]
     why = [line for line in printed if not line.startswith(("error: ", "  next: "))]
