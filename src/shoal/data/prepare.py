@@ -185,7 +185,7 @@ def prepare(config: DataConfig) -> PreparedData:
     if config.path is None and config.builtin == "grammar":
         entry = root / _key(config, f"grammar {GRAMMAR_VERSION} {config.sentences} {config.seed}")
         index = _get_or_build(entry, partial(_build_grammar, config))
-        return _prepared(entry, index, f"{config.sentences} generated English sentences", config.sentences)
+        return _prepared(entry, index, f"{config.sentences:,} generated English sentences", config.sentences)
     path = config.path or SHAKESPEARE
     files = find_texts(path)
     stamps = file_stamps(files)

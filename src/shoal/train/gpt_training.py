@@ -210,4 +210,4 @@ def describe_shard(session: Session, text: TextSource, run: RunFolder, config: C
     )
     with contextlib.suppress(OSError):
         # A full disk must not end a training because its log cannot grow.
-        print(f"rank {session.rank} of {session.world_size}: {shard.size} of {shard.count} samples, first: {first}")
+        print(f"rank {session.rank} of {session.world_size}: {shard.size:,} of {shard.count:,} samples, first: {first}")

@@ -73,7 +73,7 @@ def test_shards_add_up_and_record_their_first_sentence(runs: Runs) -> None:
     assert sum(shard["size"] for shard in shards) == shards[0]["total"]
     assert [shard["seed"] for shard in shards] == [35_000, 35_001, 35_002]
     log = (runs[3][0] / "logs/local/rank-2.log").read_text()
-    assert f"rank 2 of 3: {shards[2]['size']} of {shards[2]['total']} samples, first: {shards[2]['first']}" in log
+    assert f"rank 2 of 3: {shards[2]['size']:,} of {shards[2]['total']:,} samples, first: {shards[2]['first']}" in log
 
 
 def test_the_ledger_has_every_sample_once(runs: Runs) -> None:
