@@ -20,7 +20,7 @@ import torch
 import shoal
 from shoal.config.schema import EngineConfig
 from shoal.control.processes import RUN_MARK
-from shoal.cost.batch_plan import BatchPlan, plan_global_batch, redivide_batch
+from shoal.cost.batch_plan import BatchPlan, micro_batch, plan_global_batch, redivide_batch
 from shoal.engine.auto_sync import SyncChooser
 from shoal.engine.balance import Balance, describe_first_shares
 from shoal.engine.checkpoint import CheckpointFolder, Progress
@@ -113,11 +113,13 @@ def start_training(
     config, world = engine.config, engine.world
     launched = world.size if recovery is None else recovery.launched
     plan = launch_plan = plan_global_batch(config, launched)
+    # First shares by a profile may need small micro-batches. Later ones may have the size of equal shares.
+    most = max(launch_plan.micro_batch, micro_batch(config.train, (1.0,) * launched))
     if recovery is not None and world.ids != tuple(range(launched)):
         shares = engine.weights_of(world.ids)
-        plan = redivide_batch(launch_plan.global_batch, launch_plan.micro_batch, shares, engine.has_fixed_shapes)
+        plan = redivide_batch(launch_plan.global_batch, most, shares, engine.has_fixed_shapes)
     _make_equal(engine)
-    engine.set_plan(plan, launch_plan.micro_batch)
+    engine.set_plan(plan, most)
     engine.set_launched_ranks(launched)
     engine.connect()
     engine.between_steps = chooser.after_step

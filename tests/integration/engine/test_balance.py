@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from shoal.engine.balance import Balance, RankTime
+from shoal.engine.engine import Engine
 from shoal.events import read_events
 from shoal.run_folder import RunFolder
 from shoal.sync.world import World
@@ -31,6 +32,7 @@ from tests.integration.engine.test_session import (
     train_plainly,
 )
 from tests.support.ranks import run_ranks
+from tests.support.trainings import GptTraining, make_run
 
 # The speeds of the ranks from a step on.
 SPEEDS = {1: (5.0, 2.0, 1.0), 26: (1.0, 1.0, 2.0)}
@@ -164,3 +166,21 @@ def test_the_first_shares_are_those_of_a_profile_and_then_follow(tmp_path: Path)
     assert [own[-1] for _, own in results] == [8, 3, 1]
     start = next(event for event in read_events(RunFolder(path).events(0)) if event["event"] == "start")
     assert start["shares_why"] == "shares 2:8:2, by the speeds that shoal probe measured"
+
+
+def first_sizes(world: World, path: Path) -> tuple[int, int]:
+    """Return the micro-batch of the first step, and the largest that later shares may have."""
+    training = GptTraining(world, path)
+    sizes: list[tuple[int, int]] = []
+
+    def look(engine: Engine) -> bool:
+        sizes.append((engine.plan.micro_batch, engine.largest_micro_batch))
+        return True
+
+    training.train(look)
+    return sizes[0]
+
+
+def test_micro_batches_may_grow_after_first_shares_by_a_profile(tmp_path: Path) -> None:
+    run = make_run(tmp_path, 2, "train.global_batch=8", "run.speeds=3/1", "train.compile=off", "train.pin=off")
+    assert run_ranks(first_sizes, 2, tmp_path, run.path) == [(2, 4)] * 2
