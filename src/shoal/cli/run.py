@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal import __version__
-from shoal.cli.output import Depth, given_settings, print_json, refuse_given
+from shoal.cli.output import Depth, given_settings, print_json, print_note, refuse_given
 from shoal.cli.train import BALANCE_DEFAULT, BALANCE_HELP, DROP_HELP, PROFILE
 from shoal.config.defaults import DEFAULT_CLAIM, DEFAULT_MEMORY, GRACE_S, MOUNT
 from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_mean
@@ -39,6 +39,8 @@ _SETTINGS_OF_FLAGS = {
     "accumulate": "sync.accumulate",
     "profile_steps": "train.profile_steps",
 }
+# Options that scripts of others seldom have.
+_OF_SHOAL = {"--on", "--detach", "--measure", "--wire", "--balance", "--restarts"}
 # A resumed run has the values of its first start.
 _OF_NEW_RUNS = ("on", "out", "threads", "port", "python", "grace", "measure", "restarts")
 
@@ -167,6 +169,8 @@ def run(
     if not script:
         raise UsageError("no script to run", fix="write for example: shoal run --on local:2 train.py --epochs 3")
     argv, name = script_command(script)
+    if note := misplaced_note(script):
+        print_note(note)
     session = session_settings(flags, set_ or [], on)
     on = session["run"]["on"]
     if not grace <= _LONGEST_GRACE_S:
@@ -239,6 +243,19 @@ def session_settings(flags: Overrides, sets: list[str], on: str | None) -> dict[
         # Otherwise the script may choose the mode, and its session refuses a setting that the mode lacks.
         refuse_without_effect(config, typed_settings(given, sets))
     return settings
+
+
+def misplaced_note(words: list[str]) -> str:
+    """Return a note about options after the script that were probably meant for shoal; nothing if there are none."""
+    start = 2 if words[0] == "-m" else 1
+    late = [word for word in words[start:] if word.partition("=")[0] in _OF_SHOAL]
+    if not late:
+        return ""
+    script = " ".join(words[:start])
+    return (
+        f"what stands after {script} goes to the script, also {' and '.join(late)}; options of shoal stand before it: "
+        f"shoal run {late[0]} … {script}"
+    )
 
 
 def script_command(words: list[str]) -> tuple[list[str], str]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.cli.main import run
+from shoal.cli.run import misplaced_note
 from shoal.config.load import build_config, to_toml
 
 
@@ -96,3 +97,18 @@ def test_a_run_is_deleted_only_after_a_confirmation(
     assert run(["runs", "--delete", "runs/new", "--yes"], debug=False) == 2
     assert "runs/new is running" in capsys.readouterr().err
     assert (folders / "new").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train.py", "--on", "local:2"], "shoal run --on … train.py"),
+        (["-m", "my.training", "--wire=int8", "--detach"], "also --wire=int8 and --detach; options"),
+        (["train.py", "--epochs", "3", "--out", "x"], ""),
+        (["-m", "--on"], ""),
+    ],
+)
+def test_options_of_shoal_after_the_script_are_noted(words: list[str], expected: str) -> None:
+    note = misplaced_note(words)
+    assert expected in note
+    assert bool(note) == bool(expected)
