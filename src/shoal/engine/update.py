@@ -58,7 +58,7 @@ class StepNumbers:
 
 
 def can_decide_on_gpu(optimizers: Sequence[Optimizer]) -> bool:
-    """Return whether `update_if_finite` serves these optimizers: Adam, AdamW, SGD and Adagrad with `fused=True`."""
+    """Return whether `update_if_finite` serves these optimizers: Adam, AdamW and SGD with `fused=True`."""
     return all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers)
 
 

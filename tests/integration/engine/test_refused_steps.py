@@ -77,6 +77,7 @@ def train(world: World, run: Path, poison: Poison, bad_ranks: tuple[int, ...]) -
         training.train(before_step)
     except RunFailed as error:
         engine = training.engine
+        assert engine.outer.replicas_differ or engine.progress.step == BAD - 1
         with engine.outer.common():
             is_sound = all(tensor.isfinite().all() for tensor in replica_state(engine).values())
         return error.render(), is_sound
