@@ -5,9 +5,7 @@
 
 Four trials: two nodes with 1 and 0.33 of a core, with equal shares and with shares that follow the speed; three nodes
 with 1, 0.66 and 0.33; one of two nodes cut to a third in mid-run and given back; 200 steps on two equal nodes. The
-first three are given as parts of the sum of what the nodes do alone, one after the other; and, where they can be
-compared, of what they do alone at the same time, which also has what the machine loses when several of its cores work.
-`--scale` multiplies all cores: a quota that the
+first three are given as parts of the sum of what the nodes do alone. `--scale` multiplies all cores: a quota that the
 machine can always give is measured well even if other programs compute, too. Three nodes need 1.99 cores at scale 1.
 """
 
@@ -19,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -64,21 +61,6 @@ def on(cores: Sequence[float]) -> str:
 
 def alone(folder: Path, cores: float, steps: int, *options_: str) -> float:
     return samples_per_s(train(folder, f"alone-{cores:g}", on([cores]), steps, *options_), steps // 4, steps)
-
-
-def alone_together(folder: Path, cores: Sequence[float], steps: int, *options_: str) -> float:
-    """Return the sum of the nodes' speeds, each in a training of its own, all at the same time."""
-    counts = [max(8, round(steps * part / max(cores))) for part in cores]
-    with ThreadPoolExecutor(len(cores)) as pool:
-        trainings = [
-            pool.submit(train, folder, f"beside-{number}", on([part]), count, *options_)
-            for number, (part, count) in enumerate(zip(cores, counts, strict=True))
-        ]
-        ledgers = [training.result() for training in trainings]
-    # Where all of them train: the last one has begun, and none has ended.
-    begin, end = max(ledger[2]["time"] for ledger in ledgers), min(ledger[-1]["time"] for ledger in ledgers)
-    within = [[record["step"] for record in ledger if begin <= record["time"] <= end] for ledger in ledgers]
-    return sum(samples_per_s(ledger, part[0], part[-1]) for ledger, part in zip(ledgers, within, strict=True))
 
 
 def await_step(out: Path, step: int) -> None:
@@ -129,25 +111,19 @@ def main() -> None:
                     speeds[part] = alone(folder, part, chosen.steps // 2, *batch)
             return round(samples_per_s(records, first, last) / sum(speeds[part] for part in cores), 3)
 
-        def part_of_both(cores: Sequence[float], records: Sequence[dict[str, Any]]) -> float:
-            together = alone_together(folder, cores, chosen.steps // 2, *batch)
-            return round(samples_per_s(records, _WARM_STEPS, chosen.steps) / together, 3)
-
         def two() -> dict[str, Any]:
             equal = train(folder, "equal", on([full, low]), chosen.steps, "--balance", "off", *batch)
             balanced = train(folder, "balanced", on([full, low]), chosen.steps, *batch)
             return {
                 "equal shares": part_of_sum([full, low], equal, _WARM_STEPS, chosen.steps),
                 "shares by speed": part_of_sum([full, low], balanced, _WARM_STEPS, chosen.steps),
-                "of both at the same time": part_of_both([full, low], balanced),
                 "changes": changes(balanced),
             }
 
         def three() -> dict[str, Any]:
             records = train(folder, "three", on([full, medium, low]), chosen.steps, *batch)
             part = part_of_sum([full, medium, low], records, _WARM_STEPS, chosen.steps)
-            beside = part_of_both([full, medium, low], records)
-            return {"shares by speed": part, "of all at the same time": beside, "changes": changes(records)}
+            return {"shares by speed": part, "changes": changes(records)}
 
         def cut() -> dict[str, Any]:
             records = cut_and_give_back(folder, full, *batch)
