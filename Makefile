@@ -6,8 +6,7 @@
 BIN := .venv/bin
 PYTEST_ARGS ?=
 # Most tests wait for processes and networks: four at once keep two cores busy.
-WORKERS ?= 4
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup
+export WORKERS ?= 4
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -24,11 +23,11 @@ check: setup ## ruff, formatting, mypy
 	$(BIN)/mypy
 
 test: check ## check, then every test but the long ones
-	$(PYTEST) -m "not long and not exhaustive" $(PYTEST_ARGS)
+	scripts/run-tests -m "not long and not exhaustive" $(PYTEST_ARGS)
 
 # pytest ends with 5 when no test matched, which is no failure here.
 test-long: setup ## the long tests
-	$(PYTEST) -m "long and not exhaustive" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	scripts/run-tests -m "long and not exhaustive" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-gpu: setup ## the tests that need a GPU; they need a CUDA build of torch in .venv
 	$(BIN)/pytest -m gpu $(PYTEST_ARGS)

@@ -1,12 +1,13 @@
 """How much of all machines' speed a training gets when they are unequal: emulated nodes, against each of them alone.
 
-    sudo .venv/bin/python benchmarks/balance.py --steps 80
+    sudo .venv/bin/python benchmarks/balance.py --steps 40 --global-batch 256 --rounds 3
     sudo .venv/bin/python benchmarks/balance.py --scale 0.3 --steps 60       on a machine that others use too
 
 Four trials: two nodes with 1 and 0.33 of a core, with equal shares and with shares that follow the speed; three nodes
 with 1, 0.66 and 0.33; one of two nodes cut to a third in mid-run and given back; 200 steps on two equal nodes. The
-first three are given as parts of the sum of what the nodes do alone. `--scale` multiplies all cores: a quota that the
-machine can always give is measured well even if other programs compute, too. Three nodes need 1.99 cores at scale 1.
+first three are given as parts of the sum of what the nodes do alone, measured anew in every round, since the speed of a
+shared machine changes within minutes. `--scale` multiplies all cores: a quota that the machine can always give is
+measured well even if other programs compute, too. Three nodes need 1.99 cores at scale 1.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -99,6 +101,12 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=16)
     parser.add_argument("--only", choices=("two", "three", "cut", "noise"))
     chosen = parser.parse_args()
+    for number in range(chosen.rounds):
+        measure(chosen, number)
+
+
+def measure(chosen: Namespace, number: int) -> None:
+    """Measure every chosen trial once and print a line for each."""
     batch = ("--global-batch", str(chosen.global_batch))
     full, medium, low = (round(chosen.scale * part, 4) for part in (1.0, 0.66, 0.33))
     with tempfile.TemporaryDirectory() as name:
@@ -108,7 +116,7 @@ def main() -> None:
         def part_of_sum(cores: Sequence[float], records: Sequence[dict[str, Any]], first: int, last: int) -> float:
             for part in cores:
                 if part not in speeds:
-                    speeds[part] = alone(folder, part, chosen.steps // 2, *batch)
+                    speeds[part] = alone(folder, part, max(8, chosen.steps // 4), *batch)
             return round(samples_per_s(records, first, last) / sum(speeds[part] for part in cores), 3)
 
         def two() -> dict[str, Any]:
@@ -139,12 +147,10 @@ def main() -> None:
             return {"changes": changes(train(folder, "noise", on([full, full]), 200, "--balance", "live", *batch))}
 
         trials: dict[str, Callable[[], dict[str, Any]]] = {"two": two, "three": three, "cut": cut, "noise": noise}
-        for trial, measure in trials.items():
+        setting = {"round": number, "scale": chosen.scale, "batch": chosen.global_batch}
+        for trial, run in trials.items():
             if chosen.only in (None, trial):
-                print(
-                    json.dumps({"trial": trial, "scale": chosen.scale, "batch": chosen.global_batch, **measure()}),
-                    flush=True,
-                )
+                print(json.dumps({"trial": trial, **setting, **run()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -230,6 +230,10 @@ def _print_error(error: Exception, arguments: Sequence[str] = ()) -> int:
             # The help calls it RUN, and so do the examples.
             if (argument := getattr(error, "param", None)) is not None and message.startswith("Missing argument"):
                 message = f"Missing argument {(argument.metavar or argument.name).upper()}"
+            if context is not None and message.startswith("No such command"):
+                name = message.split("'")[1]
+                message = f"{path} has no command {name!r}"
+                why = did_you_mean(name, context.command.commands)
             # Only an unknown option has possibilities; one without its value has a name, too.
             if context is not None and hasattr(error, "possibilities") and (name := getattr(error, "option_name", "")):
                 message = f"No such option: {name}"

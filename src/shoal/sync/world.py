@@ -264,6 +264,7 @@ def await_ranks(store: dist.Store, rank: int, size: int, timeout_s: float, word:
     """
     keys = [f"here/{number}" for number in range(size)]
     store.set(keys[rank], word)
+    began = time.monotonic()
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except (RuntimeError, dist.DistError) as error:
@@ -273,6 +274,13 @@ def await_ranks(store: dist.Store, rank: int, size: int, timeout_s: float, word:
             # The store itself is gone by now.
             missing = []
         ranks = rank_list(missing) if missing else "rank ?"
+        waited_s = time.monotonic() - began
+        if waited_s < timeout_s:
+            raise GroupNotFormed(
+                f"the world did not form: machines were lost after {waited_s:.0f} s, before {ranks} of {size} came",
+                why="a machine, its agent or the network stopped answering while the ranks were starting",
+                fix="look at the logs of the agents in the run folder, and check the network: shoal doctor",
+            ) from error
         raise GroupNotFormed(
             f"the world did not form: {ranks} of {size} did not come within {timeout_s:.0f} s",
             why="those processes were not started, died early, or cannot reach the others",

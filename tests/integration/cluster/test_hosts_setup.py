@@ -234,7 +234,8 @@ def test_a_killed_setup_leaves_no_process(site: Site) -> None:
     while left := [command for _, command in site.lab.processes("node1") if str(site.folder) in command]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
-    assert set_up(site, file, "--no-project", "--wheels", str(wheels))["node1"]["environment"] == "made"
+    # The environment itself may have been there already when the kill arrived.
+    assert set_up(site, file, "--no-project", "--wheels", str(wheels))["node1"]["environment"] in {"made", "updated"}
 
 
 def test_another_folder_in_the_place_of_the_environment_is_kept_and_refused(site: Site) -> None:

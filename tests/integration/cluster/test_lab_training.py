@@ -13,6 +13,7 @@ import pytest
 
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.lab import state
+from shoal.cluster.lab.lab import set_frozen
 from shoal.cluster.node import Rendezvous
 from shoal.cluster.target import ExistingLab, LocalSpec, parse_on, rank_count
 from shoal.config.schema import RunConfig
@@ -20,8 +21,9 @@ from shoal.control.processes import find_processes, find_supervisor
 from shoal.errors import ConfigError, UsageError
 from shoal.launch.plan import plan_ranks
 from shoal.runs.manage import end_processes
-from tests.support.labs import need_lab, new_labs
+from tests.support.labs import need_lab, new_labs, running_lab
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, train_tiny
+from tests.support.runs import wait_until
 
 RENDEZVOUS = Rendezvous("10.77.0.1", 4242)
 
@@ -94,6 +96,31 @@ def test_three_nodes_train_to_identical_replicas(tmp_path: Path) -> None:
     assert manifest["theoretical_bytes_per_step"] < manifest["wire_bytes_per_step"]
     assert shoal("verify", run).returncode == 0
     assert shoal("train", "--resume", run, "--steps", "14").returncode == 0
+
+
+@pytest.mark.long
+def test_a_node_that_stands_still_while_its_rank_starts_is_awaited(tmp_path: Path) -> None:
+    run, flags = tmp_path / "run", set_flags(*TINY, "train.steps=6", "train.compile=off")
+
+    def generations() -> list[str]:
+        path = run / "agents/node1.jsonl"
+        events = read_jsonl(path) if path.exists() else []
+        return [event["id"] for event in events if event["event"] == "generation"]
+
+    with running_lab(2) as lab:
+        assert shoal("train", "--on", f"lab:{lab.name}", "--out", run, "--detach", *flags).returncode == 0
+        try:
+            wait_until(generations)
+            lab.perform(set_frozen("node2", frozen=True))
+            time.sleep(5)
+            lab.perform(set_frozen("node2", frozen=False))
+            wait_until(lambda: find_supervisor(run) is None, 90)
+        finally:
+            end_processes(find_processes(run))
+    assert [event["status"] for event in read_jsonl(run / "events/rank-1.jsonl") if event["event"] == "end"] == [
+        "finished"
+    ]
+    assert generations() == ["1-0"]
 
 
 @pytest.mark.usefixtures("no_lab_left")

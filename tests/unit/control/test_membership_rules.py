@@ -69,6 +69,18 @@ def test_a_member_is_silent_after_two_and_a_half_seconds() -> None:
     assert detector.status(1) is PeerStatus.ALIVE
 
 
+def test_a_member_may_be_silent_for_longer_while_the_ranks_of_a_launch_start() -> None:
+    detector = detector_of(1)
+    detector.set_starting(True)
+    advance_to(detector, 20.0)
+    assert detector.status(1) is PeerStatus.ALIVE
+    detector.set_starting(False)
+    assert detector.status(1) is PeerStatus.SILENT
+    detector.set_starting(True)
+    advance_to(detector, 20.1, 20.0)
+    assert detector.status(1) is PeerStatus.SILENT
+
+
 @pytest.mark.parametrize(("after_s", "expected_status"), [(0.4, PeerStatus.GONE), (0.6, PeerStatus.ALIVE)])
 def test_a_connection_that_closes_right_after_a_heartbeat_means_gone(
     after_s: float, expected_status: PeerStatus

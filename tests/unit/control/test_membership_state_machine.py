@@ -135,7 +135,8 @@ class Membership(RuleBasedStateMachine):
             for member in few:
                 cluster.kill(member)
         lineages, before = cluster.lineages(many), cluster.committed(many)
-        cluster.run(MAJORITY_WITHIN_S)
+        # Silent members are awaited for longer until the first group has formed.
+        cluster.run(MAJORITY_WITHIN_S + (0.0 if before else MembershipSettings().starting_silent_after_s))
         assert cluster.committed(many) > before, cluster.describe()
         assert cluster.lineages(many) == lineages
         paused_at = cluster.committed(few)

@@ -241,7 +241,7 @@ def test_settings_come_from_a_file_or_a_run(call: Call, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "seen", "next_step"),
     [
-        (["slrum"], "No such command 'slrum'", "shoal emit --help"),
+        (["slrum"], "shoal emit has no command 'slrum'", "shoal emit --help"),
         (["torchrun", "gramar"], "'gramar' is not a preset, and there is no such file", "grammar, shakespeare-char"),
         (["slurm", "no/such.toml"], "'no/such.toml' is not a preset, and there is no such file", "shoal runs"),
         (["slurm", "."], ". is not a run folder", "shoal runs"),

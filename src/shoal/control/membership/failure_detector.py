@@ -23,6 +23,7 @@ class PeerStatus(Enum):
 class FailureDetector:
     def __init__(self, settings: MembershipSettings, now: float) -> None:
         self._settings = settings
+        self._silent_after_s = settings.silent_after_s
         self._now = now
         # As if this node had always been awake: it cannot have missed anything yet.
         self._awake_since = now - settings.silent_after_s
@@ -41,6 +42,11 @@ class FailureDetector:
             self._received_at = dict.fromkeys(self._received_at, now)
         self._now = now
         return has_slept
+
+    def set_starting(self, is_starting: bool) -> None:
+        """While the ranks of a launch start, be patient with silent members."""
+        usual_s, starting_s = self._settings.silent_after_s, self._settings.starting_silent_after_s
+        self._silent_after_s = max(usual_s, starting_s) if is_starting else usual_s
 
     def awake_s(self) -> float:
         """Return the time since waking. A message that arrives right after waking was sent while we slept."""
@@ -69,7 +75,7 @@ class FailureDetector:
         if member in self._gone:
             return PeerStatus.GONE
         received_at = self._received_at.get(member)
-        if received_at is None or self._now - received_at > self._settings.silent_after_s:
+        if received_at is None or self._now - received_at > self._silent_after_s:
             return PeerStatus.SILENT
         return PeerStatus.ALIVE
 

@@ -20,6 +20,9 @@ class MembershipSettings:
     # A peer that sent nothing for this long is suspected. Raise it when busy machines or a bad Wi-Fi are suspected
     # wrongly; every silent loss then takes that much longer to notice.
     silent_after_s: float = SILENT_AFTER_S
+    # The same until the first group of a launch has formed: importing torch keeps a slow machine busy, and there is no
+    # training yet that would wait. Longer: a cable pulled during the start is noticed later.
+    starting_silent_after_s: float = 20.0
     # A connection that closes this soon after a message was closed by the other node. Longer: a connection that timed
     # out may be taken for a process that ended.
     closed_within_s: float = 0.5

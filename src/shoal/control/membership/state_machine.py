@@ -130,6 +130,7 @@ class MembershipMachine:
         """Our ranks have formed the group of this generation and have its state."""
         if self._state.is_current(generation) and self._state.ranks.phase is not Phase.STOPPED:
             self._state.ranks.has_state = self._state.formed = True
+            self._state.peers.detector.set_starting(False)
 
     def committed(self, step: int) -> None:
         """Record our ranks' progress, for the next heartbeat."""
@@ -278,6 +279,7 @@ class MembershipMachine:
         ranks.phase, ranks.committed = Phase.TRAINING, generation.state.committed
         state.unconfirmed, state.joins, state.passed, state.spare = set(), None, None, None
         state.formed, state.entered_at = False, state.now
+        state.peers.detector.set_starting(generation.parent == NEVER)
         for member in generation.members:
             state.peers.detector.expect(member)
         state.peers.forget_before(generation.id)
