@@ -29,11 +29,12 @@ _WINDOWS = ((6, 0.10), (12, 0.06), (24, 0.04), (48, 0.03))
 _ERRORS = 2.0
 # Wait for the end of a change: both halves of a window must agree to within this part.
 _STEADY = 0.25
-# Micro-batches are small enough when the step is within this part of one that could be divided at will.
-_MATCH = 0.05
-# What starting a micro-batch costs, in samples, until it was measured: little, or smaller ones would never be tried.
-_FIRST_OVERHEAD = 0.5
-_MOST_OVERHEAD = 16.0
+# Micro-batches are small enough when the step is within this part of the best one.
+_MATCH = 0.03
+# What starting a micro-batch costs, in samples, until it was measured. With less, micro-batches are made much
+# smaller at once for a closer match (64 to 8, seen on a CPU: a sample cost 1.6 times as much).
+_FIRST_OVERHEAD = 2.0
+_LEAST_OVERHEAD, _MOST_OVERHEAD = 0.25, 16.0
 # A machine is judged by so many steps with the same shares, every few steps.
 _MACHINE_STEPS = 12
 _JUDGE_MACHINES_EVERY = 4
@@ -138,23 +139,21 @@ def divide_by_speed(count: int, speeds: Sequence[RankSpeed]) -> tuple[int, ...]:
 def best_plan(plan: BatchPlan, speeds: Sequence[RankSpeed], sizes: Sequence[int], overhead: float) -> BatchPlan:
     """Return the best division into micro-batches of one of these sizes; `speeds` are those with the present size.
 
-    Smaller ones can follow the speeds more closely, but cost more for each sample. Take the cheapest size that is fine
-    enough (see `_MATCH`); where none of those is faster than the best of all, take that one.
+    Smaller ones can follow the speeds more closely, but cost more for each sample, and how much more is not certain. So
+    take the largest with which the step is about as short as with the best (see `_MATCH`).
     """
-    candidates: list[tuple[float, int, bool, BatchPlan]] = []
+    candidates: list[tuple[float, BatchPlan]] = []
     for size in sizes:
         count = plan.global_batch // size
         if count < len(speeds):
             continue
         scaled = _at_size(speeds, plan.micro_batch, size, overhead)
         parts = divide_by_speed(count, scaled)
-        end_s = slowest_s(parts, scaled)
-        candidates.append((end_s, -size, end_s <= (1 + _MATCH) * even_s(count, scaled), BatchPlan(size, parts)))
-    best = min(candidates, key=lambda candidate: candidate[:2], default=None)
-    if best is None:
+        candidates.append((slowest_s(parts, scaled), BatchPlan(size, parts)))
+    if not candidates:
         return plan
-    fine = min((candidate for candidate in candidates if candidate[2]), key=lambda c: c[:2], default=best)
-    return fine[3] if fine[0] <= (1 + _MATCH) * best[0] else best[3]
+    best_s = min(end_s for end_s, _ in candidates)
+    return max((one for end_s, one in candidates if end_s <= (1 + _MATCH) * best_s), key=lambda one: one.micro_batch)
 
 
 def find_change(
@@ -227,7 +226,7 @@ def measure_overhead(before: BatchPlan, before_s: Sequence[float], after: BatchP
     if after.micro_batch > before.micro_batch:
         ratio = 1 / ratio
     # A large one takes (large + overhead) / (small + overhead) times as long as a small one.
-    return min(max(0.0, (ratio * large - small) / max(1e-6, 1 - ratio)), _MOST_OVERHEAD)
+    return min(max(_LEAST_OVERHEAD, (ratio * large - small) / max(1e-6, 1 - ratio)), _MOST_OVERHEAD)
 
 
 def differ(speeds: Sequence[float]) -> bool:
