@@ -6,8 +6,9 @@
 Four trials: two nodes with 1 and 0.33 of a core, with equal shares and with shares that follow the speed; three nodes
 with 1, 0.66 and 0.33; one of two nodes cut to a third in mid-run and given back; 200 steps on two equal nodes. The
 first three are given as parts of the sum of what the nodes do alone, measured anew in every round, since the speed of a
-shared machine changes within minutes. `--scale` multiplies all cores: a quota that the machine can always give is
-measured well even if other programs compute, too. Three nodes need 1.99 cores at scale 1.
+shared machine changes within minutes, and as parts of the ranks' own speeds in the same steps. `--scale` multiplies all
+cores: a quota that the machine can always give is measured well even if other programs compute, too. Three nodes need
+1.99 cores at scale 1.
 """
 
 from __future__ import annotations
@@ -55,6 +56,24 @@ def samples_per_s(records: Sequence[dict[str, Any]], first: int, last: int) -> f
     times = {record["step"]: record["time"] for record in records}
     begin, end = records[0]["samples"]
     return float((end - begin) / median(times[step] - times[step - 1] for step in range(first + 1, last + 1)))
+
+
+def part_of_own_speeds(out: Path, first: int, last: int) -> float:
+    """Return the speed between two steps as a part of the sum of the ranks' speeds while they computed in these steps.
+
+    It does not count what smaller micro-batches cost, and nothing that slows all nodes when they compute at once.
+    """
+    records = commits(out)
+    shares = {record["step"]: record["shares"] for record in records}
+    own = 0.0
+    for rank in range(len(shares[last])):
+        steps = [event for event in read_events(RunFolder(out).events(rank)) if event["event"] == "step"]
+        own += median(
+            shares[step["step"]][rank] / (step["data_s"] + step["forward_s"] + step["backward_s"])
+            for step in steps
+            if first < step["step"] <= last
+        )
+    return round(samples_per_s(records, first, last) / own, 3)
 
 
 def on(cores: Sequence[float]) -> str:
@@ -125,21 +144,25 @@ def measure(chosen: Namespace, number: int) -> None:
             return {
                 "equal shares": part_of_sum([full, low], equal, _WARM_STEPS, chosen.steps),
                 "shares by speed": part_of_sum([full, low], balanced, _WARM_STEPS, chosen.steps),
+                "of own speeds": part_of_own_speeds(folder / "balanced", _WARM_STEPS, chosen.steps),
                 "changes": changes(balanced),
             }
 
         def three() -> dict[str, Any]:
             records = train(folder, "three", on([full, medium, low]), chosen.steps, *batch)
             part = part_of_sum([full, medium, low], records, _WARM_STEPS, chosen.steps)
-            return {"shares by speed": part, "changes": changes(records)}
+            own = part_of_own_speeds(folder / "three", _WARM_STEPS, chosen.steps)
+            return {"shares by speed": part, "of own speeds": own, "changes": changes(records)}
 
         def cut() -> dict[str, Any]:
             records = cut_and_give_back(folder, full, *batch)
             back = _CUT_AT + _GIVEN_BACK_AFTER
             third = round(full / 3, 4)
+            spans = ((_CUT_AT + _FOLLOWED_AFTER, back), (back + _FOLLOWED_AFTER, len(records)))
             return {
-                "cut": part_of_sum([full, third], records, _CUT_AT + _FOLLOWED_AFTER, back),
-                "given back": part_of_sum([full, full], records, back + _FOLLOWED_AFTER, len(records)),
+                "cut": part_of_sum([full, third], records, *spans[0]),
+                "given back": part_of_sum([full, full], records, *spans[1]),
+                "of own speeds": [part_of_own_speeds(folder / "cut", *span) for span in spans],
                 "changes": changes(records),
             }
 
