@@ -440,6 +440,9 @@ RANK_EVENTS: Schema = {
         "loss": _or_none(_is_number),
         "tokens": _or_none(_is_finite),
         "samples": _or_none(_is_finite),
+        # Not with `sync.measure=off`.
+        "exposed_s": _or_none(_is_finite),
+        "wait_s": _or_none(_is_finite),
     },
     "start": {
         **dict.fromkeys(("world_size", "params", "threads", "micro_batch"), _is_int),

@@ -31,9 +31,9 @@ class StepLine:
 
     def _waiting(self, event: Event, step_s: float) -> str:
         """Return the share of a step spent waiting for gradients or slower ranks; empty with `sync.measure=off`."""
-        if self._is_short or "exposed_s" not in event or step_s <= 0:
+        if self._is_short or event.get("exposed_s") is None or step_s <= 0:
             return ""
-        waiting_s = float(event["exposed_s"] or 0.0) + float(event.get("wait_s") or 0.0)
+        waiting_s = float(event["exposed_s"]) + float(event.get("wait_s") or 0.0)
         self._share = _smooth(self._share, waiting_s / step_s)
         return f"waiting {format_share(self._share, 1)}  "
 

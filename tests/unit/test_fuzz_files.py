@@ -297,6 +297,7 @@ SEEN: list[tuple[str, Any]] = [
     ("a run's events", b'{"event":"step","rank":0,"step":1,"step_s":0,"loss":1,"tokens":1}\n'),
     ("a run's events", b'{"event":"step","rank":0,"step":1e400,"step_s":1,"loss":1,"tokens":1}\n'),
     ("a run's events", b'{"event":"step","rank":0,"step":1,"step_s":1,"tokens":1}\n'),
+    ("a run's events", b'{"event":"step","rank":0,"step":1,"step_s":1,"exposed_s":[null]}\n'),
     ("a run's events", b'{"event":"note","rank":0,"launch":"L","text":"\\ud800"}\n'),
     ("a run's events", b'{"rank":0,"launch":"L"}\n'),
     ("a run's events", json.dumps({name: value for name, value in start().items() if name != "resumed_from"}).encode()),
