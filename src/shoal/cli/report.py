@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from shoal.cli.output import command, open_browser, print_json, print_paragraph, shown, stdout_console
+from shoal.cli.output import command, make_console, open_browser, print_json, print_paragraph, shown, stdout_console
 from shoal.config.defaults import SEED
 from shoal.config.presets import did_you_mean
 from shoal.control.processes import find_processes
@@ -32,6 +32,7 @@ app = typer.Typer(add_completion=False)
 
 # The formats of `shoal export`; weights have the name of their file, or folder, in the run folder.
 _METRICS = ("csv", "jsonl", "tensorboard", "wandb")
+_STREAMED = ("csv", "jsonl")
 _WEIGHTS = {"hf": "hf", "state-dict": "state-dict.safetensors"}
 
 
@@ -142,10 +143,11 @@ def trace(
         for node, offset_s in summary.offsets_s.items()
     ]
     if len(offsets) > 1:
-        typer.echo(f"clock offsets that were corrected: {', '.join(offsets)}", err=True)
+        print_paragraph(f"clock offsets that were corrected: {', '.join(offsets)}", make_console(stderr=True))
     if summary.unaligned:
         names = ", ".join(summary.unaligned)
-        typer.echo(f"{names}: no step in common with the others, so its clock is taken as it is", err=True)
+        text = f"{names}: no step in common with the others, so its clock is taken as it is"
+        print_paragraph(escape(text), make_console(stderr=True))
 
 
 @app.command()
@@ -184,6 +186,12 @@ def export(
             f"there is no format {format!r}",
             why=did_you_mean(format, formats) or f"the formats are {', '.join(formats)}",
             fix=command("export", shown(folder.path), "--format", formats[0]),
+        )
+    if str(out) == "-" and format not in _STREAMED:
+        raise UsageError(
+            f"--format {format} cannot be written to stdout",
+            why=f"only {' and '.join(_STREAMED)} are text",
+            fix=command("export", shown(folder.path), "--format", format),
         )
     if format in _METRICS:
         summary = export_metrics(folder, format, out)
