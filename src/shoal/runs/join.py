@@ -197,7 +197,9 @@ async def _connect(invitation: Invitation) -> Channel:
             return await dial(invitation.address, invitation.port, invitation.code)
     except UnknownSender:
         raise ControlError(
-            f"{where} did not accept the code", why="it was used before, or mistyped", fix="ask there for a new code"
+            f"{where} did not accept the code",
+            why="it was mistyped, or another machine has used it",
+            fix="type it again, or the code that is the last one shown there",
         ) from None
     except (OSError, EOFError, TimeoutError) as error:
         raise ControlError(
