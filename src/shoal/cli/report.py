@@ -262,8 +262,8 @@ def print_verdict(verdict: VerifyResult, sharding: str) -> None:
             print_paragraph(text, console)
     elif verdict.status != "finished":
         print_paragraph(
-            f"[yellow]{verdict.status}[/]: verified up to step {verdict.step}; final states are compared after the run "
-            "has finished",
+            f"[yellow]{verdict.status}[/]: verified up to step {verdict.step:,}; final states are compared after the "
+            "run has finished",
             console,
         )
     if not verdict.is_measured:
@@ -319,11 +319,11 @@ def _ledger_verdict(ledger: LedgerReport, sharding: str) -> str:
     if ledger.ok:
         in_shards = "" if sharding == "cursor" else " within the shards"
         samples = f"{ledger.samples:,} samples, none skipped or used twice{in_shards}"
-        return f"[green]complete[/]: {ledger.steps} steps, {samples}{_history(ledger)}"
+        return f"[green]complete[/]: {ledger.steps:,} steps, {samples}{_history(ledger)}"
     return (
         f"[red]incomplete[/]: {len(ledger.gaps)} gaps, {len(ledger.overlaps)} overlaps, {len(ledger.doubles)} steps "
-        f"twice, {pluralize(len(ledger.forked), 'fork')}, {ledger.unreadable} unreadable lines in {ledger.steps} steps"
-        f"{_lost_steps(ledger)}{_history(ledger)}"
+        f"twice, {pluralize(len(ledger.forked), 'fork')}, {ledger.unreadable} unreadable lines in {ledger.steps:,} "
+        f"steps{_lost_steps(ledger)}{_history(ledger)}"
     )
 
 
