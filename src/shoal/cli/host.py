@@ -402,7 +402,7 @@ def _print_setup(spec: HostsSpec, results: Results) -> None:
     console = stdout_console()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for title in ("host", "environment", "shoal", "project", "python"):
-        table.add_column(title)
+        table.add_column(title, overflow="fold")
     for name, result in results.items():
         table.add_row(escape(name), *_cells(result))
     console.print(table)
