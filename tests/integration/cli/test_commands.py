@@ -70,7 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
     ("words", "seen", "next_step"),
     [
         (["trian"], "there is no verb 'trian'", "shoal --help"),
-        (["bench", "scalign"], "Did you mean 'scaling'?", "shoal bench --help"),
+        (["bench", "scalign"], "did you mean 'scaling'?", "shoal bench --help"),
         (["train", "--bogus"], "No such option: --bogus", "shoal train --help"),
         (["train", "--steps", "many"], "'--steps': Input should be a valid integer\n", "shoal train --help"),
         (["train", "--steps", "0"], "Invalid value for '--steps'", "shoal train --help"),
