@@ -21,8 +21,12 @@ a worker writes them to its log.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import Any
+
+# The colon before a command that ends a message: "undo it: shoal lab heal node1".
+_COMMAND_AT_END = re.compile(r": (?=(?:shoal|sudo|ssh|python[\d.]*) (?:(?!: ).)+\Z)")
 
 
 class ShoalError(Exception):
@@ -35,20 +39,31 @@ class ShoalError(Exception):
         self.fix = fix
 
     def render(self, width: int | None = None) -> str:
-        """Return the text for a user, wrapped at words if there is a width. The next command stays on one line, to be
-        pasted."""
+        """Return the text for a user, wrapped at words if there is a width. A command to paste stays on one line."""
         why = self.why.replace("\n", "\n        ")
         if width is None:
             lines = [f"error: {self.seen}", *([f"  why:  {why}"] if why else [])]
         else:
             lines = [*_wrap("error: ", self.seen, width), *(_wrap("  why:  ", self.why, width) if why else [])]
-        if self.fix:
+        prose, command = split_command(self.fix)
+        if width is not None and command and len("  next: ") + len(self.fix) > width:
+            lines += [*_wrap("  next: ", prose, width), f"        {command}"]
+        elif self.fix:
             lines.append(f"  next: {self.fix}")
         return "\n".join(lines) + "\n"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields of a rank's `fault` event and of `--json`."""
         return {"error": type(self).__name__, "seen": self.seen, "why": self.why, "fix": self.fix}
+
+
+def split_command(text: str) -> tuple[str, str]:
+    """Return the text up to the command at its end, and that command; without one, the text and nothing.
+
+    A command that a line break divides cannot be pasted, so where there is little room it gets a line of its own.
+    """
+    match = _COMMAND_AT_END.search(text)
+    return (text[: match.start() + 1], text[match.end() :]) if match else (text, "")
 
 
 def _wrap(label: str, text: str, width: int) -> list[str]:

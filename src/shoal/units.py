@@ -247,7 +247,7 @@ def format_loss(loss: float) -> str:
 
 
 def pluralize(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def format_times(number: int) -> str:

@@ -16,8 +16,9 @@ from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
-from shoal.cli.output import make_console, print_json, print_paragraph, shown, stdout_console
+from shoal.cli.output import make_console, print_json, print_paragraph, print_table, shown, stdout_console
 from shoal.config.sync_choice import TRAINED_METHODS
 from shoal.errors import UsageError
 from shoal.run_folder import default_out
@@ -46,8 +47,8 @@ _SOAK_LEGEND = (
     "they differ most (with local, diloco and streaming: where the loss is highest above the other), up to `to step`. "
     "MB/min, sockets: the largest growth per minute of a process that lived long enough to measure it."
 )
-# Pipes and files have no width.
-_WIDE = 160
+# Columns of a terminal from which the texts of `chaos list` have room beside the other columns.
+_LIST_WIDTH = 100
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
 
@@ -226,6 +227,26 @@ def _print_done(console: Console, result: ScenarioResult) -> None:
 
 def _print_list(scenarios: Sequence[ChaosScenario]) -> None:
     console = stdout_console()
+    if console.is_terminal and console.width < _LIST_WIDTH:
+        _print_narrow_list(scenarios, console)
+    else:
+        _print_list_table(scenarios, console)
+    console.print("\n[bold]not covered by a scenario[/]")
+    for row in rows_without_scenario(scenarios):
+        text = "; ".join(filter(None, (row.why, ", ".join(f"tests/{test}.py" for test in row.tests))))
+        print_paragraph(escape(f"{row.fault}: {text}"), console, f"{row.number:>3}  ")
+
+
+def _print_narrow_list(scenarios: Sequence[ChaosScenario], console: Console) -> None:
+    """Print each text below its scenario's name: beside the other columns it would have one or two words a line."""
+    for scenario in scenarios:
+        target = "" if scenario.target_s is None else f", target {scenario.target_s:g} s"
+        label = f"{scenario.row:>3}  "
+        print_paragraph(f"[bold]{scenario.name}[/]  {_where(scenario)}{target}", console, label)
+        print_paragraph(escape(scenario.text), console, " " * len(label))
+
+
+def _print_list_table(scenarios: Sequence[ChaosScenario], console: Console) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for title in ("row", "scenario", "what happens", "where", "target"):
         # A scenario's name is typed: it is never cut.
@@ -235,10 +256,6 @@ def _print_list(scenarios: Sequence[ChaosScenario]) -> None:
         target = "–" if scenario.target_s is None else f"{scenario.target_s:g} s"
         table.add_row(str(scenario.row), scenario.name, escape(scenario.text), _where(scenario), target)
     console.print(table)
-    console.print("\n[bold]not covered by a scenario[/]")
-    for row in rows_without_scenario(scenarios):
-        text = "; ".join(filter(None, (row.why, ", ".join(f"tests/{test}.py" for test in row.tests))))
-        print_paragraph(escape(f"{row.fault}: {text}"), console, f"{row.number:>3}  ")
 
 
 def _where(scenario: ChaosScenario) -> str:
@@ -277,26 +294,21 @@ def list_document(scenarios: Sequence[ChaosScenario]) -> dict[str, Any]:
 
 def _print_results(results: Sequence[ScenarioResult]) -> None:
     console = stdout_console()
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for number, title in enumerate(_TITLES):
-        table.add_column(title, justify="right" if number else "left", no_wrap=True)
     by_scenario: dict[str, list[ScenarioResult]] = {}
     for result in results:
         by_scenario.setdefault(result.scenario, []).append(result)
-    for runs in by_scenario.values():
-        for row in _scenario_rows(runs):
-            table.add_row(*row)
-    console.print(table)
-    console.print(f"\n{_LEGEND}", soft_wrap=True)
+    rows = [[Text.from_markup(cell) for cell in row] for runs in by_scenario.values() for row in _scenario_rows(runs)]
+    print_table(_TITLES, rows, right=range(1, len(_TITLES)), console=console, gap=1)
+    print_paragraph(f"\n{_LEGEND}", console)
     for name, runs in by_scenario.items():
         # The message to the user in the first run that has one, and every failed assertion.
         texts = next((run.measured.sentences for run in runs if run.measured.sentences), ())
         if texts:
-            console.print(f"\n{name}: “{escape(texts[0])}”", soft_wrap=True)
+            print_paragraph(f"\n{name}: “{escape(texts[0])}”", console)
         for run in runs:
             for failed in (assertion for assertion in run.assertions if not assertion.ok):
                 label = escape(f"{name} {run.number}")
-                console.print(f"[red]{label}[/]: {escape(failed.name)}: {escape(failed.seen)}", soft_wrap=True)
+                print_paragraph(f"[red]{label}[/]: {escape(failed.name)}: {escape(failed.seen)}", console)
 
 
 def _scenario_rows(runs: Sequence[ScenarioResult]) -> Iterator[tuple[str, ...]]:
@@ -365,15 +377,9 @@ def _soak_progress() -> Iterator[SoakProgress]:
 
 def _print_soak(result: SoakResult) -> None:
     console = stdout_console()
-    if not console.is_terminal:
-        console.width = _WIDE
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for number, title in enumerate(_SOAK_TITLES):
-        table.add_column(title, justify="right" if number else "left", overflow="fold")
-    for mode in result.modes:
-        table.add_row(*_mode_row(mode))
-    console.print(table)
-    console.print(f"\n{_SOAK_LEGEND}\n", soft_wrap=True)
+    rows = [[Text.from_markup(cell) for cell in _mode_row(mode)] for mode in result.modes]
+    print_table(_SOAK_TITLES, rows, right=range(1, len(_SOAK_TITLES)), console=console)
+    print_paragraph(f"\n{_SOAK_LEGEND}\n", console)
     console.print(_kinds_table([fault for mode in result.modes for fault in mode.faults]))
     console.print()
     for label, assertion in [
@@ -383,7 +389,7 @@ def _print_soak(result: SoakResult) -> None:
         # With several modes, print only failed assertions: the table has the rest.
         if not label or not assertion.ok or len(result.modes) == 1:
             verdict = "[green]held[/]" if assertion.ok else "[red]NOT HELD[/]"
-            console.print(f"{verdict}  {escape(f'{label}{assertion.name}: {assertion.seen}')}", soft_wrap=True)
+            print_paragraph(f"{verdict}  {escape(f'{label}{assertion.name}: {assertion.seen}')}", console)
 
 
 def _mode_row(mode: ModeResult) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,6 +122,8 @@ def _print_finding(console: Console, finding: Finding) -> None:
 
 
 _STDIN = Path("-")
+# The indent of a line of an explanation, and its label: "  means:  ".
+_LABEL = re.compile(r"\A((?:  (?:(?:means|seen|fix|before): +)?)?)")
 _TITLES = {
     "CAUSE": "cause",
     "LIKELY": "likely cause",
@@ -145,7 +148,9 @@ def explain(
     if json:
         print_json(_explain_document(findings))
     else:
-        typer.echo("\n".join(as_lines(findings)))
+        for line in as_lines(findings):
+            _, label, text = _LABEL.split(line, maxsplit=1)
+            print_paragraph(escape(text), label=label)
     if not findings.explanations:
         raise typer.Exit(1)
 

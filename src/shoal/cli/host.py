@@ -25,6 +25,7 @@ from shoal.cli.output import (
     make_console,
     print_json,
     print_note,
+    print_paragraph,
     print_run,
     shown,
     stdout_console,
@@ -33,6 +34,7 @@ from shoal.config.presets import PRESET_NAMES, PRESETS, Overrides, depth_overrid
 from shoal.errors import ShoalError, UsageError
 from shoal.events import EventTail
 from shoal.run_folder import RunFolder, default_out
+from shoal.terminal import begin_stage
 
 if TYPE_CHECKING:
     from shoal.cluster.hosts.setup import SetupResult
@@ -192,7 +194,8 @@ def join(
             )
         from shoal.runs.join import rejoin
 
-        sys.stdout.write(f"{rejoin(Path(invitation), node)}\n")
+        begin_stage("starting this machine's agent, which asks the others to let it in")
+        print_paragraph(escape(rejoin(Path(invitation), node)))
         return
     if node is not None:
         raise UsageError(
@@ -399,7 +402,7 @@ def _print_setup(spec: HostsSpec, results: Results) -> None:
     console = stdout_console()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for title in ("host", "environment", "shoal", "project", "python"):
-        table.add_column(title)
+        table.add_column(title, overflow="fold")
     for name, result in results.items():
         table.add_row(escape(name), *_cells(result))
     console.print(table)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from shoal.cli.output import print_json, print_paragraph, print_table, stdout_console
+from shoal.cli.output import print_json, print_paragraph, print_table, print_with_command, stdout_console
 from shoal.config.defaults import LAB_LINKS, LAB_NAME
 from shoal.control.processes import find_processes
 from shoal.errors import UsageError
-from shoal.terminal import printable_line
+from shoal.terminal import end_stage, printable_line
 from shoal.units import parse_delay, parse_rate
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def exec_(
     if not words:
         raise UsageError("no command is given", fix=f"shoal lab exec {node} -- hostname")
     argv = Lab.open(name).command(node, words)
+    end_stage()
     # Replace this process: the command then owns the terminal, its signals and the exit code.
     os.execvp(argv[0], argv)  # noqa: S606
 
@@ -177,7 +179,7 @@ def kill(
     """End every process of a node and take it off the network."""
     from shoal.cluster.lab import lab as lab_changes
 
-    done = f"{node} is killed; start it again: shoal lab start {node}"
+    done = f"{node} is killed; start it again: {_hint(name, 'start', node)}"
     _perform(name, lab_changes.kill_node(node, silent), dry_run, done)
 
 
@@ -194,12 +196,8 @@ def freeze(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
     """Pause all processes of a node, as closing a laptop's lid does."""
     from shoal.cluster.lab import lab as lab_changes
 
-    _perform(
-        name,
-        lab_changes.set_frozen(node, frozen=True),
-        dry_run,
-        f"{node} is frozen; continue it: shoal lab thaw {node}",
-    )
+    done = f"{node} is frozen; continue it: {_hint(name, 'thaw', node)}"
+    _perform(name, lab_changes.set_frozen(node, frozen=True), dry_run, done)
 
 
 @app.command()
@@ -226,7 +224,7 @@ def cut(
     others = other or "all others"
     receive = "receives" if other else "receive"
     done = f"{others} {receive} nothing from {node}" if one_way else f"{node} is cut off from {others}"
-    done += f"; undo it: shoal lab heal {node}"
+    done += f"; undo it: {_hint(name, 'heal', node)}"
     _perform(name, lab_changes.cut_off(node, other, one_way), dry_run, done)
 
 
@@ -264,7 +262,8 @@ def firewall(
             fix=f"shoal lab firewall {node} --off",
         )
     need_tools({"nft": "nftables"})
-    done = f"{node} has no firewall" if off else f"{node} accepts connections at {allow or 'no port'}"
+    done = f"{node} accepts connections at {allow or 'no port'}; undo it: {_hint(name, 'firewall', node, '--off')}"
+    done = f"{node} has no firewall" if off else done
     _perform(name, lab_changes.set_firewall(node, None if off else parse_ports(allow)), dry_run, done)
 
 
@@ -312,7 +311,12 @@ def _perform(name: str | None, change: Change, dry_run: bool, done: str) -> None
         _print_script(opened.plan(change)[1])
     else:
         opened.perform(change)
-        typer.echo(f"lab {opened.name}: {done}")
+        print_with_command(f"lab {opened.name}: {done}")
+
+
+def _hint(name: str | None, *words: str) -> str:
+    """Return a `shoal lab` command for the lab that the user has named, or for the one that is meant without a name."""
+    return shlex.join(["shoal", "lab", *words, *(["--name", name] if name else [])])
 
 
 def _print_script(steps: Iterable[Step]) -> None:
@@ -402,7 +406,9 @@ def _print_lab(document: dict[str, Any]) -> None:
     print_paragraph(f"lab [bold]{document['name']}[/], {how}, in {escape(document['folder'])}{owner}", console)
     rows = []
     for node in document["nodes"]:
-        processes = "\n".join(f"{process['pid']} {process['command'][:60]}" for process in node["processes"])
+        processes = "\n".join(
+            f"{process['pid']} {printable_line(process['command'], 60)}" for process in node["processes"]
+        )
         cpu = "–" if node["cpu"] is None else f"{node['cpu']:g}"
         cells = (node["name"], node["address"], node["link"], cpu, str(node["slots"]), node["state"])
         rows.append((*cells, processes or "–"))
@@ -412,6 +418,7 @@ def _print_lab(document: dict[str, Any]) -> None:
 
 
 def _remarks(document: dict[str, Any]) -> list[str]:
+    ssh = _hint(None, "exec", *([] if document["name"] == LAB_NAME else ["--name", document["name"]]), "switch")
     firewalled = [node for node in document["nodes"] if node["firewall"] is not None]
     return [
         *(f"cut: {cut['to']} no longer receives from {cut['from']}" for cut in document["cuts"]),
@@ -419,6 +426,6 @@ def _remarks(document: dict[str, Any]) -> list[str]:
             f"firewall: {node['name']} accepts connections at {', '.join(node['firewall']) or 'no port'}"
             for node in firewalled
         ),
-        *([f"ssh: shoal lab exec switch -- ssh -F {document['ssh_config']} node1"] if document["ssh_config"] else []),
+        *([f"ssh: {ssh} -- ssh -F {document['ssh_config']} node1"] if document["ssh_config"] else []),
         *(f"[yellow]note[/]: {escape(note)}" for note in document["notes"]),
     ]

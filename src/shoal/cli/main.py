@@ -45,8 +45,10 @@ _MODULE_OF = {
 }
 # Other names of verbs, which users of other tools type.
 _SYNONYMS = {"status": "ps", "list": "ps", "history": "runs", "settings": "config"}
+# Commands within verbs that list what there is: users type one where a verb has another.
+_LISTING_COMMANDS = ("list", "status", "show", "ls", "ps")
 # Verbs that may be silent for a while before they print anything. They read nothing from the terminal until then.
-_SLOW_VERBS = set(VERBS) - {"ps", "join", "logs", "attach", "sample", "lab", "config", "completion"}
+_SLOW_VERBS = set(VERBS) - {"ps", "join", "logs", "sample", "config", "completion"}
 # Verbs that are called in scripts and prompts, have options only, and print their answer within a fraction of a second.
 _DIRECT_VERBS = {"ps"}
 # Options of other launchers and trainers, and what they are here.
@@ -233,12 +235,12 @@ def _print_error(error: Exception, arguments: Sequence[str] = ()) -> int:
             if context is not None and message.startswith("No such command"):
                 name = message.split("'")[1]
                 message = f"{path} has no command {name!r}"
-                why = did_you_mean(name, context.command.commands)
+                why = _suggest_command(name, context.command.commands)
             # Only an unknown option has possibilities; one without its value has a name, too.
             if context is not None and hasattr(error, "possibilities") and (name := getattr(error, "option_name", "")):
                 message = f"No such option: {name}"
                 why, fix = suggest_option(name, context.command, arguments) or (
-                    did_you_mean(name, [option for one in context.command.params for option in one.opts]),
+                    _suggest_parameter(name, context.command.params),
                     fix,
                 )
             # Pydantic adds how it tried: "…, unable to parse string as an integer".
@@ -253,6 +255,22 @@ def _print_error(error: Exception, arguments: Sequence[str] = ()) -> int:
         fix="run the same command with --debug and report what it prints",
     )
     return _print_error(bug)
+
+
+def _suggest_command(name: str, commands: Sequence[str]) -> str:
+    meant = next((known for known in _LISTING_COMMANDS if known in commands), None)
+    if name in _LISTING_COMMANDS and meant is not None:
+        return f"did you mean {meant!r}?"
+    return did_you_mean(name, commands)
+
+
+def _suggest_parameter(name: str, params: Sequence[Any]) -> str:
+    """Return the option that is meant by an unknown one, or that it is an argument, which has no name when typed."""
+    wanted = name.lstrip("-").replace("-", "_")
+    argument = next((one for one in params if one.param_type_name == "argument" and one.name == wanted), None)
+    if argument is not None:
+        return f"{(argument.metavar or argument.name).upper()} is given without a name in front"
+    return did_you_mean(name, [option for one in params for option in one.opts if option.startswith("-")])
 
 
 def _terminal_width() -> int | None:

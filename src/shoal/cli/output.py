@@ -23,7 +23,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import ShoalError, UsageError, split_command
 from shoal.run_folder import RunFolder
 from shoal.terminal import end_stage, printable, printable_json, printable_line, raw_stream
 from shoal.units import (
@@ -221,7 +221,11 @@ def _members_verdict(manifest: Manifest) -> str:
 
 
 def print_table(
-    titles: Sequence[str], rows: Sequence[Sequence[str]], right: Container[int] = (), console: Console | None = None
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    right: Container[int] = (),
+    console: Console | None = None,
+    gap: int = _GAP,
 ) -> None:
     """Print a table on stdout or on `console`: on a terminal in its width, elsewhere with whole cells, for programs.
 
@@ -229,36 +233,39 @@ def print_table(
     numbers.
     """
     console = console or stdout_console()
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(cell_len, (title, *_lines(rows, number)))) for number, title in enumerate(titles)]
+    cells = [[cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row] for row in rows]
+    widths = [max(map(cell_len, (title, *_lines(cells, number)))) for number, title in enumerate(titles)]
     if not console.is_terminal:
         console.width = _WIDE
-    for count, columns in enumerate(_columns_that_fit(widths, console.width)):
+    # A long path in the first column is folded: it stands in every part, and would leave room for one column in each.
+    widths[0] = first_width = min(widths[0], console.width // 2) if len(titles) > 2 else widths[0]
+    for count, columns in enumerate(_columns_that_fit(widths, console.width, gap)):
         if count:
             console.print()
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
         for number in columns:
             justify: JustifyMethod = "right" if number in right else "left"
-            table.add_column(titles[number], justify=justify, overflow="fold", no_wrap=number in right)
-        for row in rows:
-            table.add_row(*(escape(row[number]) for number in columns))
+            most = None if number else first_width
+            table.add_column(titles[number], justify=justify, overflow="fold", no_wrap=number in right, max_width=most)
+        for row in cells:
+            table.add_row(*(row[number] for number in columns))
         console.print(table)
 
 
-def _lines(rows: Sequence[Sequence[str]], number: int) -> Iterator[str]:
+def _lines(rows: Sequence[Sequence[Text]], number: int) -> Iterator[str]:
     for row in rows:
-        yield from row[number].splitlines() or [""]
+        yield from row[number].plain.splitlines() or [""]
 
 
-def _columns_that_fit(widths: Sequence[int], width: int) -> list[list[int]]:
+def _columns_that_fit(widths: Sequence[int], width: int, gap: int) -> list[list[int]]:
     """Return the columns of each part of a table. Each part has the first column; a wide column is alone with it."""
     parts, used = [[0]], widths[0]
     for number, column in enumerate(widths[1:], start=1):
-        if len(parts[-1]) > 1 and used + _GAP + column > width:
+        if len(parts[-1]) > 1 and used + gap + column > width:
             parts.append([0])
             used = widths[0]
         parts[-1].append(number)
-        used += _GAP + column
+        used += gap + column
     return parts
 
 
@@ -393,9 +400,19 @@ def process_lines(processes: Iterable[RunProcess]) -> Iterator[str]:
 
 
 def print_note(text: str) -> None:
-    console = make_console(stderr=True)
-    line = Text("note: ", style="yellow") + Text(printable_line(text, _LONGEST_NOTE))
-    console.print(line, soft_wrap=not console.is_terminal)
+    print_with_command(printable_line(text, _LONGEST_NOTE), make_console(stderr=True), Text("note: ", style="yellow"))
+
+
+def print_with_command(text: str, console: Console | None = None, label: Text | str = "") -> None:
+    """Print plain text that may end with a command, which gets a line of its own where it would be broken."""
+    console = console or stdout_console()
+    line = Text.assemble(label, text)
+    prose, command = split_command(text)
+    if not console.is_terminal or not command or line.cell_len <= console.width:
+        console.print(line, soft_wrap=not console.is_terminal)
+        return
+    console.print(Text.assemble(label, prose))
+    console.print(Text(f"  {command}"), soft_wrap=True)
 
 
 def is_given(context: typer.Context, name: str) -> bool:

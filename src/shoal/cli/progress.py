@@ -211,13 +211,18 @@ class EventPrinter:
                 yield f"[yellow]warning[/]: {escape(event['seen'])} ({escape(event['fix'])})"
 
 
+def _parameters(count: int) -> str:
+    """Return `124M parameters (124,439,808)`; a number below a million is short enough to be written once."""
+    return f"{format_count(count)} parameters ({count:,})" if count >= 1_000_000 else f"{count:,} parameters"
+
+
 def _start_line(event: Event, title: str) -> str:
     unit = unit_of(event)
     amount = event["tokens_per_step"] if unit is TOKENS else event["global_batch"]
     a_step = "" if amount is None else f"{format_amount(amount, unit)} a step "
     shares = f"; {escape(why)}" if (why := event.get("shares_why")) else ""
     return (
-        f"[bold]{escape(title)}[/]: {format_count(event['params'])} parameters ({event['params']:,}) on "
+        f"[bold]{escape(title)}[/]: {_parameters(event['params'])} on "
         f"{pluralize(event['world_size'], 'rank')} × {pluralize(event['threads'], 'thread')} "
         f"({event['device']}, {event['backend']}); "
         f"{a_step}in micro-batches of {event['micro_batch']}{shares}"

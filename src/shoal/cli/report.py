@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from shoal.cli.output import command, open_browser, print_json, print_paragraph, shown, stdout_console
+from shoal.cli.output import command, make_console, open_browser, print_json, print_paragraph, shown, stdout_console
 from shoal.config.defaults import SEED
 from shoal.config.presets import did_you_mean
 from shoal.control.processes import find_processes
@@ -32,6 +32,7 @@ app = typer.Typer(add_completion=False)
 
 # The formats of `shoal export`; weights have the name of their file, or folder, in the run folder.
 _METRICS = ("csv", "jsonl", "tensorboard", "wandb")
+_STREAMED = ("csv", "jsonl")
 _WEIGHTS = {"hf": "hf", "state-dict": "state-dict.safetensors"}
 
 
@@ -142,10 +143,11 @@ def trace(
         for node, offset_s in summary.offsets_s.items()
     ]
     if len(offsets) > 1:
-        typer.echo(f"clock offsets that were corrected: {', '.join(offsets)}", err=True)
+        print_paragraph(f"clock offsets that were corrected: {', '.join(offsets)}", make_console(stderr=True))
     if summary.unaligned:
         names = ", ".join(summary.unaligned)
-        typer.echo(f"{names}: no step in common with the others, so its clock is taken as it is", err=True)
+        text = f"{names}: no step in common with the others, so its clock is taken as it is"
+        print_paragraph(escape(text), make_console(stderr=True))
 
 
 @app.command()
@@ -184,6 +186,12 @@ def export(
             f"there is no format {format!r}",
             why=did_you_mean(format, formats) or f"the formats are {', '.join(formats)}",
             fix=command("export", shown(folder.path), "--format", formats[0]),
+        )
+    if str(out) == "-" and format not in _STREAMED:
+        raise UsageError(
+            f"--format {format} cannot be written to stdout",
+            why=f"only {' and '.join(_STREAMED)} are text",
+            fix=command("export", shown(folder.path), "--format", format),
         )
     if format in _METRICS:
         summary = export_metrics(folder, format, out)
@@ -254,8 +262,8 @@ def print_verdict(verdict: VerifyResult, sharding: str) -> None:
             print_paragraph(text, console)
     elif verdict.status != "finished":
         print_paragraph(
-            f"[yellow]{verdict.status}[/]: verified up to step {verdict.step}; final states are compared after the run "
-            "has finished",
+            f"[yellow]{verdict.status}[/]: verified up to step {verdict.step:,}; final states are compared after the "
+            "run has finished",
             console,
         )
     if not verdict.is_measured:
@@ -311,11 +319,11 @@ def _ledger_verdict(ledger: LedgerReport, sharding: str) -> str:
     if ledger.ok:
         in_shards = "" if sharding == "cursor" else " within the shards"
         samples = f"{ledger.samples:,} samples, none skipped or used twice{in_shards}"
-        return f"[green]complete[/]: {ledger.steps} steps, {samples}{_history(ledger)}"
+        return f"[green]complete[/]: {ledger.steps:,} steps, {samples}{_history(ledger)}"
     return (
         f"[red]incomplete[/]: {len(ledger.gaps)} gaps, {len(ledger.overlaps)} overlaps, {len(ledger.doubles)} steps "
-        f"twice, {pluralize(len(ledger.forked), 'fork')}, {ledger.unreadable} unreadable lines in {ledger.steps} steps"
-        f"{_lost_steps(ledger)}{_history(ledger)}"
+        f"twice, {pluralize(len(ledger.forked), 'fork')}, {ledger.unreadable} unreadable lines in {ledger.steps:,} "
+        f"steps{_lost_steps(ledger)}{_history(ledger)}"
     )
 
 

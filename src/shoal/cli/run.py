@@ -323,7 +323,7 @@ def torchrun(
     from shoal.launch.emit import slug, torchrun_commands, torchrun_text
 
     config = _config(runconfig, on, depth, set_)
-    job = _job(config, out or default_out(slug(config.run.preset)), python)
+    job = _job(config, out or default_out(slug(config.run.preset)), python, with_addresses=True)
     if json:
         print_json({"format": "torchrun", "commands": [asdict(command) for command in torchrun_commands(job, port)]})
     else:
@@ -399,10 +399,20 @@ def find_config(name: str) -> tuple[str, Path | None]:
     )
 
 
-def _job(config: Config, out: Path, python: str) -> EmitJob:
+def _job(config: Config, out: Path, python: str, with_addresses: bool = False) -> EmitJob:
+    """Return the job on the nodes that are planned; `with_addresses`, each by an address that the others reach.
+
+    A hosts file has `localhost` and `me@laptop-b`, which mean something to ssh here, and nothing to the other nodes.
+    """
     from shoal.cluster.cluster import planned_nodes
+    from shoal.cluster.hosts.cluster import hosts_as_nodes
+    from shoal.cluster.hosts.spec import HostsSpec
+    from shoal.cluster.target import parse_on
     from shoal.launch.emit import make_job
 
+    spec = parse_on(config.run.on)
+    if with_addresses and isinstance(spec, HostsSpec):
+        return make_job(config, hosts_as_nodes(spec), out, python)
     return make_job(config, planned_nodes(config.run.on), out, python)
 
 

@@ -49,6 +49,7 @@ _LONGEST_TOKEN = 1_000
 # How long a command waits at its end for the page's server, which sends the last state first.
 _END_S = 3.0
 _BAR_CELLS = 30
+_FEWEST_BAR_CELLS = 8
 # Columns of a narrower terminal stand closer.
 _NARROW = 72
 _MOST_EVENTS = 5
@@ -295,7 +296,7 @@ def state_table(state: dict[str, Any], width: int) -> Table:
     page.add_column(overflow="fold")
     colour = {"running": "green", "finished": "green", "failed": "red", "lost": "red"}.get(summary["status"], "yellow")
     page.add_row(f"[bold]{escape(summary['name'])}[/]  [{colour}]{summary['status']}[/]  {escape(_about(summary))}")
-    page.add_row(_progress(summary))
+    page.add_row(_progress(summary, width))
     page.add_row(_figures(summary))
     page.add_row("")
     page.add_row(_rank_table(summary, 1 if width < _NARROW else 2))
@@ -319,14 +320,15 @@ def _about(summary: dict[str, Any]) -> str:
     return " · ".join(text for text in texts if text)
 
 
-def _progress(summary: dict[str, Any]) -> str:
+def _progress(summary: dict[str, Any], width: int) -> str:
     step, steps = summary["step"], summary["steps"]
     if not steps:
         return f"step {step:,}"
-    done = min(_BAR_CELLS, round(_BAR_CELLS * step / steps))
     left = "" if summary["left_s"] is None else f"  {format_duration(summary['left_s'])} left"
-    bar = f"[cyan]{'━' * done}[/][dim]{'━' * (_BAR_CELLS - done)}[/]"
-    return f"{bar}  step {step:,} of {steps:,} ({format_percent(step / steps)}){left}"
+    text = f"  step {step:,} of {steps:,} ({format_percent(step / steps)}){left}"
+    cells = max(_FEWEST_BAR_CELLS, min(_BAR_CELLS, width - len(text)))
+    done = min(cells, round(cells * step / steps))
+    return f"[cyan]{'━' * done}[/][dim]{'━' * (cells - done)}[/]{text}"
 
 
 def _figures(summary: dict[str, Any]) -> str:

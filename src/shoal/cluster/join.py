@@ -264,7 +264,7 @@ class JoinServer:
 
         async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             code = self._code
-            channel = await accept_connection(reader, writer, code, self._guard)
+            channel = await accept_connection(reader, writer, code, self._guard, unknown="it has another code")
             if channel is None:
                 return
             peer = writer.get_extra_info("peername")[0]

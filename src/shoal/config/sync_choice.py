@@ -270,7 +270,7 @@ class SyncChoice:
         return f"{self.mode}:{self.every},{self.wire}"
 
     def __str__(self) -> str:
-        interval = f" every {self.every} steps" if self.is_outer else ""
+        interval = f" every {self.every:,} steps" if self.is_outer else ""
         return f"{self.mode}{interval} in {self.wire}"
 
 

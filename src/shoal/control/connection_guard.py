@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from shoal.control.channel import Channel, accept
-from shoal.errors import ControlError
+from shoal.errors import ControlError, UnknownSender
 from shoal.host.facts import boot_clock
 
 
@@ -133,9 +133,16 @@ def make_connection_guard(note: Callable[[str], None]) -> ConnectionGuard:
 
 
 async def accept_connection(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str, guard: ConnectionGuard
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    token: str,
+    guard: ConnectionGuard,
+    unknown: str = "",
 ) -> Channel | None:
-    """Return a channel to a peer that knows the token; close, count and log any other connection."""
+    """Return a channel to a peer that knows the token; close, count and log any other connection.
+
+    `unknown` is the reason to log for a peer that has another token, where the token is one that a person types.
+    """
     # A connection that is already gone has no address.
     address = str((writer.get_extra_info("peername") or ("nowhere",))[0])
     # Not `close`: that would wait until the peer has read everything.
@@ -146,7 +153,9 @@ async def accept_connection(
     try:
         channel = await accept(reader, writer, token)
     except (ControlError, OSError, EOFError) as error:
-        if isinstance(error, ControlError):
+        if isinstance(error, UnknownSender) and unknown:
+            why = unknown
+        elif isinstance(error, ControlError):
             why = error.seen
         else:
             is_late = isinstance(error, TimeoutError)

@@ -367,7 +367,7 @@ def describe_change(change: ShareChange, names: Sequence[str]) -> str:
         more = change.cost - 1
         cost = f", which cost about {more:.0%} more for each sample" if more > 0 else ""
         sizes = f" micro-batches of {plan.micro_batch} instead of {_parts(before)} of {before.micro_batch}{cost}"
-    times = f"{1e3 * change.after_s:.0f} ms a step instead of {1e3 * change.before_s:.0f}"
+    times = f"{1e3 * change.after_s:,.0f} ms a step instead of {1e3 * change.before_s:,.0f}"
     return f"shares now {_parts(plan)}{sizes}, because {why}; computing takes about {times}"
 
 

@@ -74,7 +74,7 @@ from shoal.launch.plan import make_go_order, plan_guest, plan_ranks, plan_script
 from shoal.run_folder import RunFolder, check_rank, write_atomically
 from shoal.runs.supervisor import SharedScript, digest_script, read_shared_script
 from shoal.terminal import printable
-from shoal.units import format_si
+from shoal.units import format_si, pluralize
 
 _POLL_S = 0.1
 # More encoded text than any such machine could train on.
@@ -197,7 +197,9 @@ async def _connect(invitation: Invitation) -> Channel:
             return await dial(invitation.address, invitation.port, invitation.code)
     except UnknownSender:
         raise ControlError(
-            f"{where} did not accept the code", why="it was used before, or mistyped", fix="ask there for a new code"
+            f"{where} did not accept the code",
+            why="it was mistyped, or another machine has used it",
+            fix="type it again, or the code that is the last one shown there",
         ) from None
     except (OSError, EOFError, TimeoutError) as error:
         raise ControlError(
@@ -653,8 +655,15 @@ def rejoin(path: Path, node: str | None) -> str:
             f"{node} was not let in: the run has ended, or its ranks could not be started",
             fix=f"look at {run.journal(node)} and {run.path / 'logs' / node}",
         )
-    members = ", ".join(event["members"])
-    return f"{node} takes part again: {members} train on from step {event['step']} with {event['ranks']} ranks"
+    return describe_return(node, event)
+
+
+def describe_return(node: str, generation: Event) -> str:
+    """Describe the generation in which a node is back. It has no step where all its ranks start anew."""
+    members, step = generation["members"], generation["step"]
+    start = f"from step {step:,}" if step else "from the newest checkpoint, if there is one,"
+    train = f"{', '.join(members)} {'train' if len(members) > 1 else 'trains'} on"
+    return f"{node} takes part again: {train} {start} with {pluralize(generation['ranks'], 'rank')}"
 
 
 def _choose_node(run: RunFolder, wanted: str | None) -> str:
@@ -680,6 +689,12 @@ def _choose_node(run: RunFolder, wanted: str | None) -> str:
             f"several nodes of {run.path} could come back: {', '.join(dead)}",
             why="their agents have died",
             fix=f"name one: shoal join {shown} --node {dead[0]}",
+        )
+    if alive:
+        raise UsageError(
+            f"{run.path} is running, and no node of it on this machine is gone",
+            why=f"the agents of {', '.join(sorted(alive))} are running",
+            fix=f"watch it: shoal attach {shown}",
         )
     raise UsageError(
         f"nothing of {run.path} can come back on this machine",

@@ -163,14 +163,15 @@ def read_past_run(run: RunFolder, going_on: RunState | None = None) -> PastRun:
     speeds = manifest.get(f"{unit}_per_sec")
     speed = speeds.get(str(manifest.get("world_size"))) if isinstance(speeds, dict) else None
     state = going_on.state if going_on else str(manifest.get("status", "unfinished"))
-    has_ended = going_on is None and manifest
+    # A manifest may be older than the last steps: `shoal verify` and `shoal report` write one of a run that goes on.
+    has_ended = going_on is None and state != "unfinished"
     return PastRun(
         run.path,
         str(manifest.get("preset") or what),
         str(manifest.get("on") or on),
         state,
         manifest.get("created") or _created(run),
-        manifest.get("steps") if has_ended else _last_step(run),
+        manifest.get("steps") if has_ended else _last_step(run) or manifest.get("steps"),
         manifest.get("steps_planned") or steps,
         _number(manifest.get("final_loss")),
         _number(speed),

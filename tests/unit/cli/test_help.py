@@ -89,6 +89,13 @@ def test_an_unknown_option_is_answered_with_the_one_that_was_meant(
     assert fix in error.partition("next: ")[2]
 
 
+def test_an_argument_given_as_an_option_and_another_name_of_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["lab", "link", "node1", "--rate", "5mbit"], debug=False) == 2
+    assert "RATE is given without a name in front" in capsys.readouterr().err
+    assert run(["lab", "list"], debug=False) == 2
+    assert "did you mean 'status'?" in capsys.readouterr().err
+
+
 def test_an_error_names_the_flag_that_was_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

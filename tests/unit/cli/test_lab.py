@@ -38,7 +38,11 @@ class RecordingLab:
         ("cut node1 node2 --one-way", "node2 receives nothing from node1; undo it: shoal lab heal node1"),
         ("heal", "all cuts are undone"),
         ("heal node1 node2", "the cuts of node1 and node2 are undone"),
-        ("firewall node1 --allow 22,29500", "node1 accepts connections at 22,29500"),
+        ("cut node1 --name mine", "node1 is cut off from all others; undo it: shoal lab heal node1 --name mine"),
+        (
+            "firewall node1 --allow 22,29500",
+            "node1 accepts connections at 22,29500; undo it: shoal lab firewall node1 --off",
+        ),
         ("firewall node1 --off", "node1 has no firewall"),
     ],
 )

@@ -112,3 +112,13 @@ def test_options_of_shoal_after_the_script_are_noted(words: list[str], expected:
     note = misplaced_note(words)
     assert expected in note
     assert bool(note) == bool(expected)
+
+
+@pytest.mark.usefixtures("folders")
+def test_a_killed_run_has_its_own_steps_and_not_those_of_an_older_manifest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run("killed", status="unfinished", steps=12, steps_planned=20)
+    monkeypatch.setattr("shoal.runs.manage._last_step", lambda run: 17 if run.path.name == "killed" else None)
+    steps = {entry["run"]: entry["step"] for entry in listed(capsys)}
+    assert (steps["runs/killed"], steps["runs/new"]) == (17, 20)

@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from rich.text import Text
 
 from shoal.cli.main import run
-from shoal.cli.watch import is_loopback, keep_token, listen, page_url
+from shoal.cli.watch import _progress, is_loopback, keep_token, listen, page_url
 from shoal.errors import UsageError
 from tests.support.run_samples import all_events, make_run
 
@@ -89,3 +90,11 @@ def test_an_unfit_token_file_is_refused_and_kept(tmp_path: Path, content: str, m
 def test_a_token_file_in_no_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written: no such file or directory"):
         keep_token(tmp_path / "missing" / "token")
+
+
+@pytest.mark.parametrize(("width", "cells"), [(120, 30), (60, 16)])
+def test_the_bar_leaves_room_for_the_time_left(width: int, cells: int) -> None:
+    line = Text.from_markup(_progress({"step": 1659, "steps": 4000, "left_s": 89.0}, width)).plain
+    assert line.count("━") == cells
+    assert len(line) <= width
+    assert line.endswith("step 1,659 of 4,000 (41%)  1 min 29 s left")

@@ -13,6 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from shoal.cli.bench import parse_numbers, print_clusters, print_levers
+from shoal.cli.chaos import _print_list, _print_results
 from shoal.cli.doctor import _print_diagnosis
 from shoal.cli.lab import _print_lab
 from shoal.cli.main import run
@@ -23,6 +24,9 @@ from shoal.errors import UsageError
 from shoal.terminal import printable
 from shoal.tools.bench.levers import CEILING, compare
 from shoal.tools.bench.scaling import ScalingResult, ScalingRow
+from shoal.tools.chaos.judge import ScenarioTimes
+from shoal.tools.chaos.run import ScenarioResult
+from shoal.tools.chaos.scenario import all_scenarios
 from shoal.tools.doctor.checks import judge
 from shoal.tools.doctor.run import Diagnosis
 from shoal.tools.probe.run import assemble
@@ -130,6 +134,37 @@ def test_notes_are_wrapped_at_words(lines: Lines) -> None:
     printed = lines()
     assert not too_wide(printed)
     assert " ".join(printed).split() == ["note:", *words]
+
+
+def test_a_command_that_does_not_fit_behind_a_note_has_a_line_of_its_own(lines: Lines) -> None:
+    command = "shoal join 192.168.178.100:42589 --script train.py"
+    print_note(f"on the machine to join, type: {command}")
+    assert lines() == ["note: on the machine to join, type:", f"  {command}"]
+    print_note("type: shoal join 10.0.0.1:42589")
+    assert lines() == ["note: type: shoal join 10.0.0.1:42589"]
+
+
+def test_a_long_path_in_the_first_column_leaves_room_for_others(lines: Lines) -> None:
+    row = ("runs/a-run-with-a-name-that-is-as-long-as-the-terminal", "grammar", "running", "48 of 600")
+    print_table(("run", "what", "state", "step"), [row])
+    printed = lines()
+    assert not too_wide(printed)
+    assert sum(line.startswith("run ") for line in printed) == 1
+
+
+def test_the_list_and_the_figures_of_chaos(lines: Lines) -> None:
+    _print_list(all_scenarios())
+    printed = lines()
+    assert not too_wide(printed)
+    # A text has more than a word or two a line.
+    assert len(printed) < 5 * len(all_scenarios())
+    times = ScenarioTimes(detect_s=0.12, regroup_s=0.48, next_step_s=0.51, next_commit_s=0.53)
+    names = {"scenario": "kill-all-ranks-early", "row": 4, "number": 1, "run": "runs/chaos"}
+    _print_results([ScenarioResult(**names, seconds=39.0, measured=times, assertions=[])])
+    printed = lines()
+    assert not too_wide(printed)
+    assert not any("…" in line for line in printed)
+    assert all(any(time in line for line in printed) for time in ("0.12", "0.48", "0.51", "0.53"))
 
 
 @pytest.mark.parametrize(("width", "waiting"), [(60, False), (80, True), (120, True)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ShoalError, UsageError
-from shoal.runs.join import check_script, local_settings
+from shoal.runs.join import check_script, describe_return, local_settings
 from shoal.runs.supervisor import SharedScript, digest_script
 
 
@@ -56,3 +56,15 @@ def test_settings_about_the_hosts_own_machine_are_not_taken_over() -> None:
 def test_settings_that_are_none_are_refused(text: str) -> None:
     with pytest.raises((ShoalError, ValueError, TypeError, AttributeError)):
         local_settings(text)
+
+
+@pytest.mark.parametrize(
+    ("members", "step", "text"),
+    [
+        (["a", "b"], 1217, "a, b train on from step 1,217 with 2 ranks"),
+        (["b"], 0, "b trains on from the newest checkpoint, if there is one, with 1 rank"),
+    ],
+)
+def test_the_return_of_a_node_is_described(members: list[str], step: int, text: str) -> None:
+    event = {"event": "generation", "members": members, "step": step, "ranks": len(members)}
+    assert describe_return("b", event) == f"b takes part again: {text}"

@@ -23,7 +23,7 @@ from shoal.config.presets import did_you_mean
 from shoal.config.schema import Config, SyncConfig
 from shoal.config.sync_choice import SYNC_METHODS, TRAINED_METHODS, WIRE_FORMATS
 from shoal.cost.batch_plan import micro_batch, rank_weights
-from shoal.errors import DataError, UsageError
+from shoal.errors import DataError, Interrupted, UsageError
 from shoal.run_folder import RunFolder
 from shoal.runs.start import TrainDisplay, start_training
 from shoal.tools.report.figures import IDEAL, MEASURED, PHASE_COLOURS, save_figure
@@ -129,7 +129,12 @@ def measure_levers(
         for number, (name, chosen) in enumerate(experiments.items()):
             folder = f"{number:02}-{_file_name(name)}" + (f"-round-{round_}" if repeat > 1 else "")
             title = f"{name} ({number + 1} of {len(experiments)})"
-            run, _ = start_training(chosen, out / folder, partial(watch, title=title))
+            try:
+                run, _ = start_training(chosen, out / folder, partial(watch, title=title))
+            except Interrupted as error:
+                # Not to resume the training of this lever: alone it compares nothing.
+                error.fix = "measure all of them again, or fewer: shoal bench levers --levers stock,ddp,int8"
+                raise
             tries[name].append((lever_point(name, summarize(run.read_all_events())), run))
     points = {name: median_point([point for point, _ in entries]) for name, entries in tries.items()}
     runs = {name: next(run for point, run in tries[name] if point is points[name]) for name in tries}

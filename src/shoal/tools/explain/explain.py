@@ -124,8 +124,15 @@ def explain_file(path: Path, source: str = "") -> Findings:
     try:
         with path.open("rb") as file:
             return explain(_read_lines(file), source)
+    except FileNotFoundError:
+        raise DataError(
+            f"there is no file {str(path)!r}",
+            why="shoal explain reads a log file or a run folder",
+            fix="shoal explain FILE, or: … 2>&1 | shoal explain",
+        ) from None
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}", fix=f"look at it: ls -ld {path}") from None
+        fix = f"look at it: ls -ld {shlex.quote(str(path))}"
+        raise DataError(f"cannot read {path}: {error.strerror}", fix=fix) from None
 
 
 def explain_run(run: RunFolder) -> Findings:

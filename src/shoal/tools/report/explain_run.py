@@ -135,7 +135,7 @@ def _explain_tail(summary: RunSummary) -> str:
     elif tail.slowest_s < (1 - _NEGLIGIBLE) * tail.independent_s:
         how = "less than"
     return (
-        f"A rank's own part of a step took {format_ms(tail.median_s)}, and the slowest of {count} "
+        f"A rank's own part of a step took {format_ms(tail.median_s)}, and that of the slowest of {count} took "
         f"{format_ms(tail.slowest_s)} on average, {how} independent ranks would ({format_ms(tail.independent_s)}); "
         f"one more such rank would make it {format_ms(tail.one_more_s)}."
     )

@@ -284,6 +284,7 @@ def export_metrics(run: RunFolder, kind: str, out: Path | None = None) -> Export
         if write is None:
             steps = write_tensorboard(metrics, path)
         else:
+            path.parent.mkdir(parents=True, exist_ok=True)
             with _replaced(path) as new, new.open("w", encoding="utf-8", newline="") as file:
                 steps = write(metrics, file)
     except OSError as error:

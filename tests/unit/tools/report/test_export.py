@@ -165,6 +165,23 @@ def test_the_command_writes_into_the_run_folder(tmp_path: Path, capsys: pytest.C
     assert len((run.path / "metrics.jsonl").read_text().splitlines()) == 40
 
 
+def test_the_folder_of_the_file_is_made(tmp_path: Path) -> None:
+    run = make_session_run(tmp_path / "run")
+    assert export_metrics(run, "csv", tmp_path / "new/folder/run.csv").steps
+    assert (tmp_path / "new/folder/run.csv").is_file()
+
+
+@pytest.mark.parametrize("form", ["tensorboard", "hf", "state-dict"])
+def test_only_text_goes_to_stdout(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_folder = make_session_run(tmp_path / "run")
+    assert run_command(["export", str(run_folder.path), "--format", form, "-o", "-"], debug=False) == 2
+    assert f"--format {form} cannot be written to stdout" in capsys.readouterr().err
+    assert not (tmp_path / "-").exists()
+
+
 def test_an_unknown_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_session_run(tmp_path / "run")
     assert run_command(["export", str(run.path), "--format", "jsnl"], debug=False) == 2
