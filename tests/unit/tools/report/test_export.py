@@ -271,7 +271,7 @@ class Counter(io.TextIOBase):
 
 def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
     peaks = []
-    for steps in (2000, 6000):
+    for steps in (1800, 3000):
         run = make_run(tmp_path / f"run{steps}", [start(0, 1)])
         with run.events(0).open("a") as file:
             file.writelines(json.dumps(step(number)) + "\n" for number in range(1, steps + 1))
