@@ -24,7 +24,7 @@ _MIN_FAULTS = 20.0
 _SLOW_CLOCK = 0.9
 _MIN_OTHER_CORES = 0.25
 
-UNKNOWN, STARVED = "unknown", "processor time"
+UNKNOWN, STARVED, GARBAGE = "unknown", "processor time", "garbage collection"
 # Not reported after a more exact cause of the same rank.
 VAGUE = (UNKNOWN, STARVED)
 
@@ -92,7 +92,7 @@ def _candidates(late: RankTimes, others: Sequence[RankTimes], step_s: float, top
         _Candidate(
             gc_s,
             Cause(
-                "garbage collection",
+                GARBAGE,
                 f"Python collects garbage for {format_ms(late.gc_s)} in each of its steps",
                 "keep fewer objects, or call gc.freeze() after loading; session training collects every train.gc_every",
             ),

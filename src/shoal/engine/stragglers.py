@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Any, TypeVar
 
 from shoal.config.defaults import MIN_WAIT_PART, SLOW_RATIO
-from shoal.cost.causes import UNKNOWN, VAGUE, Cause, RankTimes, find_cause
+from shoal.cost.causes import GARBAGE, UNKNOWN, VAGUE, Cause, RankTimes, find_cause
 from shoal.errors import ShoalError
 from shoal.sync.step_stats import RankStats
 from shoal.units import format_duration, format_percent
@@ -213,7 +213,8 @@ class Stragglers:
             slow = self._slow_rank(window, work, own_s, slowest, top_process)
             yield f"{self._names[slowest]}: {slow.fields['cause']}", slow
         elif self._follows_speed:
-            yield from self._slowed_rank(window, work, top_process)
+            slowed = list(self._slowed_rank(window, work, top_process))
+            yield from slowed or self._collecting_rank(window, work)
         ranks = window[-1].ranks
         slow_links = list(self._slow_link(ranks, window, step_s))
         yield from slow_links
@@ -280,6 +281,34 @@ class Stragglers:
                 why="the other ranks do what this one cannot",
                 fix=cause.fix,
             ).about(slowest, cause.kind, cost, since),
+        )
+
+    def _collecting_rank(self, window: list[_Step], work: Sequence[int]) -> Iterator[tuple[str, SlowRank]]:
+        """Report a rank that collects garbage in every step, where shares make up for that and no other rank waits."""
+        step_s = median(step.step_s for step in window)
+        times = [_mean_times(window, rank) for rank in range(len(work))]
+        most = max(range(len(work)), key=lambda rank: times[rank].gc_s)
+        gc_s = times[most].gc_s - median(other.gc_s for other in _without(times, most))
+        rates = [
+            1 / median(column) for column in zip(*(_micro_batch_s(step.ranks, work) for step in window), strict=True)
+        ]
+        # What it could do in that time, of what all do.
+        cost = gc_s / step_s * rates[most] / sum(rates)
+        if cost < MIN_WAIT_PART:
+            return
+        cause = find_cause(times[most], _without(times, most), gc_s, step_s, "")
+        if cause.kind != GARBAGE:
+            return
+        since = self._first_of_last(lambda step: step.ranks[most].own.gc_s >= gc_s / 2)
+        yield (
+            f"{self._names[most]}: {cause.kind}",
+            SlowRank(
+                f"{self._names[most]} does less than it could since step {since}, which costs {format_percent(cost)} "
+                f"of the time, although its share is smaller (shares now {_ratio(work)}); likely cause: "
+                f"{cause.evidence}",
+                why="the other ranks do what this one cannot",
+                fix=cause.fix,
+            ).about(most, cause.kind, cost, since),
         )
 
     def _slower_since(self, rank: int, ratio: float) -> int:

@@ -203,6 +203,20 @@ def test_a_rank_that_something_slows_down_is_named_although_its_share_has_follow
     assert watch_shares(throttled=0.0, work=[6, 2]) == []
 
 
+@pytest.mark.parametrize(("gc_s", "is_named"), [(0.04, True), (0.005, False)])
+def test_a_rank_that_collects_garbage_is_named_although_its_share_makes_up_for_it(gc_s: float, is_named: bool) -> None:
+    stragglers = Stragglers(evidence_s=0)
+    stragglers.reset(NAMES[:2], follows_speed=True)
+    ranks = [
+        RankStats(0.036, HostStats(), work_s=0.033),
+        RankStats(0.050, HostStats(), OwnTimes(gc_s=gc_s), work_s=0.010),
+    ]
+    verdicts = [slow for step in range(1, 100) for slow in stragglers.observe(ranks, [3, 1], 0.095, 0.001, step)]
+    assert [(slow.rank, slow.fields["cause"]) for slow in verdicts] == ([(1, "garbage collection")] if is_named else [])
+    if is_named:
+        assert verdicts[0].seen.startswith("rank 1 on cellar does less than it could since step 17, which costs 22% of")
+
+
 @pytest.mark.parametrize("onset", range(0, 40, 3))
 def test_the_reported_cause_is_right_for_any_onset(onset: int) -> None:
     """The kernel's counters are read every five steps: their values may be older than the slowdown."""
