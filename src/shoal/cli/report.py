@@ -228,6 +228,7 @@ def verify(
     Ledger, events, checkpoints, final states, settings and manifest are compared with each other. An unfinished run is
     verified up to its last step. Exit code 0: everything that could be checked agrees. Exit code 1: something does not.
     """
+    from shoal.cli.runs import print_resume
     from shoal.tools.report.manifest import write_derived_files
     from shoal.tools.report.verify import verify_run
 
@@ -242,6 +243,8 @@ def verify(
         print_json({**replicas, **verdict.model_dump(mode="json", exclude={"replicas"})})
     else:
         print_verdict(verdict, sharding_of(folder))
+        if verdict.status != "finished" and not find_processes(folder.path):
+            print_resume(folder)
     if not verdict.ok:
         raise typer.Exit(1)
 

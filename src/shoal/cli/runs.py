@@ -363,7 +363,6 @@ def stop(
     from shoal.cluster.hosts.spec import HostsSpec
     from shoal.runs.manage import StopResult, cluster_of, stop_on
     from shoal.runs.manage import stop_run as stop_run
-    from shoal.runs.supervisor import is_script
 
     if now and is_given(context, "wait_s"):
         raise UsageError("--wait has no effect with --now", why="--now waits for nothing", fix="leave one of them out")
@@ -386,7 +385,15 @@ def stop(
     if not folder.supervisor.exists() and outcome is not StopResult.NOT_RUNNING:
         sys.stdout.write("its run folder was removed while the run was writing to it: nothing is saved\n")
         return
-    if outcome is not StopResult.NOT_RUNNING and any(folder.checkpoints.glob("step-*")):
+    if outcome is not StopResult.NOT_RUNNING:
+        print_resume(folder)
+
+
+def print_resume(folder: RunFolder) -> None:
+    """Print the command that resumes a run, if it has a checkpoint."""
+    from shoal.runs.supervisor import is_script
+
+    if any(folder.checkpoints.glob("step-*")):
         verb = "run" if is_script(folder) else "train"
         sys.stdout.write(f"next: {command(verb, '--resume', shown(folder.path))}\n")
 
