@@ -272,16 +272,8 @@ class Stragglers:
         if cause.kind == UNKNOWN or (cause.kind in VAGUE and cost < _MIN_VAGUE_COST):
             return
         since = self._slower_since(slowest, own_s[slowest] / usual_s)
-        yield (
-            f"{self._names[slowest]}: {cause.kind}",
-            SlowRank(
-                f"{self._names[slowest]} computes at {usual_s / own_s[slowest]:.2f} of the speed of the others since "
-                f"step {since}, which costs {format_percent(cost)} of the time, although its share is smaller (shares "
-                f"now {_ratio(work)}); likely cause: {cause.evidence}",
-                why="the other ranks do what this one cannot",
-                fix=cause.fix,
-            ).about(slowest, cause.kind, cost, since),
-        )
+        how = f"computes at {usual_s / own_s[slowest]:.2f} of the speed of the others"
+        yield self._although_smaller(slowest, how, cause, cost, since, work)
 
     def _collecting_rank(self, window: list[_Step], work: Sequence[int]) -> Iterator[tuple[str, SlowRank]]:
         """Report a rank that collects garbage in every step, where shares make up for that and no other rank waits."""
@@ -300,16 +292,20 @@ class Stragglers:
         if cause.kind != GARBAGE:
             return
         since = self._first_of_last(lambda step: step.ranks[most].own.gc_s >= gc_s / 2)
-        yield (
-            f"{self._names[most]}: {cause.kind}",
-            SlowRank(
-                f"{self._names[most]} does less than it could since step {since}, which costs {format_percent(cost)} "
-                f"of the time, although its share is smaller (shares now {_ratio(work)}); likely cause: "
-                f"{cause.evidence}",
-                why="the other ranks do what this one cannot",
-                fix=cause.fix,
-            ).about(most, cause.kind, cost, since),
+        yield self._although_smaller(most, "does less than it could", cause, cost, since, work)
+
+    def _although_smaller(
+        self, rank: int, how: str, cause: Cause, cost: float, since: int, work: Sequence[int]
+    ) -> tuple[str, SlowRank]:
+        """Return the verdict on a rank that no other waits for, because its share is smaller."""
+        name = self._names[rank]
+        verdict = SlowRank(
+            f"{name} {how} since step {since}, which costs {format_percent(cost)} of the time, although its share is "
+            f"smaller (shares now {_ratio(work)}); likely cause: {cause.evidence}",
+            why="the other ranks do what this one cannot",
+            fix=cause.fix,
         )
+        return f"{name}: {cause.kind}", verdict.about(rank, cause.kind, cost, since)
 
     def _slower_since(self, rank: int, ratio: float) -> int:
         """Return the step at which a rank began to be slower than the others by about this ratio."""
