@@ -183,7 +183,7 @@ class Engine:
         self._work = StepWork()
         if self.seeds_steps:
             # A function of rank and step instead of a running generator: resuming is exact without saving its state.
-            torch.manual_seed((self.config.train.seed + self.world.rank) * _SEED_STRIDE + self.progress.step + 1)
+            seed_generators((self.config.train.seed + self.world.rank) * _SEED_STRIDE + self.progress.step + 1)
         self.exchanges.totals.remember()
 
     def backward(self, loss: Tensor, terms: int | None = None) -> None:
@@ -731,6 +731,16 @@ class Engine:
         error = explain_refusal(self.world, self._nonfinite, self.state.all_parameters, self.lower_rate_advice)
         if error is not None:
             raise error
+
+
+def seed_generators(seed: int) -> None:
+    """Seed as `torch.manual_seed`, but only the generators of devices in use.
+
+    For every kind of accelerator that is not in use torch notes the call with a formatted stack: 0.5 ms each time.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 def _is_compiled(module: nn.Module) -> bool:

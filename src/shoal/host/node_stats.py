@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class NodeStats:
         return max(*parts, *counts) > 0.1
 
     def numbers(self) -> tuple[float, ...]:
-        return astuple(self)
+        return tuple(vars(self).values())
 
 
 def mean_stats(samples: Iterable[NodeStats]) -> NodeStats:

@@ -8,6 +8,7 @@ fusions from the compiler, so these serve what is not compiled. Import this modu
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch.autograd.function import once_differentiable
 
 # Programs per multiprocessor that share the rows of a backward pass; each sums its own part of the weight's gradient.
 _PROGRAMS_PER_PROCESSOR = 8
-# Logits computed at once: chunks this large use the whole card, and take 1 GiB in bf16.
-_CHUNK_LOGITS = 1 << 29
+# The part of the card's memory that the logits computed at once may take. Every chunk reads and writes the weight's
+# gradient once more.
+_LOGITS_PART = 1 / 32
 # Columns of a row of logits that a program reads at once.
 _COLUMNS = 4096
 # Products are fast when every row of the weight begins at such a multiple. GPT-2 has 50,257 rows.
@@ -138,7 +140,8 @@ def head_forward(
     matrix[:rows].copy_(weight)
     inputs, targets = hidden.to(dtype), targets.contiguous()
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    chunks = max(1, -(-len(hidden) * vocabulary // _CHUNK_LOGITS))
+    most_bytes = torch.cuda.get_device_properties(hidden.device).total_memory * _LOGITS_PART
+    chunks = math.ceil(len(hidden) * vocabulary * matrix.element_size() / most_bytes)
     for index, (part, target, loss) in enumerate(
         zip(inputs.chunk(chunks), targets.chunk(chunks), losses.chunk(chunks), strict=True)
     ):
@@ -148,10 +151,17 @@ def head_forward(
         )
         if gradients is not None:
             of_hidden, of_weight = gradients
-            of_hidden.chunk(chunks)[index].copy_(logits @ matrix)
+            _multiply(logits, matrix, of_hidden.chunk(chunks)[index])
             product = (logits.t() @ part)[:rows]
             (of_weight.copy_ if index == 0 else of_weight.add_)(product)
     return losses.sum()
+
+
+def _multiply(one: Tensor, other: Tensor, out: Tensor) -> None:
+    if out.dtype == one.dtype:
+        torch.mm(one, other, out=out)
+    else:
+        out.copy_(one @ other)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import reduce
 from itertools import islice
 from operator import add
@@ -113,7 +113,7 @@ class HostStats:
     queued_s: float = 0.0  # what a round trip to that peer took longer than the shortest one: packets wait in a queue
 
     def numbers(self) -> tuple[float, ...]:
-        return astuple(self)
+        return tuple(vars(self).values())
 
 
 class OwnTimes(NamedTuple):

@@ -69,10 +69,13 @@ def gpt_steps(session: Session, config: Config, run: RunFolder, resume: bool) ->
         engine.has_fixed_shapes = compute.choice.compiled
 
     def warm_up() -> None:
-        """Compile the model of a restarted rank before it joins: all others would wait seconds in its first step."""
+        """Compute once as a restarted rank before it joins: all others would wait seconds in its first step.
+
+        Compiling takes that long, and so does loading the first kernels of a GPU.
+        """
         start = last_event(run.events(session.engine.world.id), "start")
-        if start.get("compiled"):
-            compute.set(ComputeChoice(True, start["precision"], "as before"))
+        if start.get("compiled") or (start and session.device.type == "cuda"):
+            compute.set(ComputeChoice(start["compiled"], start["precision"], "as before"))
             tokens = torch.zeros((start["micro_batch"], seq_len), dtype=torch.int64, device=session.device)
             model(tokens, tokens).backward()
             optimizer.zero_grad(set_to_none=True)

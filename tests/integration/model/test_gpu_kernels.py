@@ -53,9 +53,16 @@ def test_the_sum_with_its_norm_has_torchs_values_and_gradients(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("in_chunks", [False, True])
 @pytest.mark.parametrize("vocabulary", [70_001, 50_257, 64, 33])
-def test_the_head_has_torchs_loss_and_gradients(dtype: torch.dtype, vocabulary: int) -> None:
+def test_the_head_has_torchs_loss_and_gradients(
+    dtype: torch.dtype, in_chunks: bool, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     need_gpu()
+    if in_chunks:
+        part_of_logits = 3000 * vocabulary * dtype.itemsize / 7
+        memory = torch.cuda.get_device_properties(0).total_memory
+        monkeypatch.setattr("shoal.model.gpu_kernels._LOGITS_PART", part_of_logits / memory)
     torch.manual_seed(0)
     hidden = torch.randn(3000, 128, device="cuda", requires_grad=True)
     weight = (torch.randn(vocabulary, 128, device="cuda") * 0.1).requires_grad_()

@@ -76,7 +76,7 @@ def lose_a_rank_then_interrupt_and_resume(folder: Path, device: str) -> None:
         assert not parts_of(run)
     times = [step["time"] for step in events_of(run, "step")]
     # The goal is 1.5 s; a machine that runs other tests may take longer.
-    assert max(later - earlier for earlier, later in pairwise(times)) < 5.0
+    assert max(later - earlier for earlier, later in pairwise(times)) < 3.0
     done = last_step(run)
     resumed = shoal("train", "--resume", run, "--steps", str(done + 5), "--detach")
     assert resumed.returncode == 0, resumed.stderr
