@@ -198,7 +198,7 @@ class EventPrinter:
                 )
             case "choice" if event["rank"] == self._lead:
                 yield f"step {event['step']}: from here on {escape(event['why'])}"
-            case "shares" if event["rank"] == self._lead:
+            case "shares" | "aligned" if event["rank"] == self._lead and event.get("why"):
                 yield f"step {event['step']}: {escape(event['why'])}"
             case "eval" if event["rank"] == self._lead:
                 yield f"step {event['step']}: validation loss {event['val_loss']:.4f}"

@@ -41,7 +41,7 @@ class Console:
                 self._print(f"step {event['step']}: validation loss {event['val_loss']:.4f}")
             case "choice":
                 self._print(f"step {event['step']}: from here on {event['why']}")
-            case "shares":
+            case "shares" | "aligned" if event.get("why"):
                 self._print(f"step {event['step']}: {event['why']}")
             case "warning":
                 self._print(f"warning: {event['seen']} ({self._run.name_in(event['fix'])})")

@@ -4,14 +4,20 @@ Every rank sums the same gradients and takes the same steps, so a bit that flips
 alone, and silently spoils the gradients of all ranks from then on. If a majority agrees, the others copy its state. If
 none does (for instance with two ranks), all return to the newest checkpoint: replicas were compared before it was
 written, so all of them agreed on it.
+
+A GPU and a processor round differently, though: the same update of the same numbers differs in last bits. In a world
+with both, ranks on a GPU take the state of a rank on a processor at each comparison.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+
+import torch
 
 from shoal.engine.checkpoint import CheckpointFolder
 from shoal.engine.engine import Engine
@@ -21,9 +27,12 @@ from shoal.engine.state_transfer import broadcast_json
 from shoal.engine.training_state import StateTree
 from shoal.errors import CheckpointError, RunFailed
 from shoal.sync.replicas import broadcast_integers, broadcast_tensors, combine_digests, gather_integers, tensor_digests
+from shoal.sync.step_stats import max_over_world
 from shoal.units import rank_names
 
 _NO_CHECKPOINT = -1
+# Rounding changes the norm of a tensor by less than this part of it. A bit that changes it less is harmless.
+_ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
@@ -43,12 +52,25 @@ def find_difference(names: Sequence[str], digests_by_rank: Sequence[Sequence[int
     return Difference(odd, rows.index(usual) if has_majority else None, min(differing))
 
 
+def find_rounding(devices: Sequence[str], names: Sequence[str], digests: Sequence[Sequence[int]]) -> Difference | None:
+    """Find the ranks on GPUs if they differ from those on processors, and none from the others of its kind."""
+    kinds = [device == "cpu" for device in devices]
+    rows = [tuple(row) for row in digests]
+    if len(set(kinds)) < 2 or len(set(zip(kinds, rows, strict=True))) > 2:
+        return None
+    source = kinds.index(True)
+    odd = tuple(rank for rank, is_processor in enumerate(kinds) if not is_processor)
+    differing = [name for name, *of_ranks in zip(names, *rows, strict=True) if len(set(of_ranks)) > 1]
+    return Difference(odd, source, min(differing))
+
+
 class Comparison:
     """Compares and repairs the replicas. The step alone decides when: a rank that has just joined must do the same."""
 
     def __init__(self, engine: Engine, checkpoints: CheckpointFolder) -> None:
         self._engine = engine
         self._checkpoints = checkpoints
+        self._has_aligned = False
 
     def is_due(self, step: int) -> bool:
         """Return whether to compare after `step`: every `digest_every` steps, and after the last step.
@@ -66,16 +88,27 @@ class Comparison:
 
         At the end of a training there is no going back: it fails.
         """
-        difference = self._find_difference()
-        if difference is None:
+        differing = self._gather_digests()
+        if differing is None:
             return True
+        names, digests = differing
+        rounding = find_rounding(self._engine.world.devices, names, digests)
+        if rounding is not None and rounding.source is not None and self._have_equal_norms():
+            self._copy_state(rounding, rounding.source)
+            self._report_rounding(rounding)
+            return True
+        difference = find_difference(names, digests)
         if difference.source is None:
             self._go_back(difference, is_end)
             return False
-        self._repair(difference, difference.source)
+        self._copy_state(difference, difference.source)
+        source_id = self._engine.world.ids[difference.source]
+        action = f"its whole state was copied from rank {source_id}"
+        self._report(difference, self._engine.progress.step, action, healed_from=source_id)
         return True
 
-    def _find_difference(self) -> Difference | None:
+    def _gather_digests(self) -> tuple[list[str], list[list[int]]] | None:
+        """Return the names of the tensors and every rank's digests of them; None if all ranks have the same."""
         engine = self._engine
         if engine.world.size == 1:
             return None
@@ -83,17 +116,29 @@ class Comparison:
             digests = tensor_digests(replica_state(engine))
         if len({number for [number] in gather_integers(engine.world, [combine_digests(digests)])}) == 1:
             return None
-        return find_difference(list(digests), gather_integers(engine.world, list(digests.values())))
+        return list(digests), gather_integers(engine.world, list(digests.values()))
 
-    def _repair(self, difference: Difference, source: int) -> None:
-        """Copy the majority's state to the odd ranks."""
+    def _have_equal_norms(self) -> bool:
+        """Whether the tensors of all replicas are as similar as rounding leaves them."""
+        engine = self._engine
+        with engine.outer.common():
+            tensors = [tensor for tensor in replica_state(engine).values() if tensor.is_floating_point()]
+            norms = [float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors]
+        # A NaN compares with nothing: it counts as the largest number and as the smallest.
+        highest = max_over_world(engine.world, [math.inf if math.isnan(norm) else norm for norm in norms])
+        lowest = max_over_world(engine.world, [math.inf if math.isnan(norm) else -norm for norm in norms])
+        pairs = zip(highest, lowest, strict=True)
+        return all(math.isfinite(high) and high + low <= _ROUNDING * high for high, low in pairs)
+
+    def _copy_state(self, difference: Difference, source: int) -> None:
+        """Copy the state of a rank to the odd ranks."""
         engine = self._engine
         is_odd = engine.world.rank in difference.odd
         if is_odd:
             # Its bits are wrong: no other rank may continue from them, even if the copy fails.
             engine.fence.mark_overwritten()
         with engine.outer.common():
-            # The majority keeps its own state: losing the source during the copy costs nothing.
+            # The others keep their own state: losing the source during the copy costs nothing.
             broadcast_tensors(engine.world, source, replica_state(engine).values(), keep=is_odd)
             common = {name: tensor.clone() for name, tensor in engine.common_weights().items()}
             optimizer = broadcast_json(engine.world, source, engine.state.optimizer_state().values)
@@ -103,9 +148,6 @@ class Comparison:
             engine.state.load_optimizer_state(StateTree(engine.state.optimizer_state().tensors, optimizer))
         self._check_repaired(difference)
         engine.fence.set_step(engine.outer.common_step(engine.progress.step))
-        source_id = engine.world.ids[source]
-        action = f"its whole state was copied from rank {source_id}"
-        self._report(difference, engine.progress.step, action, healed_from=source_id)
 
     def _go_back(self, difference: Difference, is_end: bool) -> None:
         """Return all ranks to the newest checkpoint."""
@@ -138,8 +180,9 @@ class Comparison:
         return broadcast_integers(self._engine.world, 0, [saved_step])[0]
 
     def _check_repaired(self, difference: Difference) -> None:
-        remaining = self._find_difference()
-        if remaining is not None:
+        differing = self._gather_digests()
+        if differing is not None:
+            remaining = find_difference(*differing)
             raise RunFailed(
                 f"{self._describe(remaining, self._engine.progress.step)}, right after all had been made equal",
                 why=f"before that it was {difference.tensor}: the memory of one of these machines is unreliable",
@@ -172,6 +215,20 @@ class Comparison:
                 RunFailed(f"{self._describe(difference, step)}: {action}", why="a bit changed in memory", fix=fix),
                 step=step,
             )
+
+    def _report_rounding(self, difference: Difference) -> None:
+        """Record that ranks on GPUs took the state of a rank on a processor, and explain it the first time."""
+        engine, ranks = self._engine, self._odd_ids(difference)
+        source = engine.world.ids[difference.source or 0]
+        why = (
+            f"{rank_names(ranks)}, on a GPU, took the state of rank {source}, on a processor: they round differently. "
+            "That is done at each comparison and checkpoint from now on"
+        )
+        first = {} if self._has_aligned else {"why": why}
+        self._has_aligned = True
+        engine.recorder.event(
+            "aligned", step=engine.progress.step, ranks=ranks, source=source, tensor=difference.tensor, **first
+        )
 
     def _describe(self, difference: Difference, step: int) -> str:
         than = "than the others" if difference.source is not None else "than each other"

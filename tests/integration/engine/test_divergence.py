@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.engine.divergence import find_difference
+from shoal.engine.divergence import Difference, find_difference, find_rounding
 from shoal.engine.engine import Engine
 from shoal.engine.saving import replica_state
 from shoal.errors import RunFailed
@@ -29,6 +29,9 @@ ROWS = st.integers(2, 5).flatmap(
     lambda tensors: st.lists(st.lists(st.integers(0, 1), min_size=tensors, max_size=tensors), min_size=2, max_size=6)
 )
 WEIGHT, MOMENT = "model.blocks.0.feedforward.0.weight", "optimizer.state.blocks.0.feedforward.0.weight.exp_avg"
+
+
+Train = Callable[[World, Path, Sequence["Flip"]], tuple[int, str | None]]
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,11 @@ def train(world: World, run: Path, flips: Sequence[Flip]) -> tuple[int, str | No
     return combine_digests(tensor_digests(replica_state(training.engine))), None
 
 
+def train_mixed(world: World, run: Path, flips: Sequence[Flip]) -> tuple[int, str | None]:
+    """The same, but the first rank says that it computes on a GPU."""
+    return train(replace(world, devices=("cuda:0", *["cpu"] * (world.size - 1))), run, flips)
+
+
 def change(engine: Engine, flip: Flip) -> None:
     with engine.outer.common():
         tensor: Tensor = replica_state(engine)[flip.tensor]
@@ -72,7 +80,7 @@ def change(engine: Engine, flip: Flip) -> None:
 
 
 def run_with(
-    folder: Path, ranks: int, flips: Sequence[Flip], *sets: str
+    folder: Path, ranks: int, flips: Sequence[Flip], *sets: str, train: Train = train
 ) -> tuple[RunFolder, list[tuple[int, str | None]]]:
     common = ("train.steps=30", "train.global_batch=6", "train.eval_every=100", "train.compile=off", "train.pin=off")
     run = make_run(folder, ranks, *common, *sets)
@@ -141,6 +149,35 @@ def test_two_ranks_return_to_a_checkpoint_at_the_last_step_too(tmp_path: Path) -
     assert (event["step"], event["back_to"]) == (24, 20)
     assert all_equal(ended)
     assert [event["status"] for event in events(run, "end")] == ["finished"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_on_a_gpu_that_rounds_otherwise_takes_the_state_of_a_processor(ranks: int, tmp_path: Path) -> None:
+    """One of the flipped bits is the last one of a weight, and one is the last one of a moment."""
+    flips = [Flip(0, 3, WEIGHT, bit=0), Flip(0, 14, MOMENT, bit=0)]
+    sets = ("members.digest_every=10", "train.checkpoint_every=100")
+    run, ended = run_with(tmp_path, ranks, flips, *sets, train=train_mixed)
+    assert all_equal(ended)
+    for rank in range(ranks):
+        aligned = events(run, "aligned", rank)
+        assert [(event["step"], event["ranks"], event["source"]) for event in aligned] == [(10, [0], 1), (20, [0], 1)]
+        assert "they round differently" in aligned[0]["why"]
+        assert "why" not in aligned[1]
+        assert not events(run, "divergence", rank)
+        assert not events(run, "warning", rank)
+
+
+def test_a_bit_that_changes_a_weight_much_is_no_rounding(tmp_path: Path) -> None:
+    run, ended = run_with(tmp_path, 2, [Flip(1, 10, WEIGHT, bit=30)], "members.digest_every=10", train=train_mixed)
+    assert [error for _, error in ended] == [f"after step 10 ranks 0 and 1 have another {WEIGHT} than each other"] * 2
+    assert not events(run, "aligned")
+
+
+def test_only_ranks_of_different_kinds_differ_by_rounding() -> None:
+    names, mixed = ["a", "b"], ["cuda:0", "cpu", "cpu"]
+    assert find_rounding(mixed, names, [[1, 3], [1, 2], [1, 2]]) == Difference((0,), 1, "b")
+    assert find_rounding(mixed, names, [[1, 3], [1, 2], [1, 4]]) is None, "two processors differ"
+    assert find_rounding(["cpu"] * 3, names, [[1, 3], [1, 2], [1, 2]]) is None, "all compute on processors"
 
 
 def test_two_ranks_without_a_checkpoint_fail_with_an_error(tmp_path: Path) -> None:

@@ -43,12 +43,16 @@ def test_two_ranks_share_a_gpu(options: tuple[str, ...], tmp_path: Path) -> None
 
 
 @pytest.mark.gpu
-def test_ranks_with_and_without_a_gpu_train_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processors", [1, 2])
+def test_ranks_with_and_without_a_gpu_train_together(processors: int, tmp_path: Path) -> None:
     need_gpu()
-    devices = set_flags("run.devices=cuda/cpu/cpu", "run.weights=4/1/1")
-    starts = train(tmp_path / "run", "--on", "local:3", *devices)
-    assert [start["device"] for start in starts] == ["cuda:0", "cpu", "cpu"]
-    assert [start["share"] for start in starts] == [4, 1, 1]
+    names, weights = ["cuda", *["cpu"] * processors], [4, *[1] * processors]
+    devices = set_flags(f"run.devices={'/'.join(names)}", f"run.weights={'/'.join(map(str, weights))}")
+    starts = train(tmp_path / "run", "--on", f"local:{1 + processors}", *devices)
+    assert [start["device"] for start in starts] == ["cuda:0", *["cpu"] * processors]
+    assert [start["share"] for start in starts] == weights
+    # They round differently, which is no fault of a machine.
+    assert not events_of(tmp_path / "run", "divergence")
 
 
 @pytest.mark.gpu
