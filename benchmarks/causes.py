@@ -114,6 +114,7 @@ class Bench:
     def __init__(self, folder: Path, lab: Lab, nodes: int) -> None:
         self.folder = folder
         self.lab = lab
+        self.nodes = nodes
         self.trouble = folder / "trouble"
         script = folder / "steps.py"
         script.write_text(SCRIPT)
@@ -124,6 +125,7 @@ class Bench:
         self._tails = [EventTail(self.run.events(rank)) for rank in range(nodes)]
         self.starts: dict[int, Event] = {}
         self.last: dict[int, Event] = {}  # times of the last step by rank
+        self.worlds: list[Event] = []  # changes of the world, as each rank recorded them
         self.step = 0
         self.step_s = 0.0
 
@@ -132,7 +134,9 @@ class Bench:
         verdicts = []
         for tail in self._tails:
             for event in tail.poll():
-                if event["event"] == "start":
+                if event["event"] == "membership":
+                    self.worlds.append(event)
+                elif event["event"] == "start":
                     self.starts[event["rank"]] = event
                 elif event["event"] == "step":
                     self.step, self.step_s = max(self.step, event["step"]), event["step_s"]
@@ -302,7 +306,7 @@ def try_cause(bench: Bench, trouble: Trouble) -> dict[str, object]:
             right = next((verdict for verdict in verdicts if trouble.is_cause(verdict)), {})
         after_s = time.monotonic() - began
     if not right:
-        print(f"no verdict; the last step: {bench.last}", file=sys.stderr)
+        print(f"no verdict; the last step: {bench.last}; the worlds: {bench.worlds[bench.nodes :]}", file=sys.stderr)
     named = right or next(filter(trouble.is_place, verdicts), {}) or next(iter(verdicts), {})
     return {
         "cause": trouble.title,

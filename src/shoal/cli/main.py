@@ -231,7 +231,7 @@ def _print_error(error: Exception, arguments: Sequence[str] = ()) -> int:
             fix, why = f"{path} --help", ""
             # The help calls it RUN, and so do the examples.
             if (argument := getattr(error, "param", None)) is not None and message.startswith("Missing argument"):
-                message = f"Missing argument {(argument.metavar or argument.name).upper()}"
+                message = f"Missing argument {(argument.metavar or argument.name).upper().removesuffix('...')}"
             if context is not None and message.startswith("No such command"):
                 name = message.split("'")[1]
                 message = f"{path} has no command {name!r}"

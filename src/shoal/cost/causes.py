@@ -117,7 +117,7 @@ def _candidates(late: RankTimes, others: Sequence[RankTimes], step_s: float, top
             memory_s,
             Cause(
                 "memory",
-                f"its memory is short: {node.major_faults:.0f} pages a second are read back from disk",
+                f"its memory is short: {node.major_faults:,.0f} pages a second are read back from disk",
                 "free memory there (free -h), or give this rank less: a smaller --micro-batch",
             ),
         ),

@@ -218,7 +218,8 @@ class Stragglers:
         ranks = window[-1].ranks
         slow_links = list(self._slow_link(ranks, window, step_s))
         yield from slow_links
-        yield from self._lossy_link(ranks, is_slow=bool(slow_links))
+        # Losses are counted over more steps than a slow link is judged by: those of a link that was slow are known.
+        yield from self._lossy_link(ranks, is_slow=bool(slow_links) or "link" in self._reported)
 
     def _judge_long(self, top_process: str) -> Iterator[tuple[str, SlowRank]]:
         yield from self._late_at_times(top_process)

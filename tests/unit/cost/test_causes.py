@@ -23,7 +23,7 @@ def late(data_s: float = 0.001, gc_s: float = 0.0, starved: float = 0.2, **node:
         # A group without quota also waits for a processor: the quota is the cause.
         (late(throttled=0.42, starved=0.7), "CPU quota", "for 42% of the time"),
         (late(frozen=0.34), "freezes", "stands still for 34% of the time"),
-        (late(major_faults=2400, memory_stall=0.5), "memory", "2400 pages a second"),
+        (late(major_faults=2400, memory_stall=0.5), "memory", "2,400 pages a second"),
         (late(other_cores=1.2, starved=0.8), "other programs", "yes (process 7)"),
         (late(starved=0.8), "processor time", "waits for a processor 80% of the time"),
         (late(clock=0.4, heat=3.0), "clock", "because of heat"),
