@@ -130,6 +130,16 @@ def test_a_real_browser_shows_the_run_as_it_goes_on(tmp_path: Path) -> None:
         assert page.text("#detail caption") == "Step 80 in ms"
         page.press("ArrowLeft")
         assert page.text("#detail caption") == "Step 79 in ms"
+        # A pointer over a chart shows its values, and when it leaves, the chart is as it was before.
+        pixels = "document.querySelector('#strips').toDataURL()"
+        before = page.evaluate(pixels)
+        move = "document.querySelector('#strips').dispatchEvent(new PointerEvent('{}', {{clientX: 300, clientY: 300}}))"
+        page.evaluate(move.format("pointermove"))
+        assert "rank 0: " in page.text("#tip")
+        assert page.evaluate(pixels) != before
+        page.evaluate(move.format("pointerleave"))
+        assert page.evaluate("document.querySelector('#tip').hidden")
+        assert page.evaluate(pixels) == before
         # A reload, another size and the dark colours show the whole run.
         page.resize(390, 800)
         page.set_scheme("dark")

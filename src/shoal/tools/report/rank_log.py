@@ -5,6 +5,7 @@ A long run has millions of steps. So a step is kept as a dozen numbers in flat a
 
 from __future__ import annotations
 
+import math
 import re
 from array import array
 from collections.abc import Iterable
@@ -135,6 +136,7 @@ class RankLog:
     _log_entry: dict[int, int] = field(default_factory=dict)
     _row: dict[int, int] = field(default_factory=dict)  # row of a step in _values
     _values: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in _COLUMNS})
+    _sorted_rows: Steps = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # rows in the order of steps
     _measured_from: int = 0
     _is_restarted: bool = True
     _has_trained: bool = False  # since the last start
@@ -182,7 +184,7 @@ class RankLog:
         launch, so it is ignored. A clock that was set back adds nothing.
         """
         time = as_float(event.get("time"))
-        if not np.isfinite(time) or event.get("event") == "membership":
+        if not math.isfinite(time) or event.get("event") == "membership":
             return
         if event.get("event") == "start" or self._last_time is None:
             self._last_time = time
@@ -195,8 +197,9 @@ class RankLog:
 
     def column(self, name: str) -> Floats:
         """Return one value per step, in the order of `steps`; NaN where a step did not record it."""
-        rows = [self._row[step] for step in sorted(self._row)]
-        return np.frombuffer(self._values[name], dtype=np.float64)[rows] if rows else np.empty(0)
+        if len(self._sorted_rows) != len(self._row):
+            self._sorted_rows = np.array([self._row[step] for step in sorted(self._row)], dtype=np.int64)
+        return np.frombuffer(self._values[name], dtype=np.float64)[self._sorted_rows]
 
     def measured(self) -> Steps:
         """Return positions in `steps`: the second half of the steps since the last start. The first half is warm-up."""
@@ -246,6 +249,7 @@ class RankLog:
         if event.get("measured"):
             # A script that was started again counts its steps from 1.
             self._row.clear()
+            self._sorted_rows = np.empty(0, dtype=np.int64)
             self._values = {name: array("d") for name in _COLUMNS}
         # The next step sets `_measured_from`, not this event: resuming a finished run, which has no step left to do,
         # must keep what was measured.
@@ -268,12 +272,16 @@ class RankLog:
             self._measured_from, self._is_restarted = step, False
         self._has_trained = True
         row = self._row.setdefault(step, len(self._row))
+        is_new = row == len(self._values["entry"])
+        record = {**event, "entry": float(self._current_entry())}
         for name, values in self._values.items():
-            value = self._current_entry() if name == "entry" else as_float(event.get(name))
-            if row < len(values):
-                values[row] = value
-            else:
+            value = record.get(name)
+            if not isinstance(value, float):
+                value = as_float(value)
+            if is_new:
                 values.append(value)
+            else:
+                values[row] = value
 
 
 def read_rank_logs(events: Iterable[Event]) -> dict[int, RankLog]:
@@ -282,7 +290,9 @@ def read_rank_logs(events: Iterable[Event]) -> dict[int, RankLog]:
     for event in events:
         rank = event.get("rank")
         if isinstance(rank, int) and not isinstance(rank, bool):
-            logs.setdefault(rank, RankLog(rank)).add(event)
+            if rank not in logs:
+                logs[rank] = RankLog(rank)
+            logs[rank].add(event)
     _split_tails(logs)
     return dict(sorted(logs.items()))
 

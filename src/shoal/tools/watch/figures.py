@@ -88,7 +88,7 @@ def _status(state: LiveState, ranks: list[RankState]) -> tuple[str, str]:
         code = state.ended["code"]
         name = "finished" if not code else "interrupted" if code == 130 else "failed"
         return name, state.run.name_in(printable_line(str(state.ended.get("seen") or ""), _LONGEST_TEXT))
-    if state.supervisor and not _is_supervised(state.supervisor.get("pid")):
+    if state.supervisor and not state.is_supervised:
         return "lost", "its supervisor is not running on this machine; the ranks may go on without it"
     ends = [rank.ended for rank in ranks]
     if not state.supervisor and ends and all(ends):
@@ -234,11 +234,3 @@ def _section(document: dict[str, Any], name: str) -> dict[str, Any]:
 def _script_name(script: Any) -> str:
     words = [word for word in script if isinstance(word, str)] if isinstance(script, list) else []
     return clean_name(words[1] if words[:1] == ["-m"] and len(words) > 1 else Path(words[0]).name) if words else ""
-
-
-def _is_supervised(pid: Any) -> bool:
-    """Return whether the supervisor's process exists; a number that another program has got since does not count."""
-    try:
-        return is_step(pid) and b"shoal" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False

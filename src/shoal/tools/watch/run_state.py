@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.control.membership.types import NEVER, Ballot
+from shoal.control.processes import find_supervisor
 from shoal.events import STEP_FIELDS, Event, EventTail
 from shoal.run_folder import RunFolder
 from shoal.terminal import printable_line
@@ -57,6 +58,7 @@ _RANK_TURN_BYTES = 1 << 18
 # How long one poll may read: a viewer of a long run sees the part that has been read, and how much is left.
 _TURN_S = 0.4
 _FIND_FILES_S = 2.0
+_LOOK_EVERY_S = 5.0
 
 # Fields of a step that are shown elsewhere, beside those that shoal writes itself.
 _NO_VALUES = STEP_FIELDS.union(("tokens", "ready_s", "tail_s"))
@@ -103,6 +105,8 @@ class LiveState:
         self.values: dict[str, ValueSeries] = {}
         self.val_loss = ValueSeries()
         self.supervisor: Event = {}
+        self._supervisor_pid: int | None = None  # its number here, if it runs inside a node of a lab
+        self._looked_at = -math.inf
         self.members: tuple[Ballot, tuple[str, ...]] = (NEVER, ())  # nodes of the newest generation, by the agents
         self.ids: tuple[Ballot, tuple[int, ...]] = (NEVER, ())  # ranks of the newest generation, by the ranks
         self.ended: Event | None = None
@@ -125,6 +129,18 @@ class LiveState:
         self._held: dict[int, dict[int, Event]] = {}  # steps of a measured script that not all ranks have recorded
         self._is_rebuilt = True
         self.has_news = False  # since the last update
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the supervisor's process exists on this machine."""
+        if any(map(_is_shoal, (self.supervisor.get("pid"), self._supervisor_pid))):
+            return True
+        # Inside a node of a lab processes have other numbers than here. All processes are looked at, so not often.
+        if time.monotonic() - self._looked_at >= _LOOK_EVERY_S:
+            self._looked_at = time.monotonic()
+            supervisor = find_supervisor(self.run.path)
+            self._supervisor_pid = None if supervisor is None else supervisor.pid
+        return self._supervisor_pid is not None
 
     # Reading.
 
@@ -471,3 +487,11 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+def _is_shoal(pid: Any) -> bool:
+    """Return whether the process exists; a number that another program has got since does not count."""
+    try:
+        return is_step(pid) and b"shoal" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

@@ -262,8 +262,20 @@ function drawMarks(g, px, top, bottom, left, right) {
   return placed;
 }
 function drawCursor(canvas, g) {
+  canvas.picture = null;
+  if (canvas.cursor !== undefined && canvas.cursor !== null) moveCursor(canvas, g);
+}
+/** Draw the cursor over a chart. The chart itself is kept as a picture: drawing 8 × 1,000 rows again takes too long. */
+function moveCursor(canvas, g = canvas.getContext("2d")) {
   const chart = canvas.chart;
-  if (!chart || canvas.cursor === undefined || canvas.cursor === null) return;
+  if (!chart) return;
+  canvas.picture ??= pictureOf(canvas);
+  g.save();
+  g.setTransform(1, 0, 0, 1, 0, 0);
+  g.clearRect(0, 0, canvas.width, canvas.height);
+  g.drawImage(canvas.picture, 0, 0);
+  g.restore();
+  if (canvas.cursor === null) return;
   const x = chart.px(canvas.cursor);
   if (x < chart.left || x > chart.right) return;
   g.strokeStyle = colour("--soft");
@@ -272,6 +284,12 @@ function drawCursor(canvas, g) {
   g.moveTo(x, chart.top);
   g.lineTo(x, chart.bottom);
   g.stroke();
+}
+function pictureOf(canvas) {
+  const picture = document.createElement("canvas");
+  [picture.width, picture.height] = [canvas.width, canvas.height];
+  picture.getContext("2d").drawImage(canvas, 0, 0);
+  return picture;
 }
 function nearest(points, x) {
   let best = null;
@@ -307,13 +325,14 @@ function makeInteractive(canvas) {
   const hide = () => {
     canvas.cursor = null;
     $("tip").hidden = true;
-    draw();
+    if (canvas.picture) moveCursor(canvas);
   };
   canvas.addEventListener("pointermove", (event) => {
     if (!canvas.chart) return;
     const lines = pointAt(canvas, event.offsetX);
-    if (lines.length) showTip(canvas, lines, event.offsetX, event.offsetY);
-    draw();
+    if (!lines.length) return;
+    showTip(canvas, lines, event.offsetX, event.offsetY);
+    moveCursor(canvas);
   });
   canvas.addEventListener("pointerleave", hide);
   canvas.addEventListener("blur", hide);
@@ -333,7 +352,7 @@ function makeInteractive(canvas) {
     else place += event.key === "ArrowLeft" ? -1 : 1;
     const [x] = points[Math.max(0, Math.min(points.length - 1, place))];
     showTip(canvas, pointAt(canvas, chart.px(x)), chart.px(x), chart.top);
-    draw();
+    moveCursor(canvas);
   });
 }
 
@@ -516,7 +535,7 @@ function zoom(factor, at = null) {
   }
   view.span = next;
   setFollow(view.end === null || view.end >= view.newest);
-  draw();
+  draw(drawTimeline);
 }
 function setFollow(on) {
   if (on) view.end = null;
@@ -576,7 +595,7 @@ function watchTimeline() {
       if (!drag.moved) return;
       view.end = drag.end - (moved / (view.right - view.left)) * view.drawnSpan;
       setFollow(view.end >= view.newest);
-      draw();
+      draw(drawTimeline);
       return;
     }
     canvas.style.cursor = stepUnder(event) === null ? "grab" : "pointer";
@@ -767,23 +786,27 @@ function drawEvents() {
   $("mark-legend").replaceChildren(...kinds.map((kind) => key(dot(MARKS[kind][0]), MARKS[kind][1])));
 }
 
-let isDue = false;
-function draw() {
-  if (isDue) return;
-  isDue = true;
+const due = new Set(); // what the next frame draws
+function draw(part = drawPage) {
+  const isScheduled = due.size > 0;
+  due.add(part);
+  if (isScheduled) return;
   requestAnimationFrame(() => {
-    isDue = false;
-    if (!S.summary) return;
-    whole = wholeRun();
-    drawHead();
-    drawFigures();
-    drawNodes();
-    drawRanks();
-    drawEvents();
-    drawCharts();
-    drawTimeline();
-    drawValues();
+    const parts = due.has(drawPage) ? [drawPage] : [...due];
+    due.clear();
+    if (S.summary) for (const drawPart of parts) drawPart();
   });
+}
+function drawPage() {
+  whole = wholeRun();
+  drawHead();
+  drawFigures();
+  drawNodes();
+  drawRanks();
+  drawEvents();
+  drawCharts();
+  drawTimeline();
+  drawValues();
 }
 function setAxis(time) {
   byTime = time;
