@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from statistics import fmean
 from typing import Any
 
@@ -205,4 +206,10 @@ def short(value: float) -> float | None:
 
 
 def clean_name(value: Any, default: str = "") -> str:
-    return printable_line(value, _LONGEST_NAME) if isinstance(value, str) else default
+    return _clean_name(value) if isinstance(value, str) else default
+
+
+# The names of nodes and values are few, and asked for hundreds of times an update.
+@lru_cache(maxsize=1000)
+def _clean_name(name: str) -> str:
+    return printable_line(name, _LONGEST_NAME)
