@@ -79,7 +79,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
         (["train", "--steps"], "Option '--steps' requires an argument.", "shoal train --help"),
         (["lab", "up", "--link"], "Option '--link' requires an argument.", "shoal lab up --help"),
         (["verify"], "Missing argument RUN\n", "shoal verify --help"),
-        (["report"], "Missing argument RUN...\n", "shoal report --help"),
+        (["report"], "Missing argument RUN\n", "shoal report --help"),
         (["bench", "levers", "--on", "local:1"], "--on local:1 is one rank", "--on local:2"),
         (["bench", "levers", "--levers", "ddp,dilco:50"], "did you mean 'diloco'?", "--levers stock,ddp"),
         (["bench", "levers", "--levers", "stock+int8"], "stock DDP sends fp32", "--levers stock,ddp,int8"),
