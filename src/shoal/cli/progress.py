@@ -41,6 +41,7 @@ class PlainDisplay:
         self._line = StepLine(steps)
         self._printer = EventPrinter(title, rank)
         self._printed_at: float | None = None
+        self._printed_step = 0
 
     def __call__(self, events: list[Event]) -> None:
         for event in events:
@@ -54,10 +55,12 @@ class PlainDisplay:
 
     def _step(self, event: Event) -> None:
         text = self._line.update(event)
-        last, now = event["step"] == self._line.steps, time.monotonic()
+        # Whoever attaches at the last step gets it twice: as the last one so far, and as it ends.
+        last = event["step"] == self._line.steps and event["step"] != self._printed_step
+        now = time.monotonic()
         # Always print the first event seen; in a resumed or attached run that is not step 1.
         if last or self._printed_at is None or now - self._printed_at > _PLAIN_EVERY_S:
-            self._printed_at = now
+            self._printed_at, self._printed_step = now, event["step"]
             self._console.print(f"step {event['step']}/{self._line.steps}  {text}", soft_wrap=True)
 
 

@@ -286,6 +286,9 @@ class Balance:
         for length, min_gain in _WINDOWS:
             if len(self._steps) < length:
                 return None
+            # A long window changes slowly. This runs in every step: longer windows cost no more than the first.
+            if self._observed % (length // _WINDOWS[0][0]):
+                continue
             steps = list(self._steps)[-length:]
             self._learn_overhead(steps, plan)
             change = find_change(steps, plan, sizes, min_gain, self._overhead)

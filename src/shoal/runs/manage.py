@@ -46,6 +46,7 @@ _STEP_TAIL_BYTES = 16384
 _JOURNAL_TAIL_BYTES = 1 << 16
 _REMOTE_TIMEOUT_S = 120.0
 _MEMBERSHIP = b'{"event":"membership"'
+_STEP = b'{"event":"step"'
 _OPENING = (b'{"event":"start"', b'{"event":"shard"', _MEMBERSHIP)
 
 
@@ -405,7 +406,10 @@ def _poll_notes(log: SupervisorLog, supervisor: RunProcess | None) -> Iterator[l
 
 
 def read_opening(run: RunFolder) -> list[Event]:
-    """Return how the newest launch began on each member: its start, its shard of the data and its last generation."""
+    """Return how the newest launch began on each member and how far it is.
+
+    That is its start, its shard of the data, its last generation and its last step.
+    """
     from shoal.tools.report.membership import last_members
     from shoal.tools.report.rank_log import read_rank_logs
 
@@ -416,17 +420,21 @@ def read_opening(run: RunFolder) -> list[Event]:
 
 def _opening_of(run: RunFolder, rank: int) -> list[Event]:
     opening: list[Event] = []
-    previous = b""
+    previous = last_step = b""
     with contextlib.suppress(FileNotFoundError), run.events(rank).open("rb") as file:
         for line in file:
             # Selected before they are parsed: there may be a million steps in between.
             if line.startswith(_OPENING) and (event := parse_event(line, RANK_EVENTS)) is not None:
                 if event["event"] == "start":
                     # A new process. It may have written its generation just before its start.
-                    opening = opening[-1:] if previous.startswith(_MEMBERSHIP) else []
+                    opening, last_step = opening[-1:] if previous.startswith(_MEMBERSHIP) else [], b""
                 elif event["event"] == "membership":
                     # Only the last generation counts.
                     opening = [earlier for earlier in opening if earlier["event"] != "membership"]
                 opening.append(event)
+            elif line.startswith(_STEP):
+                last_step = line
             previous = line
+    if (step := parse_event(last_step, RANK_EVENTS)) is not None:
+        opening.append(step)
     return opening

@@ -106,15 +106,23 @@ def test_attaching_shows_the_ranks_that_take_part(tmp_path: Path) -> None:
     assert [(event["event"], event["rank"], event.get("generation")) for event in events if event["rank"] == 2] == [
         ("start", 2, 0),
         ("membership", 2, "4-0"),
+        ("step", 2, None),
     ]
     left = compact_run(tmp_path / "left", [start(0, 2), entered(0, "2-0", (0,), 4), step(5), start(1, 2), step(1, 1)])
     assert {event["rank"] for event in read_opening(left)} == {0}
 
 
+def test_attaching_shows_the_last_step_of_the_newest_launch(tmp_path: Path) -> None:
+    events = [start(0, 1), step(1), step(2)]
+    assert [event.get("step") for event in read_opening(compact_run(tmp_path / "run", events))] == [None, 2]
+    resumed = [*events, start(0, 1)]
+    assert [event.get("step") for event in read_opening(compact_run(tmp_path / "resumed", resumed))] == [None]
+
+
 def test_attaching_to_a_plain_launch_shows_no_older_generations(tmp_path: Path) -> None:
     older = [start(0, 1), entered(0, "1-0", (0, 1), 0, how="first"), step(1)]
     run = compact_run(tmp_path / "run", [*older, start(0, 1, time=time_of(90)), step(2)])
-    assert [event["event"] for event in read_opening(run)] == ["start"]
+    assert [event["event"] for event in read_opening(run)] == ["start", "step"]
     named_first = [entered(0, "9-0", (0,), 2, "9-0", "first"), start(0, 1, time=time_of(95))]
     again = compact_run(tmp_path / "again", [*older, *named_first, step(3)])
     assert [event["event"] for event in read_opening(again)] == ["membership", "start"]
