@@ -48,20 +48,23 @@ def find_difference(names: Sequence[str], digests_by_rank: Sequence[Sequence[int
     usual, count = Counter(rows).most_common(1)[0]
     has_majority = 2 * count > len(rows)
     odd = tuple(rank for rank, row in enumerate(rows) if row != usual or not has_majority)
-    differing = [name for name, *digests in zip(names, *rows, strict=True) if len(set(digests)) > 1]
-    return Difference(odd, rows.index(usual) if has_majority else None, min(differing))
+    return Difference(odd, rows.index(usual) if has_majority else None, _first_differing(names, rows))
 
 
 def find_rounding(devices: Sequence[str], names: Sequence[str], digests: Sequence[Sequence[int]]) -> Difference | None:
-    """Find the ranks on GPUs if they differ from those on processors, and none from the others of its kind."""
+    """Find the ranks on GPUs if they differ from those on processors, and ranks of one kind agree."""
     kinds = [device == "cpu" for device in devices]
     rows = [tuple(row) for row in digests]
     if len(set(kinds)) < 2 or len(set(zip(kinds, rows, strict=True))) > 2:
         return None
     source = kinds.index(True)
     odd = tuple(rank for rank, is_processor in enumerate(kinds) if not is_processor)
-    differing = [name for name, *of_ranks in zip(names, *rows, strict=True) if len(set(of_ranks)) > 1]
-    return Difference(odd, source, min(differing))
+    return Difference(odd, source, _first_differing(names, rows))
+
+
+def _first_differing(names: Sequence[str], rows: Sequence[Sequence[int]]) -> str:
+    columns = zip(*rows, strict=True)
+    return min(name for name, digests in zip(names, columns, strict=True) if len(set(digests)) > 1)
 
 
 class Comparison:

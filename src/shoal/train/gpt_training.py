@@ -74,8 +74,9 @@ def gpt_steps(session: Session, config: Config, run: RunFolder, resume: bool) ->
         Compiling takes that long, and so does loading the first kernels of a GPU.
         """
         start = last_event(run.events(session.engine.world.id), "start")
-        if start.get("compiled") or (start and session.device.type == "cuda"):
-            compute.set(ComputeChoice(start["compiled"], start["precision"], "as before"))
+        is_compiled = bool(start.get("compiled"))
+        if is_compiled or (start and session.device.type == "cuda"):
+            compute.set(ComputeChoice(is_compiled, start["precision"], "as before"))
             tokens = torch.zeros((start["micro_batch"], seq_len), dtype=torch.int64, device=session.device)
             model(tokens, tokens).backward()
             optimizer.zero_grad(set_to_none=True)
