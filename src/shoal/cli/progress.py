@@ -55,7 +55,7 @@ class PlainDisplay:
 
     def _step(self, event: Event) -> None:
         text = self._line.update(event)
-        # A user who attaches at the last step gets it twice: as the last one so far, and as it ends.
+        # A run that is attached to at its last step sends it twice: as the last one so far, and as it ends.
         last = event["step"] == self._line.steps and event["step"] != self._printed_step
         now = time.monotonic()
         # Always print the first event seen; in a resumed or attached run that is not step 1.

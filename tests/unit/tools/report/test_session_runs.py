@@ -217,7 +217,7 @@ class Shown:
 def test_attaching_to_a_finished_run_of_torchrun_says_that_it_finished(tmp_path: Path) -> None:
     display = Shown()
     attach_training(make_session_run(tmp_path / "run"), lambda config: display)
-    assert [event["event"] for event in display.events] == ["start", "start"]
+    assert [event["event"] for event in display.events] == ["start", "step", "start", "step"]
 
 
 @pytest.mark.parametrize(
