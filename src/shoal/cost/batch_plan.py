@@ -16,22 +16,29 @@ MICRO_BATCH_CAP = 64
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """One step's global batch in whole micro-batches, divided among the ranks."""
+    """One step's global batch, divided among the ranks. Each computes its share in as few micro-batches as it can."""
 
-    micro_batch: int
-    micro_batches: tuple[int, ...]  # by rank
+    micro_batch: int  # The most sequences that a rank computes at once.
+    shares: tuple[int, ...]  # Sequences by rank.
 
     @property
     def global_batch(self) -> int:
-        return self.micro_batch * sum(self.micro_batches)
+        return sum(self.shares)
 
-    def share(self, rank: int) -> int:
-        """Return the sequences of this rank in one step."""
-        return self.micro_batch * self.micro_batches[rank]
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The micro-batches of every rank in one step."""
+        return tuple(math.ceil(share / self.micro_batch) for share in self.shares)
+
+    def sizes(self, rank: int) -> tuple[int, ...]:
+        """Return the sequences of each micro-batch of this rank: equal numbers, or one more or less."""
+        count = math.ceil(self.shares[rank] / self.micro_batch)
+        size, rest = divmod(self.shares[rank], count)
+        return (size + 1,) * rest + (size,) * (count - rest)
 
     def offset(self, rank: int) -> int:
         """Return where this rank's sequences start inside the global batch."""
-        return self.micro_batch * sum(self.micro_batches[:rank])
+        return sum(self.shares[:rank])
 
 
 def world_batch(train: LoopConfig, world_size: int) -> int:
@@ -85,8 +92,10 @@ def _given_weights(run: RunConfig) -> tuple[float, ...]:
 
 
 def shares(count: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Divide `count` micro-batches by weight, at least one per rank; the remainder goes to the ranks that would finish
-    first."""
+    """Divide `count` micro-batches or sequences by weight, at least one per rank.
+
+    The remainder goes to the ranks that would finish first.
+    """
     if len(set(weights)) == 1:
         # By counting: the search below would take minutes for sixteen thousand ranks.
         base, rest = divmod(count, len(weights))
@@ -102,7 +111,7 @@ def shares(count: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 def divide_batch(global_batch: int, micro_batch: int, weights: Sequence[float]) -> BatchPlan:
     """Divide by weight, as nearly as whole micro-batches allow; with equal weights the first ranks take the rest."""
-    return BatchPlan(micro_batch, shares(global_batch // micro_batch, weights))
+    return BatchPlan(micro_batch, tuple(micro_batch * part for part in shares(global_batch // micro_batch, weights)))
 
 
 def plan_global_batch(config: EngineConfig, world_size: int) -> BatchPlan:
@@ -113,17 +122,20 @@ def plan_global_batch(config: EngineConfig, world_size: int) -> BatchPlan:
 
 
 def redivide_batch(global_batch: int, most: int, weights: Sequence[float], is_compiled: bool = False) -> BatchPlan:
-    """Divide the same global batch among other ranks, in micro-batches of at most `most` sequences that leave the
-    busiest rank the least work. Compiled code keeps the largest that fits: compiling takes longer than many steps."""
-    sizes = [size for size in divisors(global_batch, most) if global_batch // size >= len(weights)]
-    if not sizes:
+    """Divide the same global batch among other ranks, in micro-batches of at most `most` sequences.
+
+    Compiled code needs them of one size, the largest that fits: compiling takes longer than many steps.
+    """
+    if global_batch < len(weights):
         raise ConfigError(
             f"{len(weights)} ranks cannot share a global batch of {global_batch} sequences",
             why="every rank needs at least one sequence in each step",
             fix=f"let fewer machines in: --set members.max_nodes={max(1, len(weights) - 1)}",
         )
-    size = max(sizes) if is_compiled else _least_work(global_batch, sizes, weights)
-    return divide_batch(global_batch, size, weights)
+    if not is_compiled:
+        return BatchPlan(most, shares(global_batch, weights))
+    sizes = (size for size in divisors(global_batch, most) if global_batch // size >= len(weights))
+    return divide_batch(global_batch, max(sizes), weights)
 
 
 def micro_batch(train: LoopConfig, weights: Sequence[float], most: int = MICRO_BATCH_CAP) -> int:

@@ -71,6 +71,7 @@ def predict(
     workload = workload.accumulated(strategy.accumulation)
     setting = replace(setting, speed=setting.speed.in_world(world_size))
     speed = setting.speed
+    follows_speed = weights is None and strategy.balanced
     if weights is None:
         weights = speeds(workload, speed, world_size) if strategy.balanced else (1.0,) * world_size
     kinds = rank_kinds(speed, world_size)
@@ -79,7 +80,7 @@ def predict(
     if workload.model is None:
         # A training of shoal takes its micro-batch whatever the memory; for other programs one that fits is assumed.
         most = max(1, min(most, largest_micro_batch(workload, strategy, world_size, available)))
-    shares = workload.divide_batch(weights, most)
+    shares = workload.divide_batch(weights, most, follows_speed)
     works = _works(workload, speed, shares, kinds)
     slowest = max(range(world_size), key=lambda rank: _busy_s(works[rank]))
     exchange = _exchange_time(workload, strategy, setting, shares, works[slowest], slowest)
@@ -89,7 +90,7 @@ def predict(
         step=_step_time(works, works[slowest], exchange, strategy),
         batch_plan=shares,
         tokens=workload.seq_len * shares.global_batch,
-        wire_bytes=wire_bytes(workload, strategy, world_size, shares.micro_batches[slowest]),
+        wire_bytes=wire_bytes(workload, strategy, world_size, shares.counts[slowest]),
         memory=memory,
         fits=fits(memory, available),
     )
@@ -114,10 +115,10 @@ def _one_of_each(kinds: Sequence[int]) -> list[int]:
 
 def _works(workload: Workload, speed: Speed, shares: BatchPlan, kinds: Sequence[int]) -> list[RankWork]:
     known: dict[tuple[int, int], RankWork] = {}
-    keys = list(zip(kinds, shares.micro_batches, strict=True))
+    keys = list(zip(kinds, shares.shares, strict=True))
     for rank, key in enumerate(keys):
         if key not in known:
-            known[key] = speed.work(workload, rank, shares.micro_batch, key[1])
+            known[key] = speed.work(workload, rank, shares.sizes(rank)[0], shares.counts[rank])
     return [known[key] for key in keys]
 
 
@@ -148,7 +149,7 @@ def _busy_s(work: RankWork) -> float:
 def _exchange_time(
     workload: Workload, strategy: SyncStrategy, setting: ClusterModel, shares: BatchPlan, work: RankWork, rank: int
 ) -> _ExchangeTime:
-    world_size = len(shares.micro_batches)
+    world_size = len(shares.shares)
     if world_size == 1:
         return _ExchangeTime(0.0, 0.0)
     network = setting.hierarchical if strategy.hierarchical and setting.hierarchical else setting.network

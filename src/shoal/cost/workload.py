@@ -10,7 +10,7 @@ from typing import Literal
 
 from shoal.config.presets import HEAD_WIDTH
 from shoal.config.schema import Config, DataConfig, ModelConfig, TrainConfig
-from shoal.cost.batch_plan import MICRO_BATCH_CAP, BatchPlan, divide_batch, micro_batch, world_batch
+from shoal.cost.batch_plan import MICRO_BATCH_CAP, BatchPlan, divide_batch, micro_batch, shares, world_batch
 from shoal.cost.buckets import BucketCost, GradientTensor, even_gradients, gradients
 from shoal.cost.model_size import flops_per_token, parameter_count
 from shoal.cost.network import ExchangeCost
@@ -55,8 +55,16 @@ class Workload:
     def gradients(self) -> list[GradientTensor]:
         return even_gradients(self.parameters) if self.model is None else gradients(self.model)
 
-    def divide_batch(self, weights: Sequence[float], most: int = MICRO_BATCH_CAP) -> BatchPlan:
-        """Divide a batch by weight, in micro-batches of at most `most` sequences unless their size is configured."""
+    def divide_batch(
+        self, weights: Sequence[float], most: int = MICRO_BATCH_CAP, follows_speed: bool = False
+    ) -> BatchPlan:
+        """Divide a batch by weight, in micro-batches of at most `most` sequences unless their size is configured.
+
+        Shares that follow speed are no whole micro-batches then (see `engine.balance`).
+        """
+        if follows_speed and self.train.micro_batch is None:
+            size = micro_batch(self.train, (1.0,) * len(weights), most)
+            return BatchPlan(size, shares(self.sequences(len(weights)), weights))
         return divide_batch(self.sequences(len(weights)), micro_batch(self.train, weights, most), weights)
 
     def with_batch(self, global_batch: int) -> Workload:

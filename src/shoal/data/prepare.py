@@ -432,7 +432,7 @@ def check_shares(config: Config, world_size: int) -> None:
             "others not at all",
             fix="add --set members.on_loss=end, or use --set data.sharding=cursor",
         )
-    if config.data.sharding == "modulo" and len(set(dealt.micro_batches)) > 1:
+    if config.data.sharding == "modulo" and len(set(dealt.shares)) > 1:
         raise ConfigError(
             f"data.sharding=modulo cannot share a global batch of {dealt.global_batch} over {world_size} ranks",
             why="each rank has an equal shard, so unequal shares would use some samples twice before others once",

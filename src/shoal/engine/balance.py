@@ -1,4 +1,4 @@
-"""Shares that follow speed: from the measured times of all ranks to whole micro-batches for each. Pure: no exchange.
+"""Shares that follow speed: from the measured times of all ranks to the samples of each. Pure: no exchange.
 
 A step ends when the slowest rank has done its part, so the best shares let all ranks finish together. Every rank sees
 the same gathered times in the same step and comes to the same shares.
@@ -14,11 +14,12 @@ import heapq
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, hypot, sqrt
 from statistics import fmean, median
+from typing import NamedTuple
 
 from shoal.config.defaults import SIMILAR_SPEED
-from shoal.cost.batch_plan import BatchPlan, divisors
+from shoal.cost.batch_plan import BatchPlan
 from shoal.engine.stragglers import SlowRank
 
 # The first steps of a world warm up caches, allocators and data workers.
@@ -29,12 +30,13 @@ _WINDOWS = ((6, 0.10), (12, 0.06), (24, 0.04), (48, 0.03))
 _ERRORS = 2.0
 # Wait for the end of a change: both halves of a window must agree to within this part.
 _STEADY = 0.25
-# Micro-batches are small enough when the step is within this part of the best one.
-_MATCH = 0.03
-# What starting a micro-batch costs, in samples, until it was measured. With less, micro-batches are made much
-# smaller at once for a closer match (64 to 8, seen on a CPU: a sample cost 1.6 times as much).
-_FIRST_OVERHEAD = 2.0
+# Shares are matched to the speeds to within this part of an average one; finer steps would only take time to find.
+_FINEST = 1 / 64
+# What starting a micro-batch costs, in samples, until it was measured, and how wrong that may be.
+_FIRST_OVERHEAD, _FIRST_OVERHEAD_ERROR = 2.0, 2.0
 _LEAST_OVERHEAD, _MOST_OVERHEAD = 0.25, 16.0
+# A rank's times show that cost only if its share or its micro-batches have changed by more than this part.
+_LEAST_DIFFERENCE = 0.1
 # A machine is judged by so many steps with the same shares, every few steps.
 _MACHINE_STEPS = 12
 _JUDGE_MACHINES_EVERY = 4
@@ -43,24 +45,43 @@ _STATIC_STEPS = 24
 
 
 @dataclass(frozen=True)
+class Division:
+    """How a batch may be divided."""
+
+    unit: int  # Shares are multiples of so many samples.
+    micro_batch: int  # The most samples that a rank computes at once: there is memory for no more.
+
+
+@dataclass(frozen=True)
 class RankTime:
     """One rank's own part of a step."""
 
     work_s: float  # All its micro-batches.
-    other_s: float  # What does not depend on their number: the optimizer.
+    other_s: float  # What does not depend on its share: the optimizer.
+
+
+class WorkTime(NamedTuple):
+    """How long a rank took for its share, from some steps."""
+
+    mean_s: float
+    error: float  # The standard error of the mean, as a part of it.
 
 
 @dataclass(frozen=True)
 class RankSpeed:
-    """What is known of a rank, from some steps."""
+    """What is known of a rank, from some steps. The start of a micro-batch counts as `overhead` samples."""
 
-    micro_batch_s: float
-    error_s: float  # The standard error of `micro_batch_s`.
+    sample_s: float
+    error_s: float  # The standard error of `sample_s`.
     other_s: float
 
     def bounded(self, errors: float) -> RankSpeed:
         """Return the speed if the mean is wrong by so many standard errors."""
-        return RankSpeed(max(0.1 * self.micro_batch_s, self.micro_batch_s + errors * self.error_s), 0.0, self.other_s)
+        return RankSpeed(max(0.1 * self.sample_s, self.sample_s + errors * self.error_s), 0.0, self.other_s)
+
+    def end_s(self, share: int, micro_batch: int, overhead: float) -> float:
+        """Return how long the rank takes for a share in micro-batches of at most this size."""
+        return self.other_s + self.sample_s * (share + ceil(share / micro_batch) * overhead)
 
 
 @dataclass(frozen=True)
@@ -72,13 +93,6 @@ class ShareChange:
     speeds: tuple[float, ...]  # By rank, relative to the fastest.
     before_s: float  # The slowest rank's part of a step.
     after_s: float
-    overhead: float  # What starting a micro-batch costs, in samples.
-
-    @property
-    def cost(self) -> float:
-        """What a sample costs now, relative to before: more in smaller micro-batches."""
-        before, after = self.before.micro_batch, self.plan.micro_batch
-        return (after + self.overhead) / after / ((before + self.overhead) / before)
 
 
 @dataclass(frozen=True)
@@ -95,138 +109,145 @@ class SlowMachine:
     is_useless: bool  # The others are certainly no slower without it.
 
 
-def measure_speeds(steps: Sequence[Sequence[RankTime]], micro_batches: Sequence[int]) -> tuple[RankSpeed, ...]:
-    """Return each rank's speed in these steps, of which it did so many micro-batches each."""
+def work_of(plan: BatchPlan, overhead: float) -> list[float]:
+    """Return how much each rank computes in a step, in samples: the start of a micro-batch counts as `overhead`."""
+    return [share + count * overhead for share, count in zip(plan.shares, plan.counts, strict=True)]
 
-    def speed(rank: int) -> RankSpeed:
-        times = [step[rank].work_s / micro_batches[rank] for step in steps]
-        mean = fmean(times)
-        # `statistics.stdev` is exact, and a hundred times slower: this runs in every step.
-        variance = sum((seconds - mean) ** 2 for seconds in times) / max(1, len(times) - 1)
-        error_s = sqrt(variance / len(times))
+
+def measure_speeds(
+    steps: Sequence[Sequence[RankTime]], plan: BatchPlan, overhead: float = _FIRST_OVERHEAD
+) -> tuple[RankSpeed, ...]:
+    """Return each rank's speed in these steps, which were divided in this way."""
+
+    def speed(rank: int, work: float) -> RankSpeed:
+        sample_s = max(1e-9, times[rank].mean_s / work)
         # Between steps all ranks save checkpoints and evaluate: only the usual rest counts.
-        return RankSpeed(max(1e-9, mean), error_s, max(0.0, median(step[rank].other_s for step in steps)))
+        other_s = max(0.0, median(step[rank].other_s for step in steps))
+        return RankSpeed(sample_s, sample_s * times[rank].error, other_s)
 
-    return tuple(speed(rank) for rank in range(len(micro_batches)))
+    times = _work_times(steps)
+    return tuple(speed(rank, work) for rank, work in enumerate(work_of(plan, overhead)))
 
 
-def slowest_s(micro_batches: Sequence[int], speeds: Sequence[RankSpeed]) -> float:
+def slowest_s(plan: BatchPlan, speeds: Sequence[RankSpeed], overhead: float) -> float:
     """Return how long the slowest rank takes for its part of a step."""
-    return max(speed.other_s + count * speed.micro_batch_s for count, speed in zip(micro_batches, speeds, strict=True))
+    return max(speed.end_s(share, plan.micro_batch, overhead) for share, speed in zip(plan.shares, speeds, strict=True))
 
 
-def even_s(count: int, speeds: Sequence[RankSpeed]) -> float:
-    """Return how long a step would take if `count` micro-batches could be divided at will: no division is faster."""
-    rate = sum(1 / speed.micro_batch_s for speed in speeds)
-    return (count + sum(speed.other_s / speed.micro_batch_s for speed in speeds)) / rate
+def even_s(batch: int, micro_batch: int, speeds: Sequence[RankSpeed], overhead: float) -> float:
+    """Return how long a step would take if the batch could be divided at will: no division is faster."""
+    rate = sum(1 / speed.sample_s for speed in speeds)
+    work = batch + overhead * max(len(speeds), ceil(batch / micro_batch))
+    return (work + sum(speed.other_s / speed.sample_s for speed in speeds)) / rate
 
 
-def divide_by_speed(count: int, speeds: Sequence[RankSpeed]) -> tuple[int, ...]:
-    """Divide `count` micro-batches such that the slowest rank ends as early as possible; each rank gets at least one.
+def divide_by_speed(batch: int, division: Division, speeds: Sequence[RankSpeed], overhead: float) -> BatchPlan:
+    """Divide a batch such that the slowest rank ends as early as possible; each rank gets at least one unit.
 
-    Each micro-batch goes to the rank that would finish it first, and of several such to the lowest one.
+    Each next piece goes to the rank that would finish it first, and of several such to the lowest one.
     """
-    parts = [1] * len(speeds)
-    queue = [(speed.other_s + 2 * speed.micro_batch_s, rank) for rank, speed in enumerate(speeds)]
+    unit, size = division.unit, division.micro_batch
+    piece = max(unit, int(_FINEST * batch / len(speeds)) // unit * unit)
+    parts = [unit] * len(speeds)
+
+    def end_s(rank: int, more: int) -> float:
+        return speeds[rank].end_s(parts[rank] + more, size, overhead)
+
+    left = batch - sum(parts)
+    queue = [(end_s(rank, piece), rank) for rank in range(len(speeds))]
     heapq.heapify(queue)
-    for _ in range(count - len(speeds)):
-        end_s, rank = queue[0]
-        parts[rank] += 1
-        heapq.heapreplace(queue, (end_s + speeds[rank].micro_batch_s, rank))
-    return tuple(parts)
-
-
-def best_plan(plan: BatchPlan, speeds: Sequence[RankSpeed], sizes: Sequence[int], overhead: float) -> BatchPlan:
-    """Return the best division into micro-batches of one of these sizes; `speeds` are those with the present size.
-
-    Smaller ones can follow the speeds more closely, but cost more for each sample, and how much more is not certain. So
-    take the largest with which the step is about as short as with the best (see `_MATCH`).
-    """
-    candidates: list[tuple[float, BatchPlan]] = []
-    for size in sizes:
-        count = plan.global_batch // size
-        if count < len(speeds):
-            continue
-        scaled = _at_size(speeds, plan.micro_batch, size, overhead)
-        parts = divide_by_speed(count, scaled)
-        candidates.append((slowest_s(parts, scaled), BatchPlan(size, parts)))
-    if not candidates:
-        return plan
-    best_s = min(end_s for end_s, _ in candidates)
-    return max((one for end_s, one in candidates if end_s <= (1 + _MATCH) * best_s), key=lambda one: one.micro_batch)
+    while left > 0:
+        rank = queue[0][1]
+        given = min(piece, left)
+        parts[rank] += given
+        left -= given
+        heapq.heapreplace(queue, (end_s(rank, piece), rank))
+    return BatchPlan(size, tuple(parts))
 
 
 def find_change(
     steps: Sequence[Sequence[RankTime]],
     plan: BatchPlan,
-    sizes: Sequence[int],
+    division: Division,
     min_gain: float,
     overhead: float = _FIRST_OVERHEAD,
 ) -> ShareChange | None:
     """Return better shares than those of `plan`, with which these steps were done, if the gain is certain."""
-    speeds = measure_speeds(steps, plan.micro_batches)
-    before_s = slowest_s(plan.micro_batches, speeds)
-    cheapest = max(sizes, default=plan.micro_batch)
-    ideal_s = even_s(plan.global_batch // cheapest, _at_size(speeds, plan.micro_batch, cheapest, overhead))
-    most_gain = 1 - ideal_s / before_s
-    if most_gain < min_gain or not _is_steady(steps, plan.micro_batches):
+    speeds = measure_speeds(steps, plan, overhead)
+    before_s = slowest_s(plan, speeds, overhead)
+    most_gain = 1 - even_s(plan.global_batch, division.micro_batch, speeds, overhead) / before_s
+    if most_gain < min_gain or not _is_steady(steps):
         return None
-    better = best_plan(plan, speeds, sizes, overhead)
+    better = divide_by_speed(plan.global_batch, division, speeds, overhead)
     # What a rank does for each sample decides whether it gains or loses, whatever the size of micro-batches is.
     doubtful = [
         speed.bounded(_ERRORS if after > before else -_ERRORS if after < before else 0.0)
-        for speed, before, after in zip(speeds, _samples(plan), _samples(better), strict=True)
+        for speed, before, after in zip(speeds, plan.shares, better.shares, strict=True)
     ]
-    scaled = _at_size(doubtful, plan.micro_batch, better.micro_batch, overhead)
-    if slowest_s(better.micro_batches, scaled) > (1 - min_gain) * slowest_s(plan.micro_batches, doubtful):
+    if slowest_s(better, doubtful, overhead) > (1 - min_gain) * slowest_s(plan, doubtful, overhead):
         return None
-    expected = _at_size(speeds, plan.micro_batch, better.micro_batch, overhead)
-    fastest_s = min(speed.micro_batch_s for speed in speeds)
-    relative = tuple(round(fastest_s / speed.micro_batch_s, 3) for speed in speeds)
-    after_s = slowest_s(better.micro_batches, expected)
-    return ShareChange(plan, better, relative, before_s, after_s, overhead)
+    fastest_s = min(speed.sample_s for speed in speeds)
+    relative = tuple(round(fastest_s / speed.sample_s, 3) for speed in speeds)
+    return ShareChange(plan, better, relative, before_s, slowest_s(better, speeds, overhead))
 
 
 def find_slow_machine(
-    steps: Sequence[Sequence[RankTime]], plan: BatchPlan, machines: Sequence[str]
+    steps: Sequence[Sequence[RankTime]],
+    plan: BatchPlan,
+    division: Division,
+    machines: Sequence[str],
+    overhead: float = _FIRST_OVERHEAD,
 ) -> SlowMachine | None:
     """Return the slowest machine; None if there is only one. `machines` are the names of the ranks' machines."""
-    if len(set(machines)) < 2 or not _is_steady(steps, plan.micro_batches):
+    if len(set(machines)) < 2 or not _is_steady(steps):
         return None
-    speeds = measure_speeds(steps, plan.micro_batches)
+    speeds = measure_speeds(steps, plan, overhead)
 
     def rate(machine: str, errors: float = 0.0) -> float:
         own = [speed for speed, name in zip(speeds, machines, strict=True) if name == machine]
-        return sum(1 / speed.bounded(errors).micro_batch_s for speed in own)
+        return sum(1 / speed.bounded(errors).sample_s for speed in own)
 
     names = sorted(set(machines))
     slowest, fastest = min(names, key=rate), max(names, key=rate)
 
     def without_s(errors: float) -> float:
         others = [speed.bounded(errors) for speed, name in zip(speeds, machines, strict=True) if name != slowest]
-        return slowest_s(divide_by_speed(sum(plan.micro_batches), others), others)
+        return slowest_s(divide_by_speed(plan.global_batch, division, others, overhead), others, overhead)
 
-    least_s = slowest_s(plan.micro_batches, [speed.bounded(-_ERRORS) for speed in speeds])
+    least_s = slowest_s(plan, [speed.bounded(-_ERRORS) for speed in speeds], overhead)
     return SlowMachine(
         name=slowest,
         ranks=tuple(rank for rank, name in enumerate(machines) if name == slowest),
         fastest=fastest,
         speed=rate(slowest) / rate(fastest),
         most_speed=rate(slowest, -_ERRORS) / rate(fastest, _ERRORS),
-        with_s=slowest_s(plan.micro_batches, speeds),
+        with_s=slowest_s(plan, speeds, overhead),
         without_s=without_s(0.0),
         is_useless=without_s(_ERRORS) <= least_s,
     )
 
 
-def measure_overhead(before: BatchPlan, before_s: Sequence[float], after: BatchPlan, after_s: Sequence[float]) -> float:
-    """Return what starting a micro-batch costs, in samples, from the ranks' times for one of two different sizes."""
-    small, large = sorted((before.micro_batch, after.micro_batch))
-    ratio = median(new / old for old, new in zip(before_s, after_s, strict=True))
-    if after.micro_batch > before.micro_batch:
-        ratio = 1 / ratio
-    # A large one takes (large + overhead) / (small + overhead) times as long as a small one.
-    return min(max(_LEAST_OVERHEAD, (ratio * large - small) / max(1e-6, 1 - ratio)), _MOST_OVERHEAD)
+def measure_overhead(
+    before: BatchPlan, before_s: Sequence[WorkTime], after: BatchPlan, after_s: Sequence[WorkTime]
+) -> float | None:
+    """Return what starting a micro-batch costs, in samples, from the ranks' times with two different divisions.
+
+    A micro-batch takes (size + overhead) samples' time. The estimates of all ranks, and what is assumed without them,
+    count by their certainty. None if the divisions are too similar to tell.
+    """
+    weights, estimates = [_FIRST_OVERHEAD_ERROR**-2], [_FIRST_OVERHEAD]
+    for rank, (old_s, new_s) in enumerate(zip(before_s, after_s, strict=True)):
+        old, new = before.shares[rank] / before.counts[rank], after.shares[rank] / after.counts[rank]
+        ratio = new_s.mean_s / after.counts[rank] / (old_s.mean_s / before.counts[rank])
+        # A larger micro-batch that took less time than a smaller one shows nothing.
+        if abs(new - old) > _LEAST_DIFFERENCE * old and (ratio - 1) * (new - old) > 0:
+            error = ratio * hypot(old_s.error, new_s.error) * abs(old - new) / (ratio - 1) ** 2
+            weights.append(max(_LEAST_OVERHEAD, error) ** -2)
+            estimates.append((new - ratio * old) / (ratio - 1))
+    if len(estimates) == 1:
+        return None
+    likely = sum(weight * estimate for weight, estimate in zip(weights, estimates, strict=True)) / sum(weights)
+    return min(max(_LEAST_OVERHEAD, likely), _MOST_OVERHEAD)
 
 
 def differ(speeds: Sequence[float]) -> bool:
@@ -258,9 +279,13 @@ class Balance:
         self._has_changed = self._leaves_out = False
         self._steps.clear()
         self._overhead = _FIRST_OVERHEAD
-        # The ranks' times for a micro-batch before its size changed, until they are compared with those after it.
-        self._earlier: tuple[BatchPlan, list[float]] | None = None
+        # The ranks' times before their shares changed, until they are compared with those after it.
+        self._earlier: tuple[BatchPlan, list[WorkTime]] | None = None
         self._has_overhead = False
+
+    def work_of(self, plan: BatchPlan) -> list[float]:
+        """Return how much each rank computes in a step, in samples, with what starting a micro-batch costs."""
+        return work_of(plan, self._overhead)
 
     def observe(self, step: Sequence[RankTime]) -> None:
         """Take the times of all ranks in one step."""
@@ -274,9 +299,7 @@ class Balance:
     def _is_done(self) -> bool:
         return self._mode == "static" and (self._has_changed or self._observed > _STATIC_STEPS)
 
-    def judge(
-        self, plan: BatchPlan, sizes: Sequence[int], ids: Sequence[int], lag_steps: int = 0
-    ) -> ShareChange | None:
+    def judge(self, plan: BatchPlan, division: Division, ids: Sequence[int], lag_steps: int = 0) -> ShareChange | None:
         """Return better shares for the ranks with these ids, if there are any; the next steps must have them.
 
         `lag_steps` is how many steps with the present shares will be observed later.
@@ -291,13 +314,13 @@ class Balance:
                 continue
             steps = list(self._steps)[-length:]
             self._learn_overhead(steps, plan)
-            change = find_change(steps, plan, sizes, min_gain, self._overhead)
+            change = find_change(steps, plan, division, min_gain, self._overhead)
             if change is not None and (self._mode is not None or self.speeds or differ(change.speeds)):
                 # A machine that is a spare now may come back.
                 self.speeds |= zip(ids, change.speeds, strict=True)
                 self._has_changed = True
-                if change.plan.micro_batch != plan.micro_batch and not self._has_overhead:
-                    self._earlier = plan, [speed.micro_batch_s for speed in measure_speeds(steps, plan.micro_batches)]
+                if not self._has_overhead:
+                    self._earlier = plan, _work_times(steps)
                 self._steps.clear()
                 # The first step with other shares may start data workers anew.
                 self._skip = 1 + lag_steps
@@ -305,21 +328,20 @@ class Balance:
         return None
 
     def _learn_overhead(self, steps: Sequence[Sequence[RankTime]], plan: BatchPlan) -> None:
-        """Learn what smaller micro-batches cost, once in a world: by chance it would be another each time."""
+        """Learn what small micro-batches cost, once in a world: by chance it would be another each time."""
         if self._earlier is None:
             return
-        earlier, earlier_s = self._earlier
-        if earlier.micro_batch != plan.micro_batch:
-            now_s = [speed.micro_batch_s for speed in measure_speeds(steps, plan.micro_batches)]
-            self._overhead, self._has_overhead = measure_overhead(earlier, earlier_s, plan, now_s), True
+        measured = measure_overhead(*self._earlier, plan, _work_times(steps))
+        if measured is not None:
+            self._overhead, self._has_overhead = measured, True
         self._earlier = None
 
-    def slow_machine(self, plan: BatchPlan, machines: Sequence[str]) -> SlowMachine | None:
+    def slow_machine(self, plan: BatchPlan, division: Division, machines: Sequence[str]) -> SlowMachine | None:
         """Return the slowest machine, once it has been measured with the present shares. See `find_slow_machine`."""
         if len(self._steps) < _MACHINE_STEPS or self._observed < self._machines_due:
             return None
         self._machines_due = self._observed + _JUDGE_MACHINES_EVERY
-        return find_slow_machine(list(self._steps)[-_MACHINE_STEPS:], plan, machines)
+        return find_slow_machine(list(self._steps)[-_MACHINE_STEPS:], plan, division, machines, self._overhead)
 
     def leave_out(self, ids: Sequence[int], machines: int) -> bool:
         """Return whether the machine with these ranks, one of so many, shall be left out now; decide it only once.
@@ -351,11 +373,6 @@ class Balance:
         return tuple(self.speeds.get(id, average) for id in ids)
 
 
-def possible_sizes(plan: BatchPlan, most: int, is_fixed: bool) -> list[int]:
-    """Return the micro-batches to choose from: none larger than `most`, for which there is memory."""
-    return [plan.micro_batch] if is_fixed else divisors(plan.global_batch, max(most, plan.micro_batch))
-
-
 def describe_change(change: ShareChange, names: Sequence[str]) -> str:
     """Return a sentence about what changes and why."""
     before, plan = change.before, change.plan
@@ -365,13 +382,10 @@ def describe_change(change: ShareChange, names: Sequence[str]) -> str:
         why = f"{names[slowest]} computes at {change.speeds[slowest]:.2f} of the speed of {names[fastest]}"
     else:
         why = "all ranks compute about equally fast now"
-    sizes = ""
-    if plan.micro_batch != before.micro_batch:
-        more = change.cost - 1
-        cost = f", which cost about {more:.0%} more for each sample" if more > 0 else ""
-        sizes = f" micro-batches of {plan.micro_batch} instead of {_parts(before)} of {before.micro_batch}{cost}"
     times = f"{1e3 * change.after_s:,.0f} ms a step instead of {1e3 * change.before_s:,.0f}"
-    return f"shares now {_parts(plan)}{sizes}, because {why}; computing takes about {times}"
+    return (
+        f"shares now {_parts(plan)} samples instead of {_parts(before)}, because {why}; computing takes about {times}"
+    )
 
 
 def describe_first_shares(plan: BatchPlan, source: str, follows_speed: bool) -> str:
@@ -396,12 +410,13 @@ def describe_left_out(slow: SlowMachine, limit: float) -> str:
 def useless_warning(slow: SlowMachine, plan: BatchPlan, can_leave_out: bool) -> SlowRank:
     """Return a warning that a machine is too slow to help."""
     limit = max(0.01, min(0.99, 1.2 * slow.speed))
+    own = sum(plan.shares[rank] for rank in slow.ranks)
     how = f"leave it out: --drop-slower-than {limit:.2g}, also with --resume" if can_leave_out else "train without it"
     return SlowRank(
         f"{slow.name} is too slow to help: {_times_without(slow)}",
-        why=f"it computes at {slow.speed:.2f} of the speed of {slow.fastest}, and has at least one micro-batch of each "
-        f"step, of {plan.micro_batch} samples",
-        fix=f"{how}; or give it less: a smaller --micro-batch, a larger --global-batch",
+        why=f"it computes at {slow.speed:.2f} of the speed of {slow.fastest}, and has {own} of the "
+        f"{plan.global_batch} samples of a step",
+        fix=f"{how}; or divide more samples: a larger --global-batch",
     )
 
 
@@ -410,23 +425,22 @@ def _times_without(slow: SlowMachine) -> str:
 
 
 def _parts(plan: BatchPlan) -> str:
-    return ":".join(map(str, plan.micro_batches))
+    return ":".join(map(str, plan.shares))
 
 
-def _samples(plan: BatchPlan) -> list[int]:
-    return [plan.micro_batch * count for count in plan.micro_batches]
+def _work_times(steps: Sequence[Sequence[RankTime]]) -> list[WorkTime]:
+    """Return each rank's time in these steps."""
+    return [_work_time([step[rank].work_s for step in steps]) for rank in range(len(steps[0]))]
 
 
-def _at_size(speeds: Sequence[RankSpeed], present: int, size: int, overhead: float) -> list[RankSpeed]:
-    """Return the speeds with micro-batches of another size."""
-    factor = (size + overhead) / (present + overhead)
-    return [RankSpeed(speed.micro_batch_s * factor, speed.error_s * factor, speed.other_s) for speed in speeds]
+def _work_time(seconds: Sequence[float]) -> WorkTime:
+    mean_s = max(1e-9, fmean(seconds))
+    # `statistics.stdev` is exact, and a hundred times slower: this runs in every step.
+    variance = sum((second - mean_s) ** 2 for second in seconds) / max(1, len(seconds) - 1)
+    return WorkTime(mean_s, sqrt(variance / len(seconds)) / mean_s)
 
 
-def _is_steady(steps: Sequence[Sequence[RankTime]], micro_batches: Sequence[int]) -> bool:
+def _is_steady(steps: Sequence[Sequence[RankTime]]) -> bool:
     half = len(steps) // 2
-    for rank in range(len(micro_batches)):
-        first, second = (fmean(step[rank].work_s for step in part) for part in (steps[:half], steps[half:]))
-        if abs(second - first) > _STEADY * max(first, second):
-            return False
-    return True
+    halves = zip(_work_times(steps[:half]), _work_times(steps[half:]), strict=True)
+    return all(abs(second - first) <= _STEADY * max(first, second) for (first, _), (second, _) in halves)

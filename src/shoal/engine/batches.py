@@ -1,4 +1,4 @@
-"""This rank's part of every global batch, from any kind of dataset, in micro-batches of one size.
+"""This rank's part of every global batch, from any kind of dataset, in micro-batches.
 
 The order of samples is `engine.sampling`'s: a pure function of seed and position. So every sample of an epoch is used
 exactly once, whatever ranks come and go, and a step that is done again gets the same samples.
@@ -10,6 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -183,9 +184,9 @@ class StreamSource:
             while len(self._kept) > kept_from:
                 self._kept.popleft()
         begin = self._position - len(self._kept)
-        items = [self._kept[position - begin] for position in range(first, end)]
-        for start in range(0, len(items), shard.plan.micro_batch):
-            yield self._collate(items[start : start + shard.plan.micro_batch])
+        items = (self._kept[position - begin] for position in range(first, end))
+        for size in shard.plan.sizes(shard.rank):
+            yield self._collate(list(islice(items, size)))
 
     def fingerprint(self) -> int:
         return zlib.crc32(type(self._stream).__qualname__.encode())
@@ -231,7 +232,7 @@ class _Prefetched:
         return shard == self._shard and cursor == self._cursor
 
     def next_step(self) -> Iterator[Any]:
-        for _ in range(self._shard.plan.micro_batches[self._shard.rank]):
+        for _ in range(self._shard.plan.counts[self._shard.rank]):
             yield next(self._items)
         # Only a step that was read to its end can be continued from.
         self._cursor += self._shard.plan.global_batch
@@ -257,9 +258,10 @@ class _CursorSampler:
 
 
 def micro_batch_indices(shard: Shard, cursor: int) -> Iterator[Indices]:
-    indices = shard.indices(cursor)
-    for start in range(0, len(indices), shard.plan.micro_batch):
-        yield indices[start : start + shard.plan.micro_batch]
+    indices, start = shard.indices(cursor), 0
+    for size in shard.plan.sizes(shard.rank):
+        yield indices[start : start + size]
+        start += size
 
 
 def read_items(dataset: Any, indices: Indices) -> list[Any]:

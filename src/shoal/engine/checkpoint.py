@@ -48,7 +48,7 @@ class Shares:
 
     micro_batch: int
     ids: tuple[int, ...]  # Of the ranks, in their order.
-    micro_batches: tuple[int, ...]
+    shares: tuple[int, ...]  # Their samples.
     speeds: dict[int, float]  # By rank id, relative to each other.
 
 
@@ -262,10 +262,10 @@ def read_progress(state: dict[str, Any]) -> Progress:
 def _parse_shares(document: Any) -> Shares | None:
     if document is None:
         return None
-    ids, micro_batches = (tuple(map(int, document[name])) for name in ("ids", "micro_batches"))
+    ids, parts = (tuple(map(int, document[name])) for name in ("ids", "shares"))
     speeds = {int(id): float(speed) for id, speed in document["speeds"].items()}
-    shares = Shares(int(document["micro_batch"]), ids, micro_batches, speeds)
-    if len(ids) != len(micro_batches) or min(*micro_batches, shares.micro_batch, *speeds.values()) <= 0:
+    shares = Shares(int(document["micro_batch"]), ids, parts, speeds)
+    if len(ids) != len(parts) or min(*parts, shares.micro_batch, *speeds.values()) <= 0:
         raise ValueError(f"these are no shares: {document!r:.80}")
     return shares
 

@@ -13,8 +13,8 @@ import gc
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -30,10 +30,10 @@ from shoal.cost.batch_plan import BatchPlan, redivide_batch, weights_of
 from shoal.cost.model_size import grad_bytes
 from shoal.engine.balance import (
     Balance,
+    Division,
     RankTime,
     describe_change,
     describe_left_out,
-    possible_sizes,
     useless_warning,
 )
 from shoal.engine.checkpoint import Progress, Shares
@@ -80,7 +80,7 @@ class Exchanges:
 
 
 def make_exchanges(config: EngineConfig, state: TrainingState, world: World, plan: BatchPlan) -> Exchanges:
-    model, share = state.model, plan.share(world.rank)
+    model, share = state.model, plan.shares[world.rank]
     weight = share / plan.global_batch
     outer = make_outer_sync(config.sync, model, world, weight)
     if config.sync.is_outer:
@@ -92,8 +92,10 @@ def make_exchanges(config: EngineConfig, state: TrainingState, world: World, pla
 
 
 def _tied_rows(model: nn.Module, plan: BatchPlan) -> int | None:
-    """Return the rows of a tied embedding that a micro-batch touches at most."""
-    return plan.micro_batch * model.rows_per_sample if isinstance(model, HasTiedHead) else None
+    """Return the rows of a tied embedding that a rank's last micro-batch touches at most."""
+    if not isinstance(model, HasTiedHead):
+        return None
+    return model.rows_per_sample * max(plan.sizes(rank)[-1] for rank in range(len(plan.shares)))
 
 
 def no_exchanges(model: nn.Module, world: World, steps: StepGather | None = None) -> Exchanges:
@@ -188,15 +190,16 @@ class Engine:
 
     def backward(self, loss: Tensor, terms: int | None = None) -> None:
         """Add the gradients of a micro-batch. `loss` is a sum of `terms` terms: by default one for each sample."""
-        work, samples = self._work, self.plan.micro_batch
+        work, sizes = self._work, self.plan.sizes(self.world.rank)
+        count = len(sizes)
         work.micro_batches += 1
-        count = self.plan.micro_batches[self.world.rank]
         if work.micro_batches > count:
             raise UsageError(
                 f"step {self.progress.step + 1} has {count} micro-batches on this rank, and backward was called again",
                 why="each micro-batch has one backward: gradients travel with the last one",
                 fix="add the losses of a micro-batch, and call step.backward once for it",
             )
+        samples = sizes[work.micro_batches - 1]
         work.terms += samples if terms is None else terms
         if self._terms_per_sample is None:
             # Before the first backward of this world: all micro-batches of a step are divided by the same number.
@@ -222,7 +225,7 @@ class Engine:
         `after` is called with the update: both happen, or none. `make_fields` returns more fields of the step's event.
         """
         step, work = self.progress.step + 1, self._work
-        if work.micro_batches < self.plan.micro_batches[self.world.rank]:
+        if work.micro_batches < self.plan.counts[self.world.rank]:
             raise self._too_early(step)
         if not self._has_checked_gradients:
             # Some exchanges would fill in zeros, others wait forever: refuse it in all of them, and on one rank too.
@@ -316,7 +319,7 @@ class Engine:
     @property
     def weight(self) -> float:
         """This rank's part of the global batch."""
-        return self.plan.share(self.world.rank) / self.plan.global_batch
+        return self.plan.shares[self.world.rank] / self.plan.global_batch
 
     def common_weights(self) -> dict[str, Tensor]:
         """Return the weights that all ranks have in common. Call it inside `outer.common()`."""
@@ -379,14 +382,14 @@ class Engine:
         """Return the shares of the next step for a checkpoint; None if they do not follow speeds."""
         if not self.balance.weights(self.world.ids):
             return None
-        return Shares(self.plan.micro_batch, self.world.ids, self.plan.micro_batches, dict(self.balance.speeds))
+        return Shares(self.plan.micro_batch, self.world.ids, self.plan.shares, dict(self.balance.speeds))
 
     def restore_shares(self, saved: Shares | None) -> None:
         """Divide the batch as a checkpoint's ranks did, or by their speeds if its ranks were others."""
         if saved is None or not self.balance.is_on:
             return
         self.balance.adopt(saved.speeds)
-        plan = BatchPlan(saved.micro_batch, saved.micro_batches)
+        plan = BatchPlan(saved.micro_batch, saved.shares)
         if saved.ids != self.world.ids or plan.global_batch != self.global_batch:
             weights = self.weights_of(self.world.ids)
             plan = redivide_batch(self.global_batch, self.largest_micro_batch, weights, self._keeps_micro_batch)
@@ -398,6 +401,14 @@ class Engine:
         self.plan = plan
         self.exchanges.totals.weight = self.weight
         self.outer.set_weight(self.weight)
+
+    def join_micro_batches(self) -> None:
+        """Compute a share in as few micro-batches as there is memory for, where their size may change.
+
+        The first shares are whole micro-batches, which are small where the shares are unequal.
+        """
+        if not self._keeps_micro_batch and self.plan.micro_batch < self.largest_micro_batch:
+            self.change_plan(BatchPlan(self.largest_micro_batch, self.plan.shares))
 
     def set_sync(self, sync: SyncConfig) -> None:
         """Set the sync mode of the exchanges that `connect` makes next."""
@@ -446,7 +457,7 @@ class Engine:
         self.tasks_done[name] = self.progress.step
 
     def _too_early(self, step: int) -> UsageError:
-        done, count = self._work.micro_batches, self.plan.micro_batches[self.world.rank]
+        done, count = self._work.micro_batches, self.plan.counts[self.world.rank]
         return UsageError(
             f"step {step} was updated after {done} of its {count} micro-batches on this rank",
             why="every sample of the global batch belongs to the step, and the other ranks wait for these",
@@ -458,12 +469,12 @@ class Engine:
 
         The loss is the world's, or this rank's own where replicas train alone.
         """
-        samples = self.plan.share(self.world.rank) if self.outer.replicas_differ else self.global_batch
+        samples = self.plan.shares[self.world.rank] if self.outer.replicas_differ else self.global_batch
         return samples * (self._terms_per_sample or 1)
 
     def _start_totals(self) -> None:
         """Start the sums that the step needs beside the gradients, before the last backward."""
-        work, own_samples = self._work, self.plan.share(self.world.rank)
+        work, own_samples = self._work, self.plan.shares[self.world.rank]
         if self._terms_per_sample and work.terms != self._terms_per_sample * own_samples:
             raise UsageError(
                 f"step {self.progress.step + 1}: {own_samples} samples have {work.terms} terms, and the first ones "
@@ -491,7 +502,7 @@ class Engine:
         total = self.exchanges.totals.finish()
         if not self._terms_per_sample:
             is_own = self.outer.replicas_differ
-            divided_by = self.plan.share(self.world.rank) if is_own else self.global_batch
+            divided_by = self.plan.shares[self.world.rank] if is_own else self.global_batch
             for parameter in self.state.all_parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(divided_by / max(1, self._work.terms if is_own else total))
@@ -522,7 +533,7 @@ class Engine:
         Return also whether the update is in the GPU's queue already, under the condition that both are finite.
         """
         first = self.progress.cursor + self.plan.offset(self.world.rank)
-        own_samples = (first, first + self.plan.share(self.world.rank))
+        own_samples = (first, first + self.plan.shares[self.world.rank])
         can_queue = can_queue and self._can_queue_update
         with self.timer.phase("optimizer"):
             if self._scaler is not None:
@@ -649,11 +660,13 @@ class Engine:
 
     def _warn_of_stragglers(self, known: list[StepStats]) -> None:
         """Judge on all ranks, and warn on one: the slow rank itself, which alone knows the programs on its machine."""
-        work, exposed_s = self.plan.micro_batches, self.times.get("exposed", 0.0)
+        work, least, exposed_s = self.balance.work_of(self.plan), self._division.unit, self.times.get("exposed", 0.0)
         top_process = "" if self.watch is None else self.watch.top_process
         for stats in known:
             step_s, step = self.times["step"], self.progress.step
-            for slow in self.stragglers.observe(stats.by_rank, work, step_s, exposed_s, step, top_process):
+            for slow in self.stragglers.observe(
+                stats.by_rank, self.plan.shares, step_s, exposed_s, step, top_process, work, least
+            ):
                 if self.world.is_main if slow.rank is None else self.world.rank == slow.rank:
                     self.recorder.warn(slow, step=step, **slow.fields)
 
@@ -669,9 +682,9 @@ class Engine:
         step = self.progress.step
         if step % self.outer.round_steps or step >= self.config.train.steps:
             return
-        sizes = possible_sizes(self.plan, self.largest_micro_batch, self._keeps_micro_batch)
-        follows = self.follows_speed
-        change = self.balance.judge(self.plan, sizes, self.world.ids, self.outer.lag_steps) if follows else None
+        change = None
+        if self.follows_speed:
+            change = self.balance.judge(self.plan, self._division, self.world.ids, self.outer.lag_steps)
         if change is None:
             self._judge_machines()
             return
@@ -681,7 +694,7 @@ class Engine:
             "shares",
             step=step,
             micro_batch=change.plan.micro_batch,
-            shares=list(change.plan.micro_batches),
+            shares=list(change.plan.shares),
             ids=list(self.world.ids),
             speeds=list(change.speeds),
             why=describe_change(change, self.world.names),
@@ -694,7 +707,7 @@ class Engine:
         """
         world, members, step = self.world, self.config.members, self.progress.step
         count, limit = len(set(world.nodes)), members.drop_slower_than
-        slow = self.balance.slow_machine(self.plan, world.nodes if count > 1 else world.names)
+        slow = self.balance.slow_machine(self.plan, self._division, world.nodes if count > 1 else world.names)
         if slow is None:
             return
         can_leave_out = self.leave_out is not None and count > max(1, members.min_nodes)
@@ -715,6 +728,12 @@ class Engine:
         is_set = run.balance is not None or run.speeds is not None or run.devices is not None
         can_differ = is_set or world.local_size < world.size
         return self.balance.is_on and world.size > 1 and can_differ
+
+    @property
+    def _division(self) -> Division:
+        """How the batch may be divided: in whole micro-batches where they keep their size."""
+        keeps, micro_batch = self._keeps_micro_batch, self.plan.micro_batch
+        return Division(micro_batch, micro_batch) if keeps else Division(1, self.largest_micro_batch)
 
     @property
     def _keeps_micro_batch(self) -> bool:
@@ -741,6 +760,21 @@ def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
+
+
+@contextmanager
+def flush_denormals() -> Iterator[None]:
+    """Let the processor take numbers below 1e-38 as zero.
+
+    It computes with them many times slower. Gradients of a softmax that has become certain are full of them: training
+    shoal's small GPT takes 1.4 times as long from the tenth step on (docs/results.md).
+    """
+    was_set = bool(torch.full((), 1e-40) * 1.0 == 0)
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(was_set)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -202,7 +202,7 @@ class Recorder:
             "step": step,
             "samples": [first, first + plan.global_batch],
             "members": list(world.ids),
-            "shares": [plan.micro_batch * count for count in plan.micro_batches],
+            "shares": list(plan.shares),
             "generation": str(world.generation),
             "lineage": str(world.lineage.name),
             "loss": loss,

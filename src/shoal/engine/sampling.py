@@ -84,13 +84,13 @@ class CursorShard:
     def positions(self, cursor: int) -> tuple[int, int]:
         """Return the positions of these samples in the global order, `[first, end)`."""
         first = cursor + self.plan.offset(self.rank)
-        return first, first + self.plan.share(self.rank)
+        return first, first + self.plan.shares[self.rank]
 
     @property
     def size(self) -> int:
         """Samples of the first epoch that this rank trains on; the sizes of all ranks add up to `count`."""
         steps, rest = divmod(self.count, self.plan.global_batch)
-        share = self.plan.share(self.rank)
+        share = self.plan.shares[self.rank]
         return steps * share + min(max(rest - self.plan.offset(self.rank), 0), share)
 
 
@@ -105,17 +105,17 @@ class ModuloShard:
 
     def indices(self, cursor: int) -> Indices:
         inside = sample_indices(np.arange(*self.positions(cursor)), self.size, self.seed)
-        return inside * len(self.plan.micro_batches) + self.rank
+        return inside * len(self.plan.shares) + self.rank
 
     def positions(self, cursor: int) -> tuple[int, int]:
         """Return the positions of a step's samples in the order of this shard, `[first, end)`."""
-        share = self.plan.share(self.rank)
+        share = self.plan.shares[self.rank]
         first = cursor // self.plan.global_batch * share
         return first, first + share
 
     @property
     def size(self) -> int:
-        return len(range(self.rank, self.count, len(self.plan.micro_batches)))
+        return len(range(self.rank, self.count, len(self.plan.shares)))
 
 
 Shard = CursorShard | ModuloShard

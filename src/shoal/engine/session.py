@@ -41,7 +41,7 @@ from shoal.cost.batch_plan import world_batch
 from shoal.engine.auto_sync import SyncChooser
 from shoal.engine.balance import Balance
 from shoal.engine.batches import BatchAhead, Source, move, open_source, read_ahead
-from shoal.engine.engine import Engine
+from shoal.engine.engine import Engine, flush_denormals
 from shoal.engine.environment import open_session
 from shoal.engine.loop import Loop, StepOutcome, Task
 from shoal.engine.recorder import Recorder, last_event, last_step
@@ -236,9 +236,10 @@ class Session:
                 "nothing is attached to the session", fix="before the loop: session.attach(model, optimizer)"
             )
         try:
-            loop = self._enter_elastic(self._state) if self._start.is_elastic else self._enter_static(self._state)
-            for outcome in loop.steps():
-                yield Step(self, outcome)
+            with flush_denormals():
+                loop = self._enter_elastic(self._state) if self._start.is_elastic else self._enter_static(self._state)
+                for outcome in loop.steps():
+                    yield Step(self, outcome)
             self.is_finished = loop.is_finished
             self._leave()
         except GeneratorExit:
@@ -354,6 +355,7 @@ class Session:
 
     def _call_on_start(self, engine: Engine) -> None:
         self.on_start()
+        engine.join_micro_batches()
         if engine.outer.common_step(engine.progress.step) == engine.progress.step:
             # What it changed belongs to the first round, and is not undone with it.
             engine.mark_round_start()

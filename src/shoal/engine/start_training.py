@@ -145,7 +145,7 @@ def describe_start(engine: Engine) -> dict[str, object]:
         **describe_exchanges(engine),
         "global_batch": engine.plan.global_batch,
         "micro_batch": engine.plan.micro_batch,
-        "share": engine.plan.micro_batches[engine.world.rank],
+        "share": engine.plan.counts[engine.world.rank],
         "shares_why": describe_first_shares(engine.plan, _shares_source(engine), engine.follows_speed),
         "seed": engine.config.train.seed,
         "steps": engine.config.train.steps,

@@ -287,7 +287,7 @@ def _own_losses(engine: Engine, pending: list[Record], own_step: int) -> list[Re
     known = {record["step"] for record in pending}
     return [
         engine.recorder.describe(
-            began.step + 1, began.cursor, plan, loss * plan.global_batch / plan.share(engine.world.rank)
+            began.step + 1, began.cursor, plan, loss * plan.global_batch / plan.shares[engine.world.rank]
         )
         | {"partial": True}
         # There may be one loss more than steps: that of a step which was never applied.

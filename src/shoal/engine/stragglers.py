@@ -102,8 +102,10 @@ class Stragglers:
         self._evidence_s = evidence_s
         self._names: tuple[str, ...] = ()
         self._follows_speed = False
-        # By step, how long each rank took for a micro-batch. Other shares do not change it.
-        self._micro_batch_s: deque[tuple[int, tuple[float, ...]]] = deque(maxlen=_LONG_WINDOW_STEPS)
+        self._shares: Sequence[int] = ()
+        self._least = 1
+        # By step, how long each rank took for a sample. Other shares do not change it.
+        self._sample_s: deque[tuple[int, tuple[float, ...]]] = deque(maxlen=_LONG_WINDOW_STEPS)
         self._steps: deque[_Step] = deque(maxlen=_LONG_WINDOW_STEPS)
         self._step_count = 0
         self._warm_up_until = _WARM_UP_STEPS
@@ -120,7 +122,7 @@ class Stragglers:
         `follows_speed`: the shares of its ranks follow their speed.
         """
         self._names, self._follows_speed = tuple(names), follows_speed
-        self._micro_batch_s.clear()
+        self._sample_s.clear()
         self._best_bps = 0.0
         self._judge_anew(_WARM_UP_STEPS)
 
@@ -140,22 +142,26 @@ class Stragglers:
     def observe(
         self,
         ranks: Sequence[RankStats],
-        work: Sequence[int],
+        shares: Sequence[int],
         step_s: float,
         exposed_s: float,
         step: int = 0,
         top_process: str = "",
+        work: Sequence[float] = (),
+        least: int = 1,
     ) -> list[SlowRank]:
         """Take the statistics of a step, in order of rank; return the stragglers to report now.
 
-        `work` are the micro-batches of every rank. `exposed_s` is the part of `step_s` that the network alone took.
-        `top_process` is the busiest program outside the run on this rank's own machine.
+        `shares` are the samples of every rank. `exposed_s` is the part of `step_s` that the network alone took.
+        `top_process` is the busiest program outside the run on this rank's own machine. `work` is how much every rank
+        computes, where that is more than its samples (see `Balance.work_of`), and `least` the smallest share.
         """
+        self._shares, self._least, work = shares, least, work or shares
         self._step_count += 1
         if self._step_count <= self._warm_up_until or len(ranks) < 2:
             return []
         self._steps.append(_Step(step or self._step_count, ranks, step_s, exposed_s))
-        self._micro_batch_s.append((self._steps[-1].number, _micro_batch_s(ranks, work)))
+        self._sample_s.append((self._steps[-1].number, _sample_s(ranks, work)))
         self._long_due_s -= step_s
         news: list[SlowRank] = []
         window = self._window()
@@ -203,7 +209,7 @@ class Stragglers:
     def _lasted_s(self, since: int) -> float:
         return sum(step.step_s for step in self._steps if step.number >= since)
 
-    def _judge(self, window: list[_Step], work: Sequence[int], top_process: str) -> Iterator[tuple[str, SlowRank]]:
+    def _judge(self, window: list[_Step], work: Sequence[float], top_process: str) -> Iterator[tuple[str, SlowRank]]:
         count = len(window[-1].ranks)
         step_s = median(step.step_s for step in window)
         own_s = [median(step.ranks[rank].ready_s for step in window) for rank in range(count)]
@@ -226,7 +232,7 @@ class Stragglers:
         yield from self._slow_disk()
 
     def _slow_rank(
-        self, window: list[_Step], work: Sequence[int], own_s: Sequence[float], slowest: int, top_process: str
+        self, window: list[_Step], work: Sequence[float], own_s: Sequence[float], slowest: int, top_process: str
     ) -> SlowRank:
         slow_s, others_s = own_s[slowest], max(1e-6, median(_without(own_s, slowest)))
         step_s = median(step.step_s for step in window)
@@ -239,7 +245,7 @@ class Stragglers:
         )
         if not _is_slow([seconds / part for seconds, part in zip(own_s, work, strict=True)], slowest):
             return SlowRank(
-                f"{seen}it has {work[slowest]} of {sum(work)} micro-batches",
+                f"{seen}it has {self._shares[slowest]} of {sum(self._shares)} samples",
                 why=_WHY,
                 fix="divide them more evenly in the next run: a smaller --micro-batch, another --global-batch",
             ).about(slowest, "uneven work", cost, since)
@@ -247,20 +253,20 @@ class Stragglers:
         fix = cause.fix
         evidence = f"likely cause: {cause.evidence}"
         if cause.kind == UNKNOWN:
-            fix = self._give_less(work[slowest])
+            fix = self._give_less(self._shares[slowest])
             evidence = "its processor is slower, or it computes on fewer cores: nothing else that is measured differs"
         if self._follows_speed:
-            evidence += f"; shares follow speed, and are {_ratio(work)} now"
+            evidence += f"; shares follow speed, and are {_ratio(self._shares)} now"
         return SlowRank(seen + evidence, why=_WHY, fix=fix).about(slowest, cause.kind, cost, since)
 
     def _slowed_rank(
-        self, window: list[_Step], work: Sequence[int], top_process: str
+        self, window: list[_Step], work: Sequence[float], top_process: str
     ) -> Iterator[tuple[str, SlowRank]]:
         """Report a rank that no other waits for, because it has a smaller share, but that something slows down.
 
         A processor that is slower by nature is no news: the change of shares has named it.
         """
-        times = [_micro_batch_s(step.ranks, work) for step in window]
+        times = [_sample_s(step.ranks, work) for step in window]
         own_s = [median(column) for column in zip(*times, strict=True)]
         slowest = max(range(len(own_s)), key=lambda rank: own_s[rank])
         usual_s = median(_without(own_s, slowest))
@@ -276,15 +282,13 @@ class Stragglers:
         how = f"computes at {usual_s / own_s[slowest]:.2f} of the speed of the others"
         yield self._although_smaller(slowest, how, cause, cost, since, work)
 
-    def _collecting_rank(self, window: list[_Step], work: Sequence[int]) -> Iterator[tuple[str, SlowRank]]:
+    def _collecting_rank(self, window: list[_Step], work: Sequence[float]) -> Iterator[tuple[str, SlowRank]]:
         """Report a rank that collects garbage in every step, where shares make up for that and no other rank waits."""
         step_s = median(step.step_s for step in window)
         times = [_mean_times(window, rank) for rank in range(len(work))]
         most = max(range(len(work)), key=lambda rank: times[rank].gc_s)
         gc_s = times[most].gc_s - median(other.gc_s for other in _without(times, most))
-        rates = [
-            1 / median(column) for column in zip(*(_micro_batch_s(step.ranks, work) for step in window), strict=True)
-        ]
+        rates = [1 / median(column) for column in zip(*(_sample_s(step.ranks, work) for step in window), strict=True)]
         # What it could do in that time, of what all do.
         cost = gc_s / step_s * rates[most] / sum(rates)
         if cost < MIN_WAIT_PART:
@@ -296,13 +300,13 @@ class Stragglers:
         yield self._although_smaller(most, "does less than it could", cause, cost, since, work)
 
     def _although_smaller(
-        self, rank: int, how: str, cause: Cause, cost: float, since: int, work: Sequence[int]
+        self, rank: int, how: str, cause: Cause, cost: float, since: int, work: Sequence[float]
     ) -> tuple[str, SlowRank]:
         """Return the verdict on a rank that no other waits for, because its share is smaller."""
         name = self._names[rank]
         verdict = SlowRank(
             f"{name} {how} since step {since}, which costs {format_percent(cost)} of the time, although its share is "
-            f"smaller (shares now {_ratio(work)}); likely cause: {cause.evidence}",
+            f"smaller (shares now {_ratio(self._shares)}); likely cause: {cause.evidence}",
             why="the other ranks do what this one cannot",
             fix=cause.fix,
         )
@@ -310,8 +314,8 @@ class Stragglers:
 
     def _slower_since(self, rank: int, ratio: float) -> int:
         """Return the step at which a rank began to be slower than the others by about this ratio."""
-        since, good = self._micro_batch_s[-1][0], 0
-        for step, seconds in reversed(self._micro_batch_s):
+        since, good = self._sample_s[-1][0], 0
+        for step, seconds in reversed(self._sample_s):
             if seconds[rank] >= (1 + ratio) / 2 * median(_without(seconds, rank)):
                 since, good = step, 0
             else:
@@ -320,8 +324,8 @@ class Stragglers:
                     break
         return since
 
-    def _cause(self, steps: Sequence[_Step], late: int, top_process: str, work: Sequence[int] = ()) -> Cause:
-        """Return the likely cause that a rank is late, or with `work` that it computes its micro-batches slower."""
+    def _cause(self, steps: Sequence[_Step], late: int, top_process: str, work: Sequence[float] = ()) -> Cause:
+        """Return the likely cause that a rank is late, or with `work` that it computes its samples slower."""
         scales: list[float | None] = [work[late] / part for part in work] if work else [None] * len(steps[-1].ranks)
         times = [_mean_times(steps, rank, scale) for rank, scale in enumerate(scales)]
         late_s = times[late].ready_s - median(other.ready_s for other in _without(times, late))
@@ -405,12 +409,13 @@ class Stragglers:
             ).about(worst, "disk", cost, writes[0][0]),
         )
 
-    def _give_less(self, micro_batches: int) -> str:
+    def _give_less(self, samples: int) -> str:
         """Return what helps a rank whose processor is slower."""
         if not self._follows_speed:
             return "let the shares follow speed: --balance live, also for a run that is resumed"
-        if micro_batches == 1:
-            return "it has one micro-batch, the least: use a smaller --micro-batch or a larger --global-batch next time"
+        if samples == self._least:
+            smaller = "" if samples == 1 else "a smaller --micro-batch or "
+            return f"its share is the least that there can be: use {smaller}a larger --global-batch next time"
         return "nothing to do: its share becomes smaller if this lasts"
 
     def _slow_link(
@@ -492,17 +497,17 @@ def _is_slow(seconds: Sequence[float], rank: int) -> bool:
     return seconds[rank] >= SLOW_RATIO * median(_without(seconds, rank))
 
 
-def _micro_batch_s(ranks: Sequence[RankStats], work: Sequence[int]) -> tuple[float, ...]:
+def _sample_s(ranks: Sequence[RankStats], work: Sequence[float]) -> tuple[float, ...]:
     return tuple(max(1e-9, stats.work_s) / part for stats, part in zip(ranks, work, strict=True))
 
 
-def _ratio(work: Sequence[int]) -> str:
-    return ":".join(map(str, work))
+def _ratio(shares: Sequence[int]) -> str:
+    return ":".join(map(str, shares))
 
 
 def _mean_times(steps: Sequence[_Step], rank: int, scale: float | None = None) -> RankTimes:
-    """Return the means of these steps; with `scale` only of the micro-batches, as if their number were so many times
-    larger."""
+    """Return the means of these steps; with `scale` only of computing, as if there were so many times as many
+    samples."""
     stats = [step.ranks[rank] for step in steps]
     return RankTimes(
         ready_s=fmean(entry.ready_s if scale is None else scale * entry.work_s for entry in stats),

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.futures import Future
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.config.schema import SyncConfig
@@ -58,7 +59,7 @@ class GradientSync(Protocol):
     def load_state(self, state: State) -> None: ...
 
     def resize(self, tokens: int) -> None:
-        """Prepare for micro-batches of so many tokens, between two steps."""
+        """Prepare for last micro-batches of at most so many tokens, between two steps."""
 
     def close(self) -> None:
         """Leave the model as it was before."""
@@ -386,7 +387,7 @@ class TiedHead:
         self.resize(tokens)
 
     def resize(self, tokens: int) -> None:
-        """Make room for the rows of so many tokens of every rank."""
+        """Make room for the rows of at most so many tokens of every rank."""
         self._tokens = tokens
         self._rows = torch.empty(self._world.size * tokens, dtype=torch.int64)
         self._row_gradients = torch.empty(self._world.size * tokens, self._weight.shape[1], dtype=self._weight.dtype)
@@ -425,8 +426,12 @@ class TiedHead:
         began = time.perf_counter()
         # By the group itself: the public function of this name changed between the supported versions of torch.
         group = self._world.group
-        rows = group._allgather_base(self._rows, embedding._indices()[0])
-        gradients = group._allgather_base(self._row_gradients, embedding._values())
+        indices, values = embedding._indices()[0], embedding._values()
+        if missing := self._tokens - len(indices):
+            # This rank's micro-batch is smaller than another's: row 0 gets nothing several times.
+            indices, values = F.pad(indices, (0, missing)), F.pad(values, (0, 0, 0, missing))
+        rows = group._allgather_base(self._rows, indices)
+        gradients = group._allgather_base(self._row_gradients, values)
         for work in (rows, gradients):
             await_work(work, self._world.release)
         self.spans.append([began, time.perf_counter()])

@@ -64,7 +64,7 @@ def gpt_steps(session: Session, config: Config, run: RunFolder, resume: bool) ->
                 engine.has_fixed_shapes = compute.choice.compiled
                 return
         steps = max(0, train.steps - session.step)
-        work = work_left(config.model, engine.plan.micro_batch, max(engine.plan.micro_batches), steps)
+        work = work_left(config.model, engine.plan.micro_batch, max(engine.plan.counts), steps)
         compute.set(choose(model, config, engine.plan.micro_batch, work, engine.world))
         engine.has_fixed_shapes = compute.choice.compiled
 

@@ -174,6 +174,8 @@ def _catch_stop_signals(stop: StopRequest, is_elastic: bool) -> None:
 def _run(options: argparse.Namespace, placement: Placement, stop: StopRequest) -> int:
     """Train as this process was started: by an agent, by another launcher of shoal, or by plain torchrun."""
     config = _load_config(options)
+    # Here, and not only in the session's loop: torch's threads have the setting of the moment they are started.
+    torch.set_flush_denormal(True)
     if placement.launcher != "shoal":
         # shoal's own launcher has divided the node's cores already; torchrun sets one thread on any machine.
         torch.set_num_threads(config.run.threads or max(1, physical_cores() // placement.local_world_size))

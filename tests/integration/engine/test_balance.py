@@ -67,7 +67,7 @@ def train(world: World, path: Path, task: Task, resume: bool = False, stop_after
     shares: list[Sequence[int]] = [()]
     with measured(SPEEDS, step_number, shares):
         for step in session:
-            step_number[0], shares[0] = step.number, session.engine.plan.micro_batches
+            step_number[0], shares[0] = step.number, session.engine.plan.shares
             own.append(shares[0][world.rank])
             with step:
                 for inputs, targets in step.batches(data):
@@ -82,12 +82,10 @@ def commits(path: Path) -> list[dict[str, Any]]:
     return list(read_events(RunFolder(path).commits))
 
 
-@pytest.mark.parametrize("counts", ["samples", "texts"])
-def test_changing_shares_train_what_one_process_does(counts: str, tmp_path: Path) -> None:
-    task = Task(counts, steps=50, run=LIVE["run"], train={**LIVE["train"], "count_varies": counts == "texts"})
-    path = make_folder(tmp_path, task)
-    expected = train_plainly(task)
-    results = run_ranks(train, 3, tmp_path, path, task)
+def check_training(
+    results: Sequence[tuple[Arrays, Sequence[int]]], expected: Arrays, path: Path
+) -> list[dict[str, Any]]:
+    """Check that all ranks trained what one process does, on every sample once; return the ledger."""
     for result, _ in results:
         for name, values in result.items():
             np.testing.assert_allclose(values, expected[name], rtol=1e-3, atol=1e-5, err_msg=name)
@@ -96,6 +94,27 @@ def test_changing_shares_train_what_one_process_does(counts: str, tmp_path: Path
     assert check_ledger(records).ok
     assert len(records) == 50
     assert records[0]["shares"] == [4, 4, 4]
+    return records
+
+
+@pytest.mark.parametrize("counts", ["samples", "texts"])
+def test_changing_shares_of_any_size_train_what_one_process_does(counts: str, tmp_path: Path) -> None:
+    # A rank's share is computed in micro-batches of at most four samples, which may be of two sizes.
+    task = Task(counts, steps=50, run=LIVE["run"], train={"count_varies": counts == "texts"})
+    path = make_folder(tmp_path, task)
+    records = check_training(run_ranks(train, 3, tmp_path, path, task), train_plainly(task), path)
+    # Seven samples are micro-batches of four and of three.
+    assert {tuple(record["shares"]) for record in records} > {(4, 4, 4), (2, 3, 7)}
+    changes = [event for event in read_events(RunFolder(path).events(0)) if event["event"] == "shares"]
+    assert {event["micro_batch"] for event in changes} == {4}
+
+
+@pytest.mark.parametrize("counts", ["samples", "texts"])
+def test_changing_shares_train_what_one_process_does(counts: str, tmp_path: Path) -> None:
+    task = Task(counts, steps=50, run=LIVE["run"], train={**LIVE["train"], "count_varies": counts == "texts"})
+    path = make_folder(tmp_path, task)
+    results = run_ranks(train, 3, tmp_path, path, task)
+    records = check_training(results, train_plainly(task), path)
     assert records[20]["shares"] == [8, 3, 1]
     assert records[-1]["shares"] == [3, 3, 6]
     assert all(sum(record["shares"]) == BATCH for record in records)
@@ -103,7 +122,7 @@ def test_changing_shares_train_what_one_process_does(counts: str, tmp_path: Path
         assert record["shares"] == [own[step] for _, own in results]
     changes = [event for event in read_events(RunFolder(path).events(0)) if event["event"] == "shares"]
     assert [event["shares"] for event in changes[:1]] == [[8, 3, 1]]
-    assert changes[0]["why"].startswith("shares now 8:3:1, because rank 2 ")
+    assert changes[0]["why"].startswith("shares now 8:3:1 samples instead of 4:4:4, because rank 2 ")
     assert "computes at 0.20 of the speed of rank 0" in changes[0]["why"]
     start = next(event for event in read_events(RunFolder(path).events(0)) if event["event"] == "start")
     assert start["shares_why"] == "equal shares until the speeds of the machines are measured"
@@ -118,7 +137,7 @@ def test_a_resumed_run_has_the_shares_of_its_checkpoint(tmp_path: Path) -> None:
     assert state["shares"] == {
         "micro_batch": 1,
         "ids": [0, 1, 2],
-        "micro_batches": [8, 3, 1],
+        "shares": [8, 3, 1],
         "speeds": {"0": 1.0, "1": 0.4, "2": 0.2},
     }
     results = run_ranks(train, 3, tmp_path, path, task, True)
@@ -183,4 +202,4 @@ def first_sizes(world: World, path: Path) -> tuple[int, int]:
 
 def test_micro_batches_may_grow_after_first_shares_by_a_profile(tmp_path: Path) -> None:
     run = make_run(tmp_path, 2, "train.global_batch=8", "run.speeds=3/1", "train.compile=off", "train.pin=off")
-    assert run_ranks(first_sizes, 2, tmp_path, run.path) == [(2, 4)] * 2
+    assert run_ranks(first_sizes, 2, tmp_path, run.path) == [(4, 4)] * 2

@@ -205,7 +205,7 @@ def plain_torch(steps: int) -> list[float]:
 
 
 def order_of_samples(step: int) -> Tensor:
-    shard = SHARDS["cursor"](0, BatchPlan(12, (1,)), len(INPUTS), defaults.SEED)
+    shard = SHARDS["cursor"](0, BatchPlan(12, (12,)), len(INPUTS), defaults.SEED)
     return torch.from_numpy(shard.indices(12 * step))
 
 

@@ -152,15 +152,16 @@ def test_an_intermittently_slow_rank_is_reported_once() -> None:
 
 def test_a_rank_with_more_micro_batches_has_no_slow_processor() -> None:
     [(_, text)] = watch((make_stats([20, 10]), 60), work=[2, 1])
-    assert text.endswith("; it has 2 of 3 micro-batches")
+    assert text.endswith("; it has 2 of 3 samples")
     [(_, text)] = watch((make_stats([20, 10]), 60), work=[1, 1])
     assert "its processor is slower" in text
 
 
-def advice(work: Sequence[int], follows_speed: bool) -> SlowRank:
+def advice(work: Sequence[int], follows_speed: bool, least: int = 1) -> SlowRank:
     stragglers = Stragglers(evidence_s=0)
     stragglers.reset(NAMES, follows_speed)
-    [slow] = [slow for _ in range(60) for slow in stragglers.observe(make_stats([10, 10, 30]), work, 0.03, 0.0)]
+    stats = make_stats([10, 10, 30])
+    [slow] = [slow for _ in range(60) for slow in stragglers.observe(stats, work, 0.03, 0.0, least=least)]
     return slow
 
 
@@ -170,7 +171,8 @@ def test_the_advice_for_a_slower_processor_agrees_with_what_shares_do() -> None:
     assert "--balance live" in fixed.fix
     least = advice([4, 4, 1], follows_speed=True)
     assert least.seen.endswith("; shares follow speed, and are 4:4:1 now")
-    assert "smaller --micro-batch" in least.fix
+    assert "use a larger --global-batch" in least.fix
+    assert "use a smaller --micro-batch or a larger" in advice([32, 32, 8], follows_speed=True, least=8).fix
     assert advice([4, 4, 2], follows_speed=True).fix.startswith("nothing to do")
 
 

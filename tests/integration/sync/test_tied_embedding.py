@@ -30,8 +30,9 @@ Arrays = dict[str, npt.NDArray[np.float32]]
 
 def rows_of(rank: int, step: int, micro: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * rank + 10 * step + micro)
-    # Some tokens occur more than once, in one rank and in both.
-    return torch.randint(SHAPE.vocab_size // 10, (SEQUENCES, SHAPE.seq_len + 1), generator=generator)
+    # Some tokens occur more than once, in one rank and in both. The last micro-batches of the ranks differ in size.
+    sequences = max(1, SEQUENCES - rank)
+    return torch.randint(SHAPE.vocab_size // 10, (sequences, SHAPE.seq_len + 1), generator=generator)
 
 
 def micros_of(rank: int) -> int:
@@ -68,7 +69,8 @@ def together(world: World, settings: dict[str, Any]) -> list[Arrays]:
     assert model.take_head is not None
     assert sync.extra_bytes == TOKENS * (8 + 4 * SHAPE.width) * world.size // 2
     micros = micros_of(world.rank)
-    scale = sync.loss_scale(sum(micros_of(rank) for rank in range(world.size)) * TOKENS)
+    sequences = sum(micros_of(rank) * len(rows_of(rank, 0, 0)) for rank in range(world.size))
+    scale = sync.loss_scale(sequences * SHAPE.seq_len)
     for step in range(STEPS):
         for micro in range(micros):
             rows = rows_of(world.rank, step, micro)

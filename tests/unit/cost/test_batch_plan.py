@@ -28,7 +28,7 @@ def test_the_chosen_micro_batch_always_fits(batch: int, world: int) -> None:
     train = TrainConfig(global_batch=max(batch, world))
     size = micro_batch(train, equal(world))
     assert train.global_batch % size == 0
-    assert min(divide_batch(train.global_batch, size, equal(world)).micro_batches) >= 1
+    assert min(divide_batch(train.global_batch, size, equal(world)).shares) >= 1
 
 
 @pytest.mark.parametrize(("world", "expected"), [(1, 24), (2, 12), (3, 8), (4, 6), (5, 3)])
@@ -39,17 +39,28 @@ def test_a_micro_batch_with_equal_work_is_preferred(world: int, expected: int) -
 @pytest.mark.parametrize(
     ("world", "is_compiled", "expected"),
     [
-        (3, False, BatchPlan(4, (1, 1, 1))),
-        (2, False, BatchPlan(3, (2, 2))),
-        (2, True, BatchPlan(4, (2, 1))),
-        (4, True, BatchPlan(3, (1, 1, 1, 1))),
-        (1, False, BatchPlan(4, (3,))),
-        (12, False, BatchPlan(1, (1,) * 12)),
+        (3, False, BatchPlan(4, (4, 4, 4))),
+        (2, False, BatchPlan(4, (6, 6))),
+        (5, False, BatchPlan(4, (3, 3, 2, 2, 2))),
+        (2, True, BatchPlan(4, (8, 4))),
+        (4, True, BatchPlan(3, (3, 3, 3, 3))),
+        (1, False, BatchPlan(4, (12,))),
+        (12, False, BatchPlan(4, (1,) * 12)),
     ],
 )
 def test_a_batch_of_twelve_is_divided_again(world: int, is_compiled: bool, expected: BatchPlan) -> None:
     """Divide evenly into micro-batches that fitted before; keep the shape where another must be compiled."""
     assert redivide_batch(12, 4, equal(world), is_compiled) == expected
+
+
+@given(st.integers(1, 300), st.integers(1, 64))
+def test_a_share_is_computed_in_few_micro_batches_of_about_equal_size(share: int, most: int) -> None:
+    plan = BatchPlan(most, (share, 7))
+    sizes = plan.sizes(0)
+    assert sum(sizes) == share
+    assert max(sizes) <= most
+    assert max(sizes) - min(sizes) <= 1
+    assert len(sizes) == plan.counts[0] == -(-share // most)
 
 
 def test_more_ranks_than_samples_are_refused() -> None:
@@ -60,7 +71,7 @@ def test_more_ranks_than_samples_are_refused() -> None:
 def test_weak_scaling_gives_every_rank_the_stated_batch() -> None:
     train = TrainConfig(global_batch=12, scaling="weak")
     assert world_batch(train, 4) == 48
-    assert divide_batch(48, micro_batch(train, equal(4)), equal(4)).share(3) == 12
+    assert divide_batch(48, micro_batch(train, equal(4)), equal(4)).shares[3] == 12
 
 
 def test_more_ranks_than_sequences_is_refused() -> None:
@@ -91,7 +102,7 @@ def test_shares_by_weight_are_whole_and_complete(weights: list[float], extra: in
 
 def test_weights_have_one_number_for_each_rank() -> None:
     assert rank_weights(RunConfig(weights="2/1"), 2) == (2.0, 1.0)
-    assert divide_batch(24, 4, (2, 1)).micro_batches == (4, 2)
+    assert divide_batch(24, 4, (2, 1)).shares == (16, 8)
     for wrong in ("1", "1/1/1", "0/1"):
         with pytest.raises(ConfigError, match="does not fit 2 ranks"):
             rank_weights(RunConfig(weights=wrong), 2)

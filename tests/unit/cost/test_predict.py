@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from shoal.config.load import build_config
 from shoal.config.schema import TrainConfig
 from shoal.config.sync_choice import BLOCK_NUMBERS, WIRE_FORMATS, WireFormat
+from shoal.cost.batch_plan import BatchPlan
 from shoal.cost.data_sheets import (
     LINKS,
     MACHINES,
@@ -180,7 +181,7 @@ def test_streaming_cannot_hide_what_takes_longer_than_computing() -> None:
 
 def test_sharding_sends_half_as_much_again_for_every_micro_batch() -> None:
     ddp, sharded = (predict(GPT2, SyncStrategy(sync=sync), setting(), 2) for sync in ("ddp", "sharded"))
-    assert sharded.batch_plan.micro_batches == (2, 2)
+    assert sharded.batch_plan.counts == (2, 2)
     assert sharded.step.comm_s == pytest.approx(2 * 1.5 * ddp.step.comm_s, rel=0.01)
     assert sharded.wire_bytes == pytest.approx(3 * ddp.wire_bytes)
 
@@ -241,7 +242,7 @@ def test_a_slower_machine_gets_a_smaller_share_when_balanced() -> None:
     unequal, workload = setting(machine="desktop,laptop"), GPT2.with_batch(16)
     assert speeds(workload, unequal.speed, 2) == (1.0, 0.37)
     equal, balanced = (make_row(workload, SyncStrategy(balanced=choice), unequal, 2) for choice in (False, True))
-    assert balanced.prediction.batch_plan.micro_batches == (12, 4)
+    assert balanced.prediction.batch_plan == BatchPlan(1, (12, 4))
     assert balanced.prediction.tokens_per_s > 1.5 * equal.prediction.tokens_per_s
     ideal = equal.speedup / equal.efficiency
     assert ideal == pytest.approx(1.37, abs=0.005)

@@ -47,26 +47,30 @@ class _Pairs(IterableDataset[tuple[int, int]]):
         return iter([(index, index * index) for index in range(COUNT)])
 
 
-def shards(*micro_batches: int, micro_batch: int = 2) -> list[CursorShard]:
-    plan = BatchPlan(micro_batch, micro_batches)
-    return [CursorShard(rank, plan, COUNT, seed=7) for rank in range(len(micro_batches))]
+def shards(*micro_batches: int) -> list[CursorShard]:
+    """Return the shards of ranks with so many micro-batches of two samples each."""
+    return shards_of(BatchPlan(2, tuple(2 * count for count in micro_batches)))
+
+
+def shards_of(plan: BatchPlan) -> list[CursorShard]:
+    return [CursorShard(rank, plan, COUNT, seed=7) for rank in range(len(plan.shares))]
 
 
 def read(source: Source, shard: CursorShard, cursor: int) -> list[int]:
     """Return the samples of one step, after a check that their parts belong together."""
     taken: list[int] = []
     for inputs, targets in source.fetch(shard, cursor):
-        assert len(inputs) == shard.plan.micro_batch
+        assert len(inputs) <= shard.plan.micro_batch
         assert (inputs**2 == targets).all()
         taken += inputs.tolist()
     return taken
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("parts", [(1,), (1, 1), (2, 1), (1, 2, 1)])
-def test_each_sample_of_an_epoch_is_used_once(kind: str, parts: tuple[int, ...]) -> None:
-    ranks = [(open_source(SOURCES[kind]()), shard) for shard in shards(*parts)]
-    batch = 2 * sum(parts)
+@pytest.mark.parametrize("shares", [(2,), (2, 2), (4, 2), (2, 4, 2), (1, 3), (7, 1)])
+def test_each_sample_of_an_epoch_is_used_once(kind: str, shares: tuple[int, ...]) -> None:
+    ranks = [(open_source(SOURCES[kind]()), shard) for shard in shards_of(BatchPlan(3, shares))]
+    batch = sum(shares)
     taken: list[int] = []
     for cursor in range(0, COUNT // batch * batch, batch):
         taken += [sample for source, shard in ranks for sample in read(source, shard, cursor)]

@@ -46,7 +46,7 @@ def batch_plans(draw: st.DrawFn) -> BatchPlan:
 
 @given(batch_plans(), counts, seeds, st.integers(0, 200))
 def test_the_shards_of_a_step_have_no_overlap_or_gap(plan: BatchPlan, count: int, seed: int, step: int) -> None:
-    world = len(plan.micro_batches)
+    world = len(plan.shares)
     cursor = step * plan.global_batch
     parts = [CursorShard(rank, plan, count, seed).indices(cursor) for rank in range(world)]
     whole = sample_indices(np.arange(cursor, cursor + plan.global_batch), count, seed)
@@ -55,14 +55,14 @@ def test_the_shards_of_a_step_have_no_overlap_or_gap(plan: BatchPlan, count: int
 
 @given(batch_plans(), st.integers(9, 3000), seeds)
 def test_shard_sizes_add_up(plan: BatchPlan, count: int, seed: int) -> None:
-    ranks = range(len(plan.micro_batches))
+    ranks = range(len(plan.shares))
     assert sum(CursorShard(rank, plan, count, seed).size for rank in ranks) == count
     assert sum(ModuloShard(rank, plan, count, seed).size for rank in ranks) == count
 
 
 @given(batch_plans(), st.integers(9, 500), seeds, st.integers(0, 100))
 def test_a_modulo_shard_has_only_its_own_samples(plan: BatchPlan, count: int, seed: int, step: int) -> None:
-    world = len(plan.micro_batches)
+    world = len(plan.shares)
     for rank in range(world):
         indices = ModuloShard(rank, plan, count, seed).indices(step * plan.global_batch)
         assert set(indices % world) == {rank}

@@ -75,7 +75,7 @@ class PlanRow:
             "base_tokens_per_s": self.base_tokens_per_s,
             "efficiency": self.efficiency,
             "micro_batch": prediction.batch_plan.micro_batch,
-            "micro_batches": max(prediction.batch_plan.micro_batches),
+            "micro_batches": max(prediction.batch_plan.counts),
             "memory_bytes": prediction.memory.total,
             "fits": prediction.fits,
         }

@@ -81,7 +81,7 @@ def test_the_first_shares_follow_the_speeds_of_a_profile(profile: Profile, tmp_p
 
     assert speeds() == "1.000/0.333"
     config = build_config(sets=["run.on=lab:2", f"run.speeds={speeds()}"])
-    first, second = plan_global_batch(config, 2).micro_batches
+    first, second = plan_global_batch(config, 2).shares
     assert first / second == pytest.approx(3, abs=0.5)
     assert first_speeds(validate_session({"run": {"on": "lab:2"}}), path) == "1.000/0.333"
     for fixed in ("run.weights=1/1", "run.balance=off", "sync.measure=off"):
@@ -168,7 +168,7 @@ def test_a_profile_of_one_rank_cannot_predict_exchanges(profile: Profile) -> Non
 def test_a_prediction_follows_the_measurements(profile: Profile) -> None:
     workload = workload_of(build_config("grammar", None, {"train": {"micro_batch": 4}}, []))
     prediction = predict(workload, SyncStrategy(bucket_mb=25), cluster_model_of(profile), 2)
-    assert prediction.batch_plan.micro_batches == (2, 2)
+    assert prediction.batch_plan.counts == (2, 2)
     network = measured_network(profile)
     whole_s = network.all_reduce(2, 4 * workload.parameters, 4).seconds
     assert prediction.step.comm_s == pytest.approx(whole_s, rel=0.05)
