@@ -85,10 +85,15 @@ def format_duration(seconds: float) -> str:
 
 
 def format_ms(seconds: float) -> str:
-    """Return milliseconds with three digits, which is what a median of a few dozen steps supports; seconds from 1 s."""
+    """Return milliseconds with three digits, which is what a median of a few dozen steps supports.
+
+    From 1 s on these are seconds, and below 0.1 ms microseconds.
+    """
     value = seconds * 1e3
     if abs(value) >= 999.5:
         return format_duration(seconds)
+    if 0 < abs(value) < 0.0995:
+        return f"{seconds * 1e6:.2g} µs"
     return f"{value:.0f} ms" if abs(value) >= 100 else f"{value:.3g} ms"
 
 

@@ -55,8 +55,8 @@ def test_durations_that_round_up_use_the_next_unit(seconds: float, text: str) ->
 
 
 def test_a_step_of_seconds_is_formatted_in_seconds() -> None:
-    texts = [format_ms(seconds) for seconds in (6.2, 0.9996, 0.123, 0.0123, -6.2)]
-    assert texts == ["6.2 s", "1 s", "123 ms", "12.3 ms", "-6.2 s"]
+    texts = [format_ms(seconds) for seconds in (6.2, 0.9996, 0.123, 0.0123, -6.2, 4.71e-5, 0.0)]
+    assert texts == ["6.2 s", "1 s", "123 ms", "12.3 ms", "-6.2 s", "47 µs", "0 ms"]
 
 
 def test_what_rounds_to_zero_has_no_sign() -> None:
