@@ -682,6 +682,12 @@ def _choose_node(run: RunFolder, wanted: str | None) -> str:
             why=f"those are: {', '.join(dead) or 'none'}",
             fix="to take part as a new machine, ask for an invitation: shoal host RUN, on another one",
         )
+    if dead and not alive and _last_members(run, known) <= set(known):
+        raise UsageError(
+            f"no machine of {run.path} is left that could let another one in",
+            why=f"all of them were here, and the agents of {', '.join(dead)} have died",
+            fix=f"go on from the newest checkpoint: shoal train --resume {shown}",
+        )
     if wanted is not None or len(dead) == 1:
         return wanted or dead[0]
     if dead:
@@ -701,6 +707,15 @@ def _choose_node(run: RunFolder, wanted: str | None) -> str:
         why="only a machine whose agent was killed while the others went on; after its end a run is resumed",
         fix=f"shoal train --resume {shown}",
     )
+
+
+def _last_members(run: RunFolder, nodes: Sequence[str]) -> set[str]:
+    """Return the machines that the last generations of these nodes had."""
+    members: set[str] = set()
+    for node in nodes:
+        generations = [event for event in read_events(run.journal(node)) if event["event"] == "generation"]
+        members |= set(generations[-1]["members"]) if generations else {node}
+    return members
 
 
 def _await_event(tail: EventTail, agent: PipeLink, kinds: Collection[str]) -> Event | None:
