@@ -26,6 +26,11 @@ class BatchPlan:
         return sum(self.shares)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all micro-batches have the same size."""
+        return not any(share % self.micro_batch for share in self.shares)
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """The micro-batches of every rank in one step."""
         return tuple(math.ceil(share / self.micro_batch) for share in self.shares)

@@ -402,13 +402,20 @@ class Engine:
         self.exchanges.totals.weight = self.weight
         self.outer.set_weight(self.weight)
 
-    def join_micro_batches(self) -> None:
-        """Compute a share in as few micro-batches as there is memory for, where their size may change.
+    def settle_micro_batches(self) -> None:
+        """Choose the size of micro-batches, when it is known whether the model is compiled.
 
-        The first shares are whole micro-batches, which are small where the shares are unequal.
+        The first shares are whole micro-batches, which are small where the shares are unequal: where their size may
+        change, a share is computed in as few as there is memory for. Shares of a resumed run may be of any size: a
+        model that was compiled since needs whole micro-batches.
         """
-        if not self._keeps_micro_batch and self.plan.micro_batch < self.largest_micro_batch:
-            self.change_plan(BatchPlan(self.largest_micro_batch, self.plan.shares))
+        plan, most = self.plan, self.largest_micro_batch
+        if not self._keeps_micro_batch:
+            if plan.micro_batch < most:
+                self.change_plan(BatchPlan(most, plan.shares))
+        elif not plan.is_whole:
+            weights = self.weights_of(self.world.ids)
+            self.change_plan(redivide_batch(plan.global_batch, most, weights, is_compiled=True))
 
     def set_sync(self, sync: SyncConfig) -> None:
         """Set the sync mode of the exchanges that `connect` makes next."""
@@ -731,9 +738,14 @@ class Engine:
 
     @property
     def _division(self) -> Division:
-        """How the batch may be divided: in whole micro-batches where they keep their size."""
-        keeps, micro_batch = self._keeps_micro_batch, self.plan.micro_batch
-        return Division(micro_batch, micro_batch) if keeps else Division(1, self.largest_micro_batch)
+        """How the batch may be divided: in whole micro-batches where they keep their size.
+
+        After a recovery they may be no whole ones any more (see `redivide_batch`).
+        """
+        if not self._keeps_micro_batch:
+            return Division(1, self.largest_micro_batch)
+        micro_batch = self.plan.micro_batch
+        return Division(micro_batch if self.plan.is_whole else 1, micro_batch)
 
     @property
     def _keeps_micro_batch(self) -> bool:

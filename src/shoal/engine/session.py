@@ -355,7 +355,7 @@ class Session:
 
     def _call_on_start(self, engine: Engine) -> None:
         self.on_start()
-        engine.join_micro_batches()
+        engine.settle_micro_batches()
         if engine.outer.common_step(engine.progress.step) == engine.progress.step:
             # What it changed belongs to the first round, and is not undone with it.
             engine.mark_round_start()

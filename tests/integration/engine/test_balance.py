@@ -147,6 +147,32 @@ def test_a_resumed_run_has_the_shares_of_its_checkpoint(tmp_path: Path) -> None:
     assert [record["step"] for record in records] == list(range(1, 41))
 
 
+def train_compiled(world: World, path: Path, task: Task) -> list[tuple[int, ...]]:
+    """Resume as a model that is compiled by now; return the sizes of this rank's micro-batches in every step."""
+    session = make_session(world, path, task, resume=True)
+    model, data = make_model(task), make_data(task)
+    session.attach(model, make_optimizer(model, task))
+    session.on_start = lambda: setattr(session.engine, "has_fixed_shapes", True)
+    sizes: list[tuple[int, ...]] = []
+    for step in session:
+        with step:
+            sizes.append(tuple(len(inputs) for inputs, _ in step.batches(data)))
+            for inputs, targets in step.batches(data):
+                step.backward(*loss_sum(model, task, inputs, targets))
+            step.update(clip=task.clip)
+    return sizes
+
+
+def test_a_resumed_run_that_is_compiled_has_micro_batches_of_one_size(tmp_path: Path) -> None:
+    task = Task(steps=20, run=LIVE["run"], train={"checkpoint_every": 10})
+    path = make_folder(tmp_path, task)
+    run_ranks(train, 3, tmp_path, path, task, False, 15)
+    assert commits(path)[-1]["shares"] == [8, 3, 1]
+    results = run_ranks(train_compiled, 3, tmp_path, path, task)
+    assert {size for rank in results for step in rank for size in step} == {4}
+    assert check_ledger(commits(path)).ok
+
+
 @pytest.mark.parametrize("mode", ["diloco", "streaming"])
 def test_outer_rounds_change_their_shares_together(mode: str, tmp_path: Path) -> None:
     sync = {"mode": mode, "every": 4, **({"fragments": 2, "overlap": 1} if mode == "streaming" else {})}
