@@ -77,6 +77,7 @@ from shoal.terminal import printable
 from shoal.units import format_si, pluralize
 
 _POLL_S = 0.1
+_CONNECT_S = 10.0
 # More encoded text than any such machine could train on.
 _MOST_TEXT_BYTES = 1 << 40
 # Room for what a run writes besides the text: a full disk would end it at its first checkpoint.
@@ -193,7 +194,7 @@ async def _join(invitation: Invitation, out: Path, note: Note, watch: Watch, scr
 async def _connect(invitation: Invitation) -> Channel:
     where = f"{invitation.address}:{invitation.port}"
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(_CONNECT_S):
             return await dial(invitation.address, invitation.port, invitation.code)
     except UnknownSender:
         raise ControlError(
@@ -201,13 +202,32 @@ async def _connect(invitation: Invitation) -> Channel:
             why="it was mistyped, or another machine has used it",
             fix="type it again, or the code that is the last one shown there",
         ) from None
+    except socket.gaierror:
+        raise ControlError(
+            f"{invitation.address} has no address on this network",
+            why="its name was mistyped, or this machine cannot look it up",
+            fix="type its address instead of its name: hostname -I prints it, on the host",
+        ) from None
     except (OSError, EOFError, TimeoutError) as error:
         raise ControlError(
             f"no shoal answers at {where}",
-            why=f"{getattr(error, 'strerror', None) or 'no answer in 10 s'}: shoal host has ended there, "
-            "or a firewall blocks the connection",
+            why=_why_unanswered(error),
             fix=f"try: ping {invitation.address}; then ask for a new code",
         ) from None
+
+
+def _why_unanswered(error: Exception) -> str:
+    match error:
+        case ConnectionRefusedError():
+            return "nothing listens at that port: shoal host has ended there, or the port was mistyped"
+        case TimeoutError():
+            return f"no answer in {_CONNECT_S:.0f} s: the address is wrong, or a firewall blocks the connection"
+        case OSError(errno=int(number)):
+            return f"{os.strerror(number)}: the address is wrong, or a firewall blocks the connection"
+        case EOFError():
+            return "the connection was closed: shoal host has ended there, or another program listens at that port"
+        case _:
+            return "no connection: the address is wrong, shoal host has ended there, or a firewall blocks it"
 
 
 async def _introduce(channel: Channel, invitation: Invitation, out: Path, script: Sequence[str] = ()) -> JoinedRun:

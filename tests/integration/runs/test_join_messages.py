@@ -128,7 +128,15 @@ def test_a_code_after_the_address_is_taken_with_a_warning() -> None:
         assert done.returncode == 3, done.stderr
         assert "other users of this machine can read a code given as an argument" in done.stderr
         assert f"no shoal answers at {PLACE}" in done.stderr
+        assert "nothing listens at that port: shoal host has ended there, or the port was mistyped" in done.stderr
     assert "CODE" not in run_join("--help").stdout.partition("Join a run")[0]
+
+
+def test_a_name_without_an_address_is_no_firewall() -> None:
+    done = run_join(f"no-such-machine.invalid:41234#{VALID_CODE}")
+    assert done.returncode == 3, done.stderr
+    assert "error: no-such-machine.invalid has no address on this network" in done.stderr
+    assert "firewall" not in done.stderr
 
 
 def test_a_code_that_is_too_short_is_refused_before_the_network() -> None:
