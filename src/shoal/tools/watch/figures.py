@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import time
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from shoal.config.defaults import SIMILAR_SPEED
 from shoal.control.membership.types import NEVER
 from shoal.terminal import printable_line
 from shoal.tools.report.rank_log import as_float, is_step
@@ -19,6 +23,7 @@ from shoal.units import unit_of
 _RATE_STEPS = 50
 # A rank that needs so much more time than the median rank for its own work is marked.
 _SLOW_FACTOR = 1.15
+_COMMIT_TAIL_BYTES = 16384
 _LONGEST_TEXT = 500
 _LONGEST_NAME = 80
 
@@ -197,7 +202,7 @@ def _left_s(rank: RankState | None, steps: Any) -> float | None:
 def _speedup(state: LiveState, ranks: list[RankState], step_s: float, amount: float | None) -> dict[str, Any] | None:
     """Compare the speed with that of one rank or node: measured beside this run, or estimated.
 
-    The estimate adds up the compute times of all ranks, as if one did all the work of a step.
+    The estimate is the time that the fastest would take for the shares of all.
     """
     points = state.document(state.run.path / "scaling.json").get("points")
     for point in points if isinstance(points, list) else ():
@@ -207,16 +212,42 @@ def _speedup(state: LiveState, ranks: list[RankState], step_s: float, amount: fl
     present = [rank for rank in ranks if _is_present(state, rank) and rank.recent]
     if len(present) < 2 or not step_s:
         return None
-    nodes = {rank.node for rank in present}
-    work_s = [rank.means().work_s for rank in present]
-    if not any(work_s):
-        return None
+    shares = _last_shares(state.run.commits)
+    if not shares.keys() >= {rank.rank for rank in present}:
+        shares = {rank.rank: 1 for rank in present}
+    has_nodes = len({rank.node for rank in present}) > 1
+    rates: dict[str, float] = {}
+    for rank in present:
+        name = rank.node if has_nodes else str(rank.rank)
+        work_s = rank.means().work_s
+        if not work_s:
+            return None
+        rates[name] = rates.get(name, 0.0) + shares[rank.rank] / work_s
     # The optimizer and the rest do not divide.
     rest_s = max(rank.means().compute_s - rank.means().work_s for rank in present)
-    at_once = len(present) / len(nodes) if len(nodes) > 1 else 1
-    alone_s = sum(work_s) / at_once + max(0.0, rest_s)
-    than = "one node" if len(nodes) > 1 else "one rank"
+    fastest = max(rates.values())
+    alone_s = sum(shares[rank.rank] for rank in present) / fastest + max(0.0, rest_s)
+    which = "one" if fastest <= SIMILAR_SPEED * min(rates.values()) else "the fastest"
+    than = f"{which} {'node' if has_nodes else 'rank'}"
     return {"ratio": short(alone_s / step_s), "than": than, "is_estimate": True}
+
+
+def _last_shares(commits: Path) -> dict[int, int]:
+    """Return the samples of every member in the newest step of the ledger; nothing if it has none."""
+    try:
+        with commits.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _COMMIT_TAIL_BYTES))
+            # The last line may be incomplete.
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            match json.loads(line):
+                case {"members": [*members], "shares": [*shares]} if len(members) == len(shares):
+                    if all(is_step(number) for number in (*members, *shares)) and all(shares):
+                        return dict(zip(members, shares, strict=True))
+    return {}
 
 
 def _predicted(state: LiveState) -> dict[str, float] | None:

@@ -191,6 +191,17 @@ def test_speed_against_one_rank_is_estimated_from_compute_times(tmp_path: Path) 
     assert summary["speedup"]["ratio"] == pytest.approx((2 * 0.074 + 0.009) / 0.098, rel=0.05)
 
 
+def test_speed_against_the_fastest_of_unequal_ranks_counts_their_shares(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", all_events(2, 30))
+    append(run.commits, {"step": 30, "members": [0, 1], "shares": [14, 2]})
+    with run.commits.open("a") as file:
+        file.write('damaged\n{"step": 31, "members": [0, 1], "shares": [1')
+    speedup = summarize(read(run))["speedup"]
+    # The first computes 14 samples in 74 ms, and would compute 16 in 85.
+    assert speedup["than"] == "the fastest rank"
+    assert speedup["ratio"] == pytest.approx((0.074 * 16 / 14 + 0.009) / 0.098, rel=0.05)
+
+
 def test_a_prediction_is_shown_beside_the_measurement(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     run.prediction.write_text('{"step_s": 0.08, "compute_s": 0.06, "profile": "x"}')
