@@ -48,7 +48,7 @@ _SYNONYMS = {"status": "ps", "list": "ps", "history": "runs", "settings": "confi
 # Commands within verbs that list what there is: users type one where a verb has another.
 _LISTING_COMMANDS = ("list", "status", "show", "ls", "ps")
 # Verbs that may be silent for a while before they print anything. They read nothing from the terminal until then.
-_SLOW_VERBS = set(VERBS) - {"ps", "join", "logs", "sample", "config", "completion"}
+_SLOW_VERBS = set(VERBS) - {"ps", "join", "sample", "completion"}
 # Verbs that are called in scripts and prompts, have options only, and print their answer within a fraction of a second.
 _DIRECT_VERBS = {"ps"}
 # Options of other launchers and trainers, and what they are here.

@@ -36,6 +36,7 @@ from shoal.control.processes import find_processes
 from shoal.errors import ShoalError, UsageError
 from shoal.events import Event
 from shoal.run_folder import RunFolder, user_name
+from shoal.terminal import end_stage
 from shoal.units import Unit, format_duration, format_loss, format_si, format_speed
 
 if TYPE_CHECKING:
@@ -216,6 +217,8 @@ def logs(
                 events.show()
             if is_over:
                 break
+            # A run that prints nothing is followed too, and does not start.
+            end_stage()
             time.sleep(0.2)
         lines = follower.last_words()
         count += len(lines)

@@ -118,6 +118,16 @@ def test_a_link_can_be_changed(lab: Lab) -> None:
         lab.perform(lab_lab.set_link("node2", lambda _: before))
 
 
+def test_a_limit_of_a_link_can_be_removed_and_set_again() -> None:
+    with running_lab(1, link="100mbit") as lab:
+        for rate, shown in (("none", "unlimited"), ("none", "unlimited"), ("20mbit", "20mbit"), ("none", "unlimited")):
+            changed = subprocess.run(
+                shoal("lab", "link", "node1", rate, "--name", lab.name), capture_output=True, text=True, timeout=30
+            )
+            assert changed.returncode == 0, changed.stderr
+            assert f"the link of node1 is now {shown}" in changed.stdout + changed.stderr
+
+
 def test_a_cpu_share_limits_a_busy_node(lab: Lab) -> None:
     if lab.state.groups.cpu is None:
         pytest.skip("; ".join(lab.state.notes))

@@ -435,7 +435,8 @@ def shape(device: str, link: LabLink, netem: bool) -> list[str]:
     """Return the tc commands for one end. `netem` is for the switch's end only: on the sender's end it would take
     packets from TCP's own accounts, which then overfills the queue."""
     if not netem or not (link.delay_s or link.loss):
-        return [_limit(device, link, "root handle 1:")]
+        # A queue cannot be replaced by one of another kind with the same handle.
+        return [_limit(device, link, f"root handle {1 if link.rate_bps else 4}:")]
     delay = f" delay {format_delay(link.delay_s)}" if link.delay_s else ""
     loss = f" loss {100 * link.loss:.6g}%" if link.loss else ""
     # netem must hold everything sent during the delay, and as much again for bursts.
