@@ -103,7 +103,9 @@ def test_join_is_parsed_with_its_number_of_machines() -> None:
             parse_join(wrong)
 
 
-def test_a_machine_without_shoal_is_shown_what_to_install() -> None:
+def test_a_machine_without_shoal_is_shown_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It is asked of lscpu, once in a process.
+    monkeypatch.setattr("shoal.control.handshake.cpu_name", lambda: "a processor")
     words = install_command().split()
     assert words[1:4] == ["-m", "pip", "install"]
     assert words[0] == f"python{sys.version_info.major}.{sys.version_info.minor}"
