@@ -80,17 +80,17 @@ def predict(
     if workload.model is None:
         # A training of shoal takes its micro-batch whatever the memory; for other programs one that fits is assumed.
         most = max(1, min(most, largest_micro_batch(workload, strategy, world_size, available)))
-    shares = workload.divide_batch(weights, most, follows_speed)
-    works = _works(workload, speed, shares, kinds)
+    batch_plan = workload.divide_batch(weights, most, follows_speed)
+    works = _works(workload, speed, batch_plan, kinds)
     slowest = max(range(world_size), key=lambda rank: _busy_s(works[rank]))
-    exchange = _exchange_time(workload, strategy, setting, shares, works[slowest], slowest)
-    memory = needed(workload, strategy, shares.micro_batch, world_size)
+    exchange = _exchange_time(workload, strategy, setting, batch_plan, works[slowest], slowest)
+    memory = needed(workload, strategy, batch_plan.micro_batch, world_size)
     return Prediction(
         world_size=world_size,
         step=_step_time(works, works[slowest], exchange, strategy),
-        batch_plan=shares,
-        tokens=workload.seq_len * shares.global_batch,
-        wire_bytes=wire_bytes(workload, strategy, world_size, shares.counts[slowest]),
+        batch_plan=batch_plan,
+        tokens=workload.seq_len * batch_plan.global_batch,
+        wire_bytes=wire_bytes(workload, strategy, world_size, batch_plan.counts[slowest]),
         memory=memory,
         fits=fits(memory, available),
     )
@@ -113,12 +113,12 @@ def _one_of_each(kinds: Sequence[int]) -> list[int]:
     return list({kind: rank for rank, kind in enumerate(kinds)}.values())
 
 
-def _works(workload: Workload, speed: Speed, shares: BatchPlan, kinds: Sequence[int]) -> list[RankWork]:
+def _works(workload: Workload, speed: Speed, batch_plan: BatchPlan, kinds: Sequence[int]) -> list[RankWork]:
     known: dict[tuple[int, int], RankWork] = {}
-    keys = list(zip(kinds, shares.shares, strict=True))
+    keys = list(zip(kinds, batch_plan.shares, strict=True))
     for rank, key in enumerate(keys):
         if key not in known:
-            known[key] = speed.work(workload, rank, shares.sizes(rank)[0], shares.counts[rank])
+            known[key] = speed.work(workload, rank, batch_plan.sizes(rank)[0], batch_plan.counts[rank])
     return [known[key] for key in keys]
 
 
@@ -147,9 +147,9 @@ def _busy_s(work: RankWork) -> float:
 
 
 def _exchange_time(
-    workload: Workload, strategy: SyncStrategy, setting: ClusterModel, shares: BatchPlan, work: RankWork, rank: int
+    workload: Workload, strategy: SyncStrategy, setting: ClusterModel, batch_plan: BatchPlan, work: RankWork, rank: int
 ) -> _ExchangeTime:
-    world_size = len(shares.shares)
+    world_size = len(batch_plan.shares)
     if world_size == 1:
         return _ExchangeTime(0.0, 0.0)
     network = setting.hierarchical if strategy.hierarchical and setting.hierarchical else setting.network
@@ -163,7 +163,7 @@ def _exchange_time(
         staging_s = setting.staging_s_per_byte * workload.gradient_bytes * bucket.parameters
         return replace(sent, seconds=sent.seconds + staging_s)
 
-    buckets = _buckets(workload, strategy, shares.micro_batch * workload.seq_len, world_size)
+    buckets = _buckets(workload, strategy, batch_plan.micro_batch * workload.seq_len, world_size)
     encode_s = setting.speed.encode_s(strategy, rank, workload.parameters) if is_encoded(strategy, workload) else 0.0
     model = {"ddp": _ddp, "sharded": _sharded, "streaming": _streaming}.get(strategy.sync, _blocking)
     return replace(model(strategy, work, buckets, exchange), encode_s=encode_s / strategy.every)

@@ -262,6 +262,9 @@ def read_progress(state: dict[str, Any]) -> Progress:
 def _parse_shares(document: Any) -> Shares | None:
     if document is None:
         return None
+    if "micro_batches" in document:
+        # Shares were whole micro-batches once.
+        document["shares"] = [int(document["micro_batch"]) * int(count) for count in document["micro_batches"]]
     ids, parts = (tuple(map(int, document[name])) for name in ("ids", "shares"))
     speeds = {int(id): float(speed) for id, speed in document["speeds"].items()}
     shares = Shares(int(document["micro_batch"]), ids, parts, speeds)

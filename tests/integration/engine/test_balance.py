@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from shoal.engine.balance import Balance, RankTime
 from shoal.engine.engine import Engine
@@ -145,6 +146,30 @@ def test_a_resumed_run_has_the_shares_of_its_checkpoint(tmp_path: Path) -> None:
     records = commits(path)
     assert check_ledger(records).ok
     assert [record["step"] for record in records] == list(range(1, 41))
+
+
+def flushes(world: World, path: Path, task: Task) -> list[bool]:
+    """Return whether numbers below 1e-38 are zero before, in and after the steps of a session."""
+
+    def is_flushed() -> bool:
+        return bool(torch.full((8,), 1e-40).mul(0.5).eq(0).all())
+
+    session = make_session(world, path, task)
+    model, data = make_model(task), make_data(task)
+    session.attach(model, make_optimizer(model, task))
+    seen = [is_flushed()]
+    for step in session:
+        with step:
+            for inputs, targets in step.batches(data):
+                step.backward(*loss_sum(model, task, inputs, targets))
+            step.update()
+        seen.append(is_flushed())
+    return [*seen, is_flushed()]
+
+
+def test_denormal_numbers_are_zero_in_the_steps_of_a_session(tmp_path: Path) -> None:
+    task = Task(steps=2)
+    assert run_ranks(flushes, 1, tmp_path, make_folder(tmp_path, task), task) == [[False, True, True, False]]
 
 
 def train_compiled(world: World, path: Path, task: Task) -> list[tuple[int, ...]]:

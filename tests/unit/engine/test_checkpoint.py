@@ -396,6 +396,12 @@ def test_the_shares_of_the_next_step_are_saved(tmp_path: Path) -> None:
     assert folder.load_latest().progress == Progress(5, 50, shares=shares)
 
 
+def test_shares_of_older_checkpoints_were_counts_of_micro_batches() -> None:
+    older = {"micro_batch": 4, "ids": [0, 2], "micro_batches": [3, 1], "speeds": {"0": 1.0, "2": 0.33}}
+    progress = read_progress({"step": 5, "cursor": 50, "shares": older})
+    assert progress.shares == Shares(4, (0, 2), (12, 4), {0: 1.0, 2: 0.33})
+
+
 @pytest.mark.parametrize("wrong", [{"shares": [3]}, {"shares": [3, 0]}, {"speeds": {"0": 0.0}}])
 def test_shares_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
     shares = {"micro_batch": 4, "ids": [0, 2], "shares": [12, 4], "speeds": {"0": 1.0, "2": 0.5}, **wrong}
