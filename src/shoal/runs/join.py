@@ -28,6 +28,7 @@ from typing import Annotated, BinaryIO, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from shoal.agent.agent import read_orders
 from shoal.agent.membership import RankNumbering
 from shoal.cluster.agent_link import PIECE_BYTES, PipeLink, agent_command
 from shoal.cluster.hosts.messenger import FileSender, send_while
@@ -68,7 +69,7 @@ from shoal.errors import (
     from_dict,
 )
 from shoal.events import Event, EventTail, read_events
-from shoal.host.facts import interface_for, physical_cores, source_address
+from shoal.host.facts import can_listen, interface_for, physical_cores, source_address
 from shoal.launch.launcher import SessionSettings, read_log_tail
 from shoal.launch.plan import make_go_order, plan_guest, plan_ranks, plan_script, plan_script_guest
 from shoal.run_folder import RunFolder, check_rank, write_atomically
@@ -702,7 +703,7 @@ def _choose_node(run: RunFolder, wanted: str | None) -> str:
             why=f"those are: {', '.join(dead) or 'none'}",
             fix="to take part as a new machine, ask for an invitation: shoal host RUN, on another one",
         )
-    if dead and not alive and _last_members(run, known) <= set(known):
+    if dead and not alive and _last_members(run, known) <= set(known) and not any(_may_run(run, node) for node in dead):
         raise UsageError(
             f"no machine of {run.path} is left that could let another one in",
             why=f"all of them were here, and the agents of {', '.join(dead)} have died",
@@ -736,6 +737,25 @@ def _last_members(run: RunFolder, nodes: Sequence[str]) -> set[str]:
         generations = [event for event in read_events(run.journal(node)) if event["event"] == "generation"]
         members |= set(generations[-1]["members"]) if generations else {node}
     return members
+
+
+def _may_run(run: RunFolder, node: str) -> bool:
+    """Return whether the agent of a node may run although no process of this machine carries its mark.
+
+    Nodes of a lab and machines with a common file system share the run folder, but not their process lists.
+    """
+    try:
+        address = read_orders(run, node)[0].address
+    except RunFailed:
+        return True
+    if not can_listen(address):
+        return True
+    ports = [event["port"] for event in read_events(run.journal(node)) if event["event"] == "ready"]
+    try:
+        with socket.create_connection((address, ports[-1] if ports else 0), _CONNECT_S):
+            return True
+    except OSError:
+        return False
 
 
 def _await_event(tail: EventTail, agent: PipeLink, kinds: Collection[str]) -> Event | None:
