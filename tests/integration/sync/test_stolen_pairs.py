@@ -254,19 +254,28 @@ def wait_for_proof(world: World) -> float:
     drop_groups()
     store, release = dist.PrefixStore("over", world.store), GroupInterrupt()
     if world.rank == 1:
-        dist.ProcessGroupGloo(dist.PrefixStore("attempt/0/0//cpu/", store), 1, 2, timedelta(seconds=30))
+        connected = dist.ProcessGroupGloo(dist.PrefixStore("attempt/0/0//cpu/", store), 1, 2, timedelta(seconds=30))
+        store.set("connected", "")
         time.sleep(8)
+        del connected
         os._exit(0)
-    threading.Timer(1.0, release.end).start()
-    started = time.monotonic()
+
+    def end_generation() -> None:
+        store.wait(["connected"], timedelta(seconds=30))
+        time.sleep(1.0)
+        ended.append(time.monotonic())
+        release.end()
+
+    ended: list[float] = []
+    threading.Thread(target=end_generation, daemon=True).start()
     with pytest.raises(GenerationEnded):
-        form_main_group(GroupForming(store, 0, 2, b"key", "over", 0.5, release=release), 60)
-    return time.monotonic() - started
+        form_main_group(GroupForming(store, 0, 2, b"key", "over", 5.0, release=release), 60)
+    return time.monotonic() - ended[0]
 
 
 @pytest.mark.long
 def test_a_rank_waiting_for_a_proof_is_released_when_its_generation_ends(tmp_path: Path) -> None:
-    assert run_ranks(wait_for_proof, 2, tmp_path, dying=[1])[0] < 20
+    assert run_ranks(wait_for_proof, 2, tmp_path, dying=[1])[0] < 5
 
 
 def test_a_digest_depends_on_every_field_of_a_connection() -> None:
