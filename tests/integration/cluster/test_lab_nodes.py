@@ -128,6 +128,24 @@ def test_a_limit_of_a_link_can_be_removed_and_set_again() -> None:
             assert f"the link of node1 is now {shown}" in changed.stdout + changed.stderr
 
 
+def test_a_link_that_becomes_slower_under_load_goes_on_carrying_packets() -> None:
+    """A queued packet of 64 kB is larger than the burst of a slow link: it must not block what comes after it."""
+    with running_lab(2, link="1gbit") as lab:
+        address = lab.state.spec.node("node2").address
+        listen, send = ([sys.executable, "-c", _LISTEN], [sys.executable, "-c", _SEND, address, "2"])
+        for _ in range(3):
+            with subprocess.Popen(lab.command("node2", listen), stdout=subprocess.PIPE, text=True) as listener:
+                assert listener.stdout is not None
+                assert listener.stdout.readline().strip() == "ready"
+                with subprocess.Popen(lab.command("node1", send)):
+                    time.sleep(0.7)
+                    lab.perform(lab_lab.set_link("node1", lambda link: link.model_copy(update={"rate_bps": 20e6})))
+                    try:
+                        assert can_ping(lab, "node1", "node2") or can_ping(lab, "node1", "node2")
+                    finally:
+                        lab.perform(lab_lab.set_link("node1", lambda link: link.model_copy(update={"rate_bps": 1e9})))
+
+
 def test_a_cpu_share_limits_a_busy_node(lab: Lab) -> None:
     if lab.state.groups.cpu is None:
         pytest.skip("; ".join(lab.state.notes))

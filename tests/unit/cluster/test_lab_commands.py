@@ -94,11 +94,24 @@ def test_without_root_every_command_enters_the_user_namespace() -> None:
 
 def test_delay_and_loss_come_from_netem_on_the_switch_side_only() -> None:
     link = LabLink(rate_bps=1e9, delay_s=0.02, loss=0.01)
-    assert shape("node1", link, netem=True) == [
+    assert shape("node1", link, netem=True, was=LabLink()) == [
         "tc qdisc replace dev node1 root handle 2: netem limit 3333 delay 20ms loss 1%",
         "tc qdisc replace dev node1 parent 2:1 handle 3: tbf rate 1.00933gbit burst 250000 latency 50ms",
     ]
-    assert shape("eth0", link, netem=False)[0].startswith("tc qdisc replace dev eth0 root handle 1: tbf")
+    assert shape("eth0", link, netem=False, was=link)[0].startswith("tc qdisc replace dev eth0 root handle 1: tbf")
+
+
+@pytest.mark.parametrize(("delay_s", "place", "handle"), [(0.0, "root", 1), (0.02, "parent 2:1", 3)])
+def test_another_rate_drops_the_queue(delay_s: float, place: str, handle: int) -> None:
+    fast, slow, unlimited = (LabLink(rate_bps=rate, delay_s=delay_s) for rate in (1e9, 20e6, None))
+    pfifo, tbf = (
+        f"tc qdisc replace dev node1 {place} handle {number}: {kind}"
+        for number, kind in ((4, "pfifo limit 1000"), (handle, "tbf rate 20.1867mbit burst 5000 latency 50ms"))
+    )
+    limits = [shape("node1", link, True, was)[bool(delay_s) :] for link, was in ((slow, fast), (unlimited, fast))]
+    assert limits == [[pfifo, tbf], [pfifo]]
+    assert shape("node1", slow, True, was=slow)[-1] == shape("node1", slow, True, was=unlimited)[-1] == tbf
+    assert len(shape("node1", slow, True, was=slow)) == len(shape("node1", slow, True, was=unlimited))
 
 
 def test_packet_loss_disables_segmentation_offload() -> None:

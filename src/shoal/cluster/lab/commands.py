@@ -426,32 +426,39 @@ def link_steps(node: LabNode, site: LabSite, was: LabLink | None = None) -> list
     was = was or LabLink()
     steps: list[Step] = []
     for place, device, netem in ((node.name, INTERFACE, False), (SWITCH, node.name, site.netem)):
-        steps += [site.net(place, command) for command in shape(device, node.link, netem)]
+        steps += [site.net(place, command) for command in shape(device, node.link, netem, was)]
         steps += [site.net(place, command) for command in segment_limit(device, node.link, was)]
     return steps + ([] if site.netem else _delay_steps(node, site, was.delay_s))
 
 
-def shape(device: str, link: LabLink, netem: bool) -> list[str]:
+def shape(device: str, link: LabLink, netem: bool, was: LabLink) -> list[str]:
     """Return the tc commands for one end. `netem` is for the switch's end only: on the sender's end it would take
     packets from TCP's own accounts, which then overfills the queue."""
     if not netem or not (link.delay_s or link.loss):
-        # A queue cannot be replaced by one of another kind with the same handle.
-        return [_limit(device, link, f"root handle {1 if link.rate_bps else 4}:")]
+        return _limit(device, link, was, "root", 1)
     delay = f" delay {format_delay(link.delay_s)}" if link.delay_s else ""
     loss = f" loss {100 * link.loss:.6g}%" if link.loss else ""
     # netem must hold everything sent during the delay, and as much again for bursts.
     in_flight = (link.rate_bps or 10e9) / 8 * link.delay_s / _PACKET_BYTES
     limit = max(_LEAST_QUEUE_PACKETS, round(2 * in_flight))
     delay_line = f"tc qdisc replace dev {device} root handle 2: netem limit {limit}{delay}{loss}"
-    return [delay_line, _limit(device, link, "parent 2:1 handle 3:")] if link.rate_bps else [delay_line]
+    return [delay_line, *(_limit(device, link, was, "parent 2:1", 3) if link.rate_bps or was.rate_bps else [])]
 
 
-def _limit(device: str, link: LabLink, place: str) -> str:
+def _limit(device: str, link: LabLink, was: LabLink, place: str, handle: int) -> list[str]:
+    """Return the commands that set the rate of a queue.
+
+    A queue whose handle stays keeps its packets. One of them may have 64 kB, more than the new burst: tbf waits for it
+    forever, and the link is dead. Hence the old queue is dropped when the rate changes.
+    """
+    # A queue cannot be replaced by one of another kind with the same handle.
+    unlimited = f"tc qdisc replace dev {device} {place} handle 4: pfifo limit {_LEAST_QUEUE_PACKETS}"
     if link.rate_bps is None:
-        return f"tc qdisc replace dev {device} {place} pfifo limit {_LEAST_QUEUE_PACKETS}"
+        return [unlimited]
     burst = max(_LEAST_BURST_BYTES, round(link.rate_bps / 8 * _BURST_S))
     rate = format_rate(link.rate_bps * _HEADERS)
-    return f"tc qdisc replace dev {device} {place} tbf rate {rate} burst {burst} latency {_QUEUE}"
+    limited = f"tc qdisc replace dev {device} {place} handle {handle}: tbf rate {rate} burst {burst} latency {_QUEUE}"
+    return [limited] if was.rate_bps in (None, link.rate_bps) else [unlimited, limited]
 
 
 def segment_limit(device: str, link: LabLink, was: LabLink) -> list[str]:
