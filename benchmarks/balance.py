@@ -5,10 +5,11 @@
 
 Four trials: two nodes with 1 and 0.33 of a core, with equal shares and with shares that follow the speed; three nodes
 with 1, 0.66 and 0.33; one of two nodes cut to a third in mid-run and given back; 200 steps on two equal nodes. The
-first three are given as parts of the sum of what the nodes do alone, measured anew in every round, since the speed of a
-shared machine changes within minutes, and as parts of the ranks' own speeds in the same steps. `--scale` multiplies all
-cores: a quota that the machine can always give is measured well even if other programs compute, too. Three nodes need
-1.99 cores at scale 1.
+first three are given as parts of three sums, measured anew in every round, since the speed of a shared machine changes
+within minutes: what the nodes do alone, one after the other; what they do alone but at the same time, since cores that
+share memory and power slow each other; and the ranks' own speeds in the same steps. `--scale` multiplies all cores: a
+quota that the machine can always give is measured well even if other programs compute, too. Three nodes need 1.99 cores
+at scale 1.
 """
 
 from __future__ import annotations
@@ -84,6 +85,26 @@ def alone(folder: Path, cores: float, steps: int, *options_: str) -> float:
     return samples_per_s(train(folder, f"alone-{cores:g}", on([cores]), steps, *options_), steps // 4, steps)
 
 
+def alone_at_once(folder: Path, cores: Sequence[float], steps: int, *options_: str) -> float:
+    """Return the sum of the speeds of nodes that train at the same time and know nothing of each other."""
+    outs = [folder / f"at-once-{number}" for number in range(len(cores))]
+    try:
+        for out, part in zip(outs, cores, strict=True):
+            sets = [word for setting in _SETTINGS for word in ("--set", setting)]
+            shoal("train", "--on", on([part]), "--steps", "100000", "--out", str(out), "--detach", *sets, *options_)
+        for out in outs:
+            await_step(out, 3)
+        began = [commits(out)[-1]["step"] for out in outs]
+        for out, step in zip(outs, began, strict=True):
+            await_step(out, step + steps)
+        ends = [commits(out) for out in outs]
+    finally:
+        for out in outs:
+            if out.exists():
+                shoal("stop", str(out), "--now")
+    return sum(samples_per_s(records, first, records[-1]["step"]) for records, first in zip(ends, began, strict=True))
+
+
 def await_step(out: Path, step: int) -> None:
     while not any(record["step"] >= step for record in commits(out)[-3:]):
         time.sleep(0.1)
@@ -128,6 +149,7 @@ def measure(chosen: Namespace, number: int) -> None:
     """Measure every chosen trial once and print a line for each."""
     batch = ("--global-batch", str(chosen.global_batch))
     full, medium, low = (round(chosen.scale * part, 4) for part in (1.0, 0.66, 0.33))
+    alone_steps = max(8, chosen.steps // 4)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         speeds: dict[float, float] = {}
@@ -135,8 +157,13 @@ def measure(chosen: Namespace, number: int) -> None:
         def part_of_sum(cores: Sequence[float], records: Sequence[dict[str, Any]], first: int, last: int) -> float:
             for part in cores:
                 if part not in speeds:
-                    speeds[part] = alone(folder, part, max(8, chosen.steps // 4), *batch)
+                    speeds[part] = alone(folder, part, alone_steps, *batch)
             return round(samples_per_s(records, first, last) / sum(speeds[part] for part in cores), 3)
+
+        def part_at_once(cores: Sequence[float], records: Sequence[dict[str, Any]], first: int, last: int) -> float:
+            with tempfile.TemporaryDirectory(dir=folder) as own:
+                possible = alone_at_once(Path(own), cores, alone_steps, *batch)
+            return round(samples_per_s(records, first, last) / possible, 3)
 
         def two() -> dict[str, Any]:
             equal = train(folder, "equal", on([full, low]), chosen.steps, "--balance", "off", *batch)
@@ -144,15 +171,19 @@ def measure(chosen: Namespace, number: int) -> None:
             return {
                 "equal shares": part_of_sum([full, low], equal, _WARM_STEPS, chosen.steps),
                 "shares by speed": part_of_sum([full, low], balanced, _WARM_STEPS, chosen.steps),
+                "of the nodes at once": part_at_once([full, low], balanced, _WARM_STEPS, chosen.steps),
                 "of own speeds": part_of_own_speeds(folder / "balanced", _WARM_STEPS, chosen.steps),
                 "changes": changes(balanced),
             }
 
         def three() -> dict[str, Any]:
             records = train(folder, "three", on([full, medium, low]), chosen.steps, *batch)
-            part = part_of_sum([full, medium, low], records, _WARM_STEPS, chosen.steps)
-            own = part_of_own_speeds(folder / "three", _WARM_STEPS, chosen.steps)
-            return {"shares by speed": part, "of own speeds": own, "changes": changes(records)}
+            return {
+                "shares by speed": part_of_sum([full, medium, low], records, _WARM_STEPS, chosen.steps),
+                "of the nodes at once": part_at_once([full, medium, low], records, _WARM_STEPS, chosen.steps),
+                "of own speeds": part_of_own_speeds(folder / "three", _WARM_STEPS, chosen.steps),
+                "changes": changes(records),
+            }
 
         def cut() -> dict[str, Any]:
             records = cut_and_give_back(folder, full, *batch)
@@ -162,6 +193,8 @@ def measure(chosen: Namespace, number: int) -> None:
             return {
                 "cut": part_of_sum([full, third], records, *spans[0]),
                 "given back": part_of_sum([full, full], records, *spans[1]),
+                "cut, of the nodes at once": part_at_once([full, third], records, *spans[0]),
+                "given back, of the nodes at once": part_at_once([full, full], records, *spans[1]),
                 "of own speeds": [part_of_own_speeds(folder / "cut", *span) for span in spans],
                 "changes": changes(records),
             }

@@ -95,7 +95,7 @@ for step in session:
             table.close()
             table, has_moved = open_table(), True
         for batch in step.batches(data):
-            for _ in range(150):
+            for _ in range(600):
                 table[random.randrange(48 << 8) << 12]
             for _ in range(12):
                 loss = (model(batch) - batch).square().mean(dim=1).sum()
