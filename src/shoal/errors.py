@@ -27,6 +27,8 @@ from typing import Any
 
 # The colon before a command that ends a message: "undo it: shoal lab heal node1".
 _COMMAND_AT_END = re.compile(r": (?=(?:shoal|sudo|ssh|python[\d.]*) (?:(?!: ).)+\Z)")
+# A text that has no command: neither after a colon nor as a whole.
+_PROSE = re.compile(r"(?!(?:shoal|sudo|ssh\S*|pip|ls|df|ulimit|iconv|DataLoader\S*|torch\.\S*|--\S*) )(?:(?!: ).)+")
 
 
 class ShoalError(Exception):
@@ -46,10 +48,11 @@ class ShoalError(Exception):
         else:
             lines = [*_wrap("error: ", self.seen, width), *(_wrap("  why:  ", self.why, width) if why else [])]
         prose, command = split_command(self.fix)
-        if width is not None and command and len("  next: ") + len(self.fix) > width:
-            lines += [*_wrap("  next: ", prose, width), f"        {command}"]
-        elif self.fix:
-            lines.append(f"  next: {self.fix}")
+        can_wrap = bool(command) or _PROSE.fullmatch(self.fix)
+        if width is None or not can_wrap or len("  next: ") + len(self.fix) <= width:
+            lines += [f"  next: {self.fix}"] if self.fix else []
+        else:
+            lines += [*_wrap("  next: ", prose, width), *([f"        {command}"] if command else [])]
         return "\n".join(lines) + "\n"
 
     def as_dict(self) -> dict[str, Any]:

@@ -215,6 +215,24 @@ def test_an_error_is_wrapped_at_words_and_its_command_is_not(lines: Lines, monke
     assert printed[-1] == "  next: copy what shoal host printed after `shoal join`"
 
 
+@pytest.mark.parametrize(
+    ("fix", "lines"),
+    [
+        (
+            "check that rank 0 is running and that no firewall stands between",
+            ["check that rank 0 is", "running and that no"],
+        ),
+        ("undo it: shoal lab heal node1 --name a-long-name", ["undo it:", "shoal lab heal node1 --name a-long-name"]),
+        # A command in mid-sentence would not survive a line break.
+        ("see: df -h; then use a smaller micro-batch", ["see: df -h; then use a smaller micro-batch"]),
+        ("ls /there; then look at the rest of it", ["ls /there; then look at the rest of it"]),
+    ],
+)
+def test_only_prose_is_wrapped_in_a_next_step(fix: str, lines: list[str]) -> None:
+    rendered = UsageError("seen", fix=fix).render(30).splitlines()[1:]
+    assert [line[8:] for line in rendered][: len(lines)] == lines
+
+
 def test_the_live_table_and_the_verdict_of_a_run_fit(tmp_path: Path, lines: Lines) -> None:
     folder = make_run(tmp_path / "run", all_events(2, 50))
     assert run(["watch", str(folder.path), "--terminal"], debug=False) == 0
