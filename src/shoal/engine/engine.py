@@ -790,8 +790,10 @@ def flush_denormals() -> Iterator[None]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Return whether a program compiled this module, by `torch.compile(module)` or `module.compile()`."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    """Return whether a program compiled this module, by `torch.compile(module)` or `module.compile()`, for batches of
+    one size."""
+    is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return is_compiled and not getattr(module, "takes_any_batch", False)
 
 
 def describe_exchanges(engine: Engine) -> dict[str, object]:

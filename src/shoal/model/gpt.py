@@ -55,11 +55,27 @@ class Block(nn.Module):
         self.feedforward = Feedforward(config)
         self.dropout = nn.Dropout(config.dropout)
 
+    @property
+    def takes_any_batch(self) -> bool:
+        """Whether its compiled code is for micro-batches of any size; on a GPU it is for one, and faster for that."""
+        return self.attention_norm.weight.device.type == "cpu"
+
     def forward(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the residual stream and what is still to be added to it: the next norm adds it in the same pass."""
         x, normed = add_norm(x, branch, self.attention_norm)
         x, normed = add_norm(x, self.dropout(self.attention(normed)), self.feedforward_norm)
         return x, self.dropout(self.feedforward(normed))
+
+
+def compile_block(block: nn.Module, **options: Any) -> None:
+    """Compile a block by itself, see `Block.takes_any_batch`."""
+    block.compile(dynamic=None if getattr(block, "takes_any_batch", False) else False, **options)
+
+
+def leave_batch_open(*inputs: Tensor) -> None:
+    """Mark the inputs of a compiled block, so that its code takes micro-batches of any size where it can."""
+    for x in inputs:
+        torch._dynamo.maybe_mark_dynamic(x, 0)
 
 
 class GPT(nn.Module):
@@ -98,6 +114,8 @@ class GPT(nn.Module):
             if self._is_compiled:
                 branch = torch.zeros_like(x, dtype=self.matmul_dtype, requires_grad=x.requires_grad)
             for block in self.blocks:
+                if self._is_compiled and branch is not None:
+                    leave_batch_open(x, branch)
                 x, branch = block(x, branch)
             x = add_norm(x, branch, self.norm)[1]
         if targets is None:
@@ -111,7 +129,7 @@ class GPT(nn.Module):
         """Compile each block by itself: all share one code, and gradients still come block by block for DDP."""
         self._is_compiled = True
         for block in self.blocks:
-            block.compile(dynamic=False)
+            compile_block(block)
 
     def run_eagerly(self) -> AbstractContextManager[Any]:
         """Run eagerly inside: calls with other shapes than those of training would each be compiled anew."""

@@ -31,7 +31,7 @@ from shoal.cost.select_sync import LEAST_GAIN
 from shoal.data.prepare import cache_root
 from shoal.errors import ShoalError
 from shoal.host.facts import cpu_name
-from shoal.model.gpt import GPT, Block
+from shoal.model.gpt import GPT, Block, compile_block, leave_batch_open
 from shoal.model.kernels import prefer_blas
 from shoal.run_folder import write_atomically
 from shoal.sync.step_stats import max_over_world
@@ -336,7 +336,7 @@ class _BlockTimer:
         _prepare_compiler()
         began = time.perf_counter()
         try:
-            self._block.compile(dynamic=False)
+            compile_block(self._block)
             self._run(precision)
             return time.perf_counter() - began, self.seconds(precision)
         except Exception as error:
@@ -349,6 +349,7 @@ class _BlockTimer:
         is_cuda = self._device.type == "cuda"
         # As in the model: a branch has the precision of the products, and on a GPU the residual stream too.
         x, branch = self._inputs
+        leave_batch_open(x, branch)
         with torch.autocast(self._device.type, precision, enabled=precision != torch.float32):
             outputs = self._block(x.to(precision) if is_cuda else x, branch.to(precision))
         # `backward` would leave gradients in the parameters.

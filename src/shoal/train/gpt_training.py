@@ -56,17 +56,21 @@ def gpt_steps(session: Session, config: Config, run: RunFolder, resume: bool) ->
 
     def choose_compute() -> None:
         """Compile the model and choose its precision: as when the run began, or by a trial without a trace."""
+        set_compute()
+        # A compiled model needs micro-batches of one size on a GPU, and all ranks divide the batch in the same way.
+        is_fixed = compute.choice.compiled and session.device.type != "cpu"
+        session.engine.has_fixed_shapes = bool(max_over_world(session.engine.world, [float(is_fixed)])[0])
+
+    def set_compute() -> None:
         engine = session.engine
         if resume and compute.is_chosen:
             lacks_compiler = compute.choice.compiled and not has_compiler()
             if not max_over_world(engine.world, [float(lacks_compiler)])[0]:
                 compute.set(ComputeChoice(compute.choice.compiled, compute.choice.precision, "as when the run began"))
-                engine.has_fixed_shapes = compute.choice.compiled
                 return
         steps = max(0, train.steps - session.step)
         work = work_left(config.model, engine.plan.micro_batch, max(engine.plan.counts), steps)
         compute.set(choose(model, config, engine.plan.micro_batch, work, engine.world))
-        engine.has_fixed_shapes = compute.choice.compiled
 
     def warm_up() -> None:
         """Compute once as a restarted rank before it joins: all others would wait seconds in its first step.

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.config.schema import Config, ModelConfig, TrainConfig
-from shoal.model.gpt import GPT
+from shoal.engine.engine import _is_compiled
+from shoal.model.gpt import GPT, compile_block
 from shoal.sync.world import World
 from shoal.train import autotune
 from shoal.train.autotune import (
@@ -265,13 +266,14 @@ def train_compiled(world: World, precision: str) -> tuple[list[float], list[floa
         return graph.forward
 
     for block in traced.blocks:
-        block.compile(backend=count, dynamic=False)
+        compile_block(block, backend=count)
     traced._is_compiled = True
-    rows = torch.randint(MODEL.vocab_size, (2, MODEL.seq_len + 1))
+    rows = torch.randint(MODEL.vocab_size, (4, MODEL.seq_len + 1))
     curves: list[list[float]] = [[], []]
     for curve, model in zip(curves, (plain, traced), strict=True):
-        for _ in range(3):
-            loss = model(rows[:, :-1], rows[:, 1:])
+        # Shares follow the speed of a machine, and its micro-batches their shares.
+        for size in (4, 3, 2, 4):
+            loss = model(rows[:size, :-1], rows[:size, 1:])
             loss.backward()
             curve.append(loss.item())
     values = []
@@ -281,6 +283,17 @@ def train_compiled(world: World, precision: str) -> tuple[list[float], list[floa
             # Another shape and mode: evaluation compiles nothing.
             values.append(model(rows[:1, :-1], rows[:1, 1:]).item())
     return curves[0], curves[1], values[0], values[1], len(seen)
+
+
+def find_fixed_modules(world: World) -> tuple[bool, bool]:
+    model, linear = GPT(MODEL), torch.nn.Linear(2, 2)
+    model.compile_blocks()
+    linear.compile()
+    return any(_is_compiled(module) for module in model.modules()), _is_compiled(linear)
+
+
+def test_a_model_compiled_on_a_cpu_takes_any_share(tmp_path: Path) -> None:
+    assert run_ranks(find_fixed_modules, 1, tmp_path) == [(False, True)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
