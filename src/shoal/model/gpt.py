@@ -72,10 +72,11 @@ def compile_block(block: nn.Module, **options: Any) -> None:
     block.compile(dynamic=None if getattr(block, "takes_any_batch", False) else False, **options)
 
 
-def leave_batch_open(*inputs: Tensor) -> None:
-    """Mark the inputs of a compiled block, so that its code takes micro-batches of any size where it can."""
-    for x in inputs:
-        torch._dynamo.maybe_mark_dynamic(x, 0)
+def leave_batch_open(block: nn.Module, *inputs: Tensor) -> None:
+    """Mark the inputs of a block whose compiled code is to take micro-batches of any size."""
+    if block._compiled_call_impl is not None and getattr(block, "takes_any_batch", False):
+        for x in inputs:
+            torch._dynamo.maybe_mark_dynamic(x, 0)
 
 
 class GPT(nn.Module):
@@ -114,8 +115,8 @@ class GPT(nn.Module):
             if self._is_compiled:
                 branch = torch.zeros_like(x, dtype=self.matmul_dtype, requires_grad=x.requires_grad)
             for block in self.blocks:
-                if self._is_compiled and branch is not None:
-                    leave_batch_open(x, branch)
+                if branch is not None:
+                    leave_batch_open(block, x, branch)
                 x, branch = block(x, branch)
             x = add_norm(x, branch, self.norm)[1]
         if targets is None:

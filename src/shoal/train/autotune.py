@@ -349,7 +349,7 @@ class _BlockTimer:
         is_cuda = self._device.type == "cuda"
         # As in the model: a branch has the precision of the products, and on a GPU the residual stream too.
         x, branch = self._inputs
-        leave_batch_open(x, branch)
+        leave_batch_open(self._block, x, branch)
         with torch.autocast(self._device.type, precision, enabled=precision != torch.float32):
             outputs = self._block(x.to(precision) if is_cuda else x, branch.to(precision))
         # `backward` would leave gradients in the parameters.

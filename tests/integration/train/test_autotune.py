@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shoal.config.schema import Config, ModelConfig, TrainConfig
 from shoal.engine.engine import _is_compiled
-from shoal.model.gpt import GPT, compile_block
+from shoal.model.gpt import GPT, compile_block, leave_batch_open
 from shoal.sync.world import World
 from shoal.train import autotune
 from shoal.train.autotune import (
@@ -285,15 +285,18 @@ def train_compiled(world: World, precision: str) -> tuple[list[float], list[floa
     return curves[0], curves[1], values[0], values[1], len(seen)
 
 
-def find_fixed_modules(world: World) -> tuple[bool, bool]:
-    model, linear = GPT(MODEL), torch.nn.Linear(2, 2)
+def find_fixed_blocks(world: World, device: str) -> tuple[bool, bool]:
+    """Return whether a compiled block has one size of micro-batch, for the engine and for torch."""
+    model, x = GPT(MODEL).to(device), torch.zeros(2, MODEL.seq_len, MODEL.width, device=device)
     model.compile_blocks()
-    linear.compile()
-    return any(_is_compiled(module) for module in model.modules()), _is_compiled(linear)
+    leave_batch_open(model.blocks[0], x)
+    return any(_is_compiled(module) for module in model.modules()), not hasattr(x, "_dynamo_weak_dynamic_indices")
 
 
-def test_a_model_compiled_on_a_cpu_takes_any_share(tmp_path: Path) -> None:
-    assert run_ranks(find_fixed_modules, 1, tmp_path) == [(False, True)]
+# The meta device stands for a GPU.
+@pytest.mark.parametrize(("device", "is_fixed"), [("cpu", False), ("meta", True)])
+def test_blocks_compiled_on_a_cpu_take_any_share(device: str, is_fixed: bool, tmp_path: Path) -> None:
+    assert run_ranks(find_fixed_blocks, 1, tmp_path, device) == [(is_fixed, is_fixed)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
