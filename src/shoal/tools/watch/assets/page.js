@@ -698,9 +698,9 @@ function sampleRows(node) {
   for (const [name, label] of Object.entries(SAMPLED)) {
     if (!(s[name] > 0)) continue;
     const text = `${fixed(100 * s[name], s[name] < 0.1 ? 1 : 0)}%`;
-    rows.push(el("span", {}, label), el("span", {}, text), el("meter", { min: 0, max: 1, value: Math.min(1, s[name]), "aria-label": label }));
+    rows.push(el("span", {}, label), el("span", { class: "value" }, text), el("meter", { min: 0, max: 1, value: Math.min(1, s[name]), "aria-label": label }));
   }
-  if (s.other_cores > 0.05) rows.push(el("span", {}, "other programs"), el("span", {}, `${number(s.other_cores, 2)} cores`));
+  if (s.other_cores > 0.05) rows.push(el("span", {}, "other programs"), el("span", { class: "value" }, `${number(s.other_cores, 2)} cores`));
   if (s.on_battery > 0) rows.push(el("span", {}, "on battery"), el("span"));
   return rows;
 }
