@@ -790,10 +790,12 @@ def flush_denormals() -> Iterator[None]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Return whether a program compiled this module, by `torch.compile(module)` or `module.compile()`, for batches of
-    one size."""
+    """Return whether a program compiled this module, by `torch.compile(module)` or `module.compile()`.
+
+    shoal's own blocks do not count: they differ between CPUs and GPUs, and all ranks agree on `has_fixed_shapes`.
+    """
     is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-    return is_compiled and not getattr(module, "takes_any_batch", False)
+    return is_compiled and not hasattr(module, "takes_any_batch")
 
 
 def describe_exchanges(engine: Engine) -> dict[str, object]:

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,24 +55,6 @@ def gpt_steps(session: Session, config: Config, run: RunFolder, resume: bool) ->
                 parameter.copy_(initial)
         optimizer.state.clear()
 
-    def choose_compute() -> None:
-        """Compile the model and choose its precision: as when the run began, or by a trial without a trace."""
-        set_compute()
-        # A compiled model needs micro-batches of one size on a GPU, and all ranks divide the batch in the same way.
-        is_fixed = compute.choice.compiled and session.device.type != "cpu"
-        session.engine.has_fixed_shapes = bool(max_over_world(session.engine.world, [float(is_fixed)])[0])
-
-    def set_compute() -> None:
-        engine = session.engine
-        if resume and compute.is_chosen:
-            lacks_compiler = compute.choice.compiled and not has_compiler()
-            if not max_over_world(engine.world, [float(lacks_compiler)])[0]:
-                compute.set(ComputeChoice(compute.choice.compiled, compute.choice.precision, "as when the run began"))
-                return
-        steps = max(0, train.steps - session.step)
-        work = work_left(config.model, engine.plan.micro_batch, max(engine.plan.counts), steps)
-        compute.set(choose(model, config, engine.plan.micro_batch, work, engine.world))
-
     def warm_up() -> None:
         """Compute once as a restarted rank before it joins: all others would wait seconds in its first step.
 
@@ -105,7 +88,8 @@ def gpt_steps(session: Session, config: Config, run: RunFolder, resume: bool) ->
         engine.recorder.event("eval", step=session.step, val_loss=loss, eval_s=eval_s, **older)
 
     session.attach(model, optimizer, compute, reset=reset)
-    session.on_start, session.before_joining, session.describe = choose_compute, warm_up, describe
+    session.on_start = partial(choose_compute, session, config, compute, resume)
+    session.before_joining, session.describe = warm_up, describe
     has_recorded_shard = False
     for step in session:
         if not has_recorded_shard:
@@ -135,17 +119,32 @@ def peak_rate(train: TrainConfig, global_batch: int) -> float:
     return train.lr * global_batch / train.base_batch
 
 
+def choose_compute(session: Session, config: Config, compute: Compute, resume: bool) -> None:
+    """Compile the model and choose its precision: as when the run began, or by a trial without a trace."""
+    engine = session.engine
+    own, lacks_compiler = compute.choice, compute.choice.compiled and not has_compiler()
+    if resume and compute.is_chosen and not max_over_world(engine.world, [float(lacks_compiler)])[0]:
+        compute.set(ComputeChoice(own.compiled, own.precision, "as when the run began"))
+    else:
+        steps = max(0, config.train.steps - session.step)
+        work = work_left(config.model, engine.plan.micro_batch, max(engine.plan.counts), steps)
+        compute.set(choose(compute.model, config, engine.plan.micro_batch, work, engine.world))
+    # A model compiled on a GPU needs micro-batches of one size, and all ranks divide the batch in the same way.
+    is_fixed = compute.choice.compiled and session.device.type != "cpu"
+    engine.has_fixed_shapes = bool(max_over_world(engine.world, [float(is_fixed)])[0])
+
+
 class Compute:
     """How the model computes, as a part of the training's state: ranks that join must round as the others do."""
 
     def __init__(self, model: GPT) -> None:
-        self._model = model
+        self.model = model
         self.choice = ComputeChoice()
         self.is_chosen = False
 
     def set(self, choice: ComputeChoice) -> None:
         self.choice, self.is_chosen = choice, True
-        apply(choice, self._model)
+        apply(choice, self.model)
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self.choice) | {"is_chosen": self.is_chosen}
@@ -153,7 +152,7 @@ class Compute:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         values = dict(state_dict)
         is_chosen, choice = values.pop("is_chosen"), ComputeChoice(**{**values, "why": "as the others do"})
-        device = self._model.token.weight.device
+        device = self.model.token.weight.device
         own, others = ((one.compiled, precision_on(one, device)) for one in (self.choice, choice))
         if is_chosen and own != others:
             self.set(choice)
