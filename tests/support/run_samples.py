@@ -20,7 +20,8 @@ def start(rank: int = 0, world_size: int = 2, **more: Any) -> Event:
     facts = {
         "world_size": world_size, "node": "here", "generation": 0, "pid": 100 + rank, "device": "cpu",
         "backend": "gloo", "launcher": "shoal", "threads": 1, "params": 1_350_000, "grad_bytes": GRAD_BYTES,
-        "global_batch": 24, "micro_batch": 12, "share": 1, "tokens_per_step": TOKENS, "lr": 3e-3, "seed": 35_000,
+        "global_batch": 24, "micro_batch": 12, "share": 12, "micro_batches": 1, "tokens_per_step": TOKENS,
+        "lr": 3e-3, "seed": 35_000,
         "versions": {"python": "3.12.3", "torch": "2.13.0", "shoal": "0.1.0", "numpy": "2.4.6"},
         "hardware": {"cpu": "Some CPU", "cores": 2, "memory_bytes": 8 * 2**30, "arch": "x86_64", "os": "Linux"},
         "interface": "lo", "link_mbps": None, "resumed_from": 0,

@@ -353,7 +353,7 @@ def test_changed_settings_apply_to_the_rest_of_a_run(run: tuple[Path, dict[str, 
         [event["share"] for event in read_jsonl(folder / f"events/rank-{rank}.jsonl") if event["event"] == "start"]
         for rank in (0, 1)
     ]
-    # Micro-batches per rank: equal at first, unequal from the first resume on.
+    # Samples per rank: equal at first, unequal from the first resume on.
     assert [one > other for one, other in zip(*starts, strict=True)] == [False, True, True]
     assert [step["step"] for step in steps_of(folder)] == list(range(1, 9))
     verified = shoal("verify", folder)

@@ -43,14 +43,14 @@ def test_two_ranks_share_a_gpu(options: tuple[str, ...], tmp_path: Path) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("processors", [1, 2])
-def test_ranks_with_and_without_a_gpu_train_together(processors: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("weights", "shares"), [("3/1", [9, 3]), ("4/1/1", [8, 2, 2])])
+def test_ranks_with_and_without_a_gpu_train_together(weights: str, shares: list[int], tmp_path: Path) -> None:
     need_gpu()
-    names, weights = ["cuda", *["cpu"] * processors], [4, *[1] * processors]
-    devices = set_flags(f"run.devices={'/'.join(names)}", f"run.weights={'/'.join(map(str, weights))}")
-    starts = train(tmp_path / "run", "--on", f"local:{1 + processors}", *devices)
-    assert [start["device"] for start in starts] == ["cuda:0", *["cpu"] * processors]
-    assert [start["share"] for start in starts] == weights
+    processors = ["cpu"] * (len(shares) - 1)
+    devices = set_flags(f"run.devices={'/'.join(['cuda', *processors])}", f"run.weights={weights}")
+    starts = train(tmp_path / "run", "--on", f"local:{len(shares)}", *devices)
+    assert [start["device"] for start in starts] == ["cuda:0", *processors]
+    assert [start["share"] for start in starts] == shares
     # They round differently, which is no fault of a machine.
     assert not events_of(tmp_path / "run", "divergence")
 

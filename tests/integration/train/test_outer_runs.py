@@ -69,7 +69,7 @@ def test_the_loss_is_close_to_that_of_ddp(run: Run, exact: dict[str, Any]) -> No
 
 
 def test_shares_are_unequal(run: Run) -> None:
-    assert [events_of(run[1], "start", rank)[0]["share"] for rank in range(2)] == [2, 1]
+    assert [events_of(run[1], "start", rank)[0]["share"] for rank in range(2)] == [8, 4]
 
 
 def test_the_ledger_has_every_step_and_sample(run: Run) -> None:

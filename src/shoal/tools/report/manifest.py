@@ -183,7 +183,7 @@ def _sync_record(config: EngineConfig, start: dict[str, Any], chosen: ChoiceReco
     parameters = _whole(start, "params")
     bucket_mb = config.sync.bucket_mb or (bucket_mb_for(4 * parameters) if parameters else None)
     return SyncRecord(
-        accumulation=_whole(start, "share"),
+        accumulation=_whole(start, "micro_batches"),
         bucket_mb=STOCK_MB if config.sync.mode == "stock" else bucket_mb,
         overlap=config.sync.measure != "barrier",
         wire=_text(start, "wire") or config.sync.wire,
