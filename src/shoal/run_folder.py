@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import pwd
 import re
@@ -94,6 +95,7 @@ class RunFolder:
     report = _File("report.html")
     job = _File("job.json")  # the supervisor's job; see `runs.supervisor.RunJob`
     script = _File("script.json")  # what a machine that joins a script needs; see `runs.supervisor.SharedScript`
+    joined = _File("joined.json")  # where a machine that joined reached the run; see `joined_host`
     # The supervisor's events: the only file that shows whether the last launch has ended, and how.
     supervisor = _File("supervisor.jsonl")
     chaos = _File("chaos.jsonl")  # faults that were injected on purpose
@@ -216,6 +218,19 @@ class RunFolder:
     def name_in(self, text: str) -> str:
         """Replace RUN by this folder in the commands that a rank advises."""
         return _RUN_PLACEHOLDER.sub(lambda match: f"{match[1]} {shlex.quote(str(self.path))}", text)
+
+    def joined_host(self) -> str:
+        """Return the host's address on a machine that joined the run; nothing elsewhere, and once it was resumed."""
+        try:
+            host = json.loads(self.joined.read_bytes())["host"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return ""
+        return host if isinstance(host, str) and host.isprintable() and not self.job.is_file() else ""
+
+    def joined_on(self) -> str:
+        """Return where a machine's run takes place that joined, in place of the `--on` of the host."""
+        host = self.joined_host()
+        return f"joined {host}" if host else ""
 
     def is_removed(self) -> bool:
         """Return whether the files that describe the run are gone; a rank may re-create the folder for a checkpoint."""

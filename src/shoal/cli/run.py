@@ -405,13 +405,14 @@ def _job(config: Config, out: Path, python: str, with_addresses: bool = False) -
     A hosts file has `localhost` and `me@laptop-b`, which mean something to ssh here, and nothing to the other nodes.
     """
     from shoal.cluster.cluster import planned_nodes
-    from shoal.cluster.hosts.cluster import hosts_as_nodes
     from shoal.cluster.hosts.spec import HostsSpec
     from shoal.cluster.target import parse_on
     from shoal.launch.emit import make_job
 
     spec = parse_on(config.run.on)
     if with_addresses and isinstance(spec, HostsSpec):
+        from shoal.cluster.hosts.cluster import hosts_as_nodes
+
         return make_job(config, hosts_as_nodes(spec), out, python)
     return make_job(config, planned_nodes(config.run.on), out, python)
 

@@ -243,7 +243,9 @@ async def _introduce(channel: Channel, invitation: Invitation, out: Path, script
     await channel.send({"hello": hello, "name": name, "address": address, "cores": physical_cores(), "user": user})
     welcome = await _receive(channel, "welcome")
     try:
-        return await _prepare(channel, _read(_Welcome, welcome), address, out, script)
+        joined = await _prepare(channel, _read(_Welcome, welcome), address, out, script)
+        write_atomically(joined.run.joined, json.dumps({"host": invitation.address, "node": joined.node}))
+        return joined
     except ShoalError as error:
         await channel.send({"type": "failed", **error.as_dict()})
         raise

@@ -107,10 +107,13 @@ def _read_purpose(run: RunFolder) -> tuple[str, str, int | None]:
     # job.json, which names no script.
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         config = tomllib.loads(run.config.read_text(encoding="utf-8")) if run.config.is_file() else {}
+        joined = run.joined_on()
         steps = config.get("train", {}).get("steps")
         steps = steps if isinstance(steps, int) else None
         if config.keys() & {"model", "data"} or (config and not run.job.is_file()):
-            return str(config["run"]["preset"]), str(config["run"]["on"]), steps
+            return str(config["run"]["preset"]), joined or str(config["run"]["on"]), steps
+        if joined:
+            return str(json.loads(run.script.read_bytes())["name"]), joined, steps
         job = json.loads(run.job.read_bytes())
         script = job["script"]
         return Path(script[1] if script[0] == "-m" else script[0]).name, str(job["on"]), steps
@@ -118,9 +121,10 @@ def _read_purpose(run: RunFolder) -> tuple[str, str, int | None]:
 
 
 def _last_step(run: RunFolder) -> int | None:
-    """Return the last step from the end of rank 0's events; the file may be long."""
+    """Return the last step from the end of a rank's events, which may be long: of rank 0 where it is in this folder."""
     with contextlib.suppress(OSError):
-        events = read_last_events(run.events(0), _STEP_TAIL_BYTES)
+        files = run.event_files()
+        events = read_last_events(files[min(files)], _STEP_TAIL_BYTES) if files else []
         return next((int(event["step"]) for event in reversed(events) if event["event"] == "step"), None)
     return None
 

@@ -105,6 +105,12 @@ def verify_run(run: Path) -> dict[str, Any]:
     return verdict
 
 
+def listed_runs(folder: Path) -> dict[str, tuple[str, str, int]]:
+    """Return what, where and last step of each run that `shoal runs` lists."""
+    listing = json.loads(shoal("runs", "--in", folder, "--json").stdout)["runs"]
+    return {Path(run["run"]).name: (run["what"], run["on"], run["step"]) for run in listing}
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "inviter", [pytest.param("node1", marks=pytest.mark.exhaustive), pytest.param("node2", marks=pytest.mark.long)]
@@ -131,6 +137,9 @@ def test_a_third_node_joins_while_two_train(tmp_path: Path, inviter: str) -> Non
     assert set(first_verdict["digests"].values()) == set(third_verdict["digests"].values())
     assert (first_verdict["elsewhere"], third_verdict["elsewhere"]) == ([number], [0, 1])
     assert first_verdict["ledger"]["steps"] == third_verdict["ledger"]["steps"] == 200
+    listed = listed_runs(tmp_path)
+    assert listed["second"] == ("grammar", "joined 10.77.0.1", 200)
+    assert listed["third"] == ("grammar", f"joined 10.77.0.{inviter[-1]}", 200)
     for run in (first, third):
         assert json.loads((run / "manifest.json").read_text())["status"] == "finished"
 
@@ -167,3 +176,4 @@ def test_machines_join_the_session_of_a_script(tmp_path: Path) -> None:
     first_verdict, third_verdict = verify_run(first), verify_run(third)
     assert set(first_verdict["digests"].values()) == set(third_verdict["digests"].values())
     assert first_verdict["ledger"]["steps"] == third_verdict["ledger"]["steps"] == 400
+    assert listed_runs(tmp_path)["third"] == ("net", "joined 10.77.0.1", 400)

@@ -224,7 +224,9 @@ def _head(manifest: Manifest, name: str) -> str:
     created = manifest.created[:16].replace("T", " ") + " UTC" if manifest.created else ""
     planned = f"{manifest.steps:,} of {manifest.steps_planned:,} steps"
     program = f"{'preset' if manifest.trains == 'gpt' else 'script'} {manifest.preset}"
-    where = f"on {manifest.on}" if manifest.on else ""
+    where = manifest.on or ""
+    if where and not where.startswith("joined "):
+        where = f"on {where}"
     took = f"took {format_duration(manifest.duration_s)}" if manifest.duration_s is not None else ""
     facts = [manifest.status, planned, program, manifest.data_source, where, took, created]
     return html_head(name, facts, manifest.commands)

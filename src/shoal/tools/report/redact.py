@@ -73,6 +73,7 @@ class Redactor:
         for node in dict.fromkeys(filter(None, nodes)):
             self._learn("node", node)
         self._learn("node", socket.gethostname())
+        self._learn("node", run.joined_host())
         self._learn_users(run)
         for path in (run.path, Path.cwd(), Path.home()):
             self._learn_path(str(path))
