@@ -414,6 +414,22 @@ def test_when_all_ranks_are_killed_all_members_load_one_checkpoint(apart_s: floa
     cluster.check_ledgers()
 
 
+def test_a_machine_lost_on_the_way_to_a_checkpoint_returns_also_with_min_nodes() -> None:
+    """The other one has neither the state, which a returning machine could copy, nor may it go on alone."""
+    cluster = lan(2, MembershipSettings(min_nodes=2))
+    cluster.run(5)
+    for member in range(2):
+        cluster.kill_rank(member)
+    while not all(peer.generation and peer.generation.recovers for peer in cluster.state_machines()):
+        cluster.run(0.05)
+    cluster.kill(1)
+    cluster.run(5)
+    cluster.restart(1)
+    cluster.run(15)
+    assert cluster.train_together(), cluster.describe()
+    cluster.check_ledgers()
+
+
 @pytest.mark.parametrize("rules", [MembershipSettings(max_nodes=2), MembershipSettings(max_ranks=2)])
 def test_no_more_members_are_admitted_than_max_nodes_or_max_ranks(rules: MembershipSettings) -> None:
     cluster = lan(2, rules)

@@ -224,7 +224,9 @@ def test_fewer_than_min_nodes_or_a_minority_load_no_checkpoint() -> None:
     base = first_generation(member_ranks(0, 1, 2))
     promises = {0: promise(base, ballot, 0, (1,)).model_copy(update={"state": None})}
     few = decide_successor(base, ballot, quorum(3, resigned=2), promises, {}, replace(RULES, min_nodes=2))
-    assert (few.verdict, few.why) == (QuorumVerdict.PAUSE, "min_nodes")
+    assert (few.verdict, few.why, few.gives_up_vote) == (QuorumVerdict.PAUSE, "min_nodes", True)
+    silent = decide_successor(base, ballot, quorum(3, resigned=1), promises, {}, replace(RULES, min_nodes=2))
+    assert (silent.verdict, silent.why, silent.gives_up_vote) == (QuorumVerdict.PAUSE, "no state", False)
     minority = decide_successor(base, ballot, quorum(3), promises, {}, RULES, gives_up_state=True)
     assert (minority.verdict, minority.why) == (QuorumVerdict.PAUSE, "minority")
 

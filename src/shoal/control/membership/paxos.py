@@ -252,6 +252,8 @@ class Proposer:
             self._stateless_since = state.now
         if decision.successor is None:
             self._pause(round, decision.why)
+            if decision.gives_up_vote:
+                state.resign(base, "ranks")
             return
         if decision.verdict is QuorumVerdict.FORK and self._should_delay_fork(round, quorum):
             return

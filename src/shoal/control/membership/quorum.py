@@ -83,6 +83,7 @@ class QuorumDecision:
     voters: frozenset[int] = frozenset()  # whose acceptance decides the successor
     majority: int = 0  # how many of them must accept
     why: str = ""  # the reason of a pause
+    gives_up_vote: bool = False  # a pause until enough nodes are there to go back to a checkpoint
 
 
 def decide_successor(
@@ -105,12 +106,13 @@ def decide_successor(
         verdict = judge(quorum, staying, settings.on_silent_tie)
     if verdict is QuorumVerdict.PAUSE:
         return QuorumDecision(verdict, why="minority")
-    if len(members) < settings.min_nodes:
-        return QuorumDecision(QuorumVerdict.PAUSE, why="min_nodes")
     best = _choose_source(base, {member: promises[member] for member in staying})
+    if best is None and not gives_up_state and quorum.voters - quorum.away - promises.keys():
+        return QuorumDecision(QuorumVerdict.PAUSE, why="no state")
+    if len(members) < settings.min_nodes:
+        # Nodes join only a lineage that has a state: where it is lost, a vote would keep all from recovering together.
+        return QuorumDecision(QuorumVerdict.PAUSE, why="min_nodes", gives_up_vote=best is None)
     if best is None:
-        if not gives_up_state and quorum.voters - quorum.away - promises.keys():
-            return QuorumDecision(QuorumVerdict.PAUSE, why="no state")
         return QuorumDecision(QuorumVerdict.FORK, recovery_generation(base, ballot, members), staying, len(staying))
     source, state = best
     committed = max(promise.state.committed for promise in promises.values() if promise.state)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shoal.control.membership.failure_detector import PeerReports
-from shoal.control.membership.messages import Announce, Heartbeat, Message
+from shoal.control.membership.messages import Announce, Heartbeat, Message, Why
 from shoal.control.membership.sentences import Name
 from shoal.control.membership.settings import MembershipSettings
 from shoal.control.membership.types import NEVER, Ballot, Generation, Ranks, State
@@ -178,6 +178,13 @@ class MembershipState:
             self.send(member, resignation)
         else:
             self.announce(member)
+
+    def resign(self, generation: Generation, why: Why) -> None:
+        """Give up our vote in this generation and stop our ranks."""
+        self.voter.resign(why)
+        self.actions += self.ranks.stop(generation.id, after_step=False)
+        if resignation := self.voter.resignation():
+            self.broadcast(resignation)
 
     def announce(self, to: int) -> None:
         """Send the generation in which we vote; not for every heartbeat that piled up while one side slept."""

@@ -175,10 +175,7 @@ class MembershipMachine:
         self._set_time(now)
         state = self._state
         if state.generation is not None and self.can_vote:
-            state.voter.resign(why)
-            state.actions += state.ranks.stop(state.generation.id, after_step=False)
-            if resignation := state.voter.resignation():
-                state.broadcast(resignation)
+            state.resign(state.generation, why)
         return self._advance()
 
     def begin_shutdown(self) -> None:
