@@ -13,16 +13,19 @@ class StepLine:
         self.steps = steps
         self._is_short = is_short  # for a narrow terminal: without the share of waiting
         self._step_s: float | None = None
+        self._seen = 0
         self._share: float | None = None
 
     def update(self, event: Event) -> str:
         step_s = float(event["step_s"])
-        self._step_s = _smooth(self._step_s, step_s)
+        self._seen += 1
+        # The first step of a run may compile for a minute: it says nothing about the others.
+        self._step_s = step_s if self._seen <= 2 else _smooth(self._step_s, step_s)
         left = self.steps - int(event["step"])
         # A measured script has no loss that shoal knows.
         loss = f"loss {format_loss(event['loss'])}  " if event.get("loss") is not None else ""
         text = f"{loss}{self._speed(event)}{self._waiting(event, step_s)}"
-        return f"{text}{format_duration(left * self._step_s)} left" if left > 0 else text.rstrip()
+        return f"{text}{format_duration(left * self._step_s)} left" if left > 0 and self._seen > 1 else text.rstrip()
 
     def _speed(self, event: Event) -> str:
         unit = unit_of(event)

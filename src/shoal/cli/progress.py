@@ -49,6 +49,8 @@ class PlainDisplay:
                 self._console.print(text, soft_wrap=True)
             if self._printer.leads(event, "step"):
                 self._step(event)
+            elif self._printer.leads(event, "doing") and self._printed_at is None:
+                self._console.print(event["text"], soft_wrap=True)
 
     def close(self) -> None:
         pass
@@ -101,7 +103,10 @@ class BarDisplay:
             if self._printer.leads(event, "step"):
                 self._step(event)
             elif self._printer.leads(event, "start") and self._task is None:
-                self.wait("the ranks have started; computing the first step")
+                compiles = "compiling the model, for up to a minute, and " if event.get("compiled") else ""
+                self.wait(f"the ranks have started; {compiles}computing the first step")
+            elif self._printer.leads(event, "doing") and self._task is None:
+                self.wait(event["text"])
             elif self._printer.leads(event, "lost") and self._task is not None:
                 self._progress.update(self._task, description="between two generations: agreeing on the members")
 

@@ -19,6 +19,7 @@ import shutil
 import statistics
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -60,6 +61,9 @@ _BUDGET_S = 1.0
 _MATMUL_BUDGET_S = 0.02
 # Compiling takes minutes on a slow machine: the others wait for it in a barrier, and not in an exchange.
 _COMPILE_TIMEOUT_S = 600.0
+
+
+Note = Callable[[str], None]  # receives what the trial does, for the user
 
 
 @dataclass(frozen=True)
@@ -227,8 +231,13 @@ def _is_time(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
-def choose(model: GPT, config: Config, micro_batch: int, work: RemainingWork, world: World) -> ComputeChoice:
-    """Choose by the settings if they leave nothing open, otherwise by a trial. All ranks must call it."""
+def choose(
+    model: GPT, config: Config, micro_batch: int, work: RemainingWork, world: World, note: Note
+) -> ComputeChoice:
+    """Choose by the settings if they leave nothing open, otherwise by a trial. All ranks must call it.
+
+    `note` receives what takes long.
+    """
     train = config.train
     if len({name == "cpu" for name in world.devices}) > 1:
         # One trial cannot speak for a GPU and a processor. Replicas stay equal: they add the same sums.
@@ -237,7 +246,7 @@ def choose(model: GPT, config: Config, micro_batch: int, work: RemainingWork, wo
     if train.precision is None:
         train = train.model_copy(update={"precision": default_precision(world.device)})
     choice = settled(train, world.device.type, work)
-    return choice or _Trial(model, config.model_copy(update={"train": train}), micro_batch, work, world).run()
+    return choice or _Trial(model, config.model_copy(update={"train": train}), micro_batch, work, world, note).run()
 
 
 def precision_on(choice: ComputeChoice, device: torch.device) -> Precision:
@@ -258,8 +267,11 @@ def apply(choice: ComputeChoice, model: GPT) -> None:
 class _Trial:
     """Times a block on every rank. Each keeps its own times; all decide by those of the slowest rank."""
 
-    def __init__(self, model: GPT, config: Config, micro_batch: int, work: RemainingWork, world: World) -> None:
+    def __init__(
+        self, model: GPT, config: Config, micro_batch: int, work: RemainingWork, world: World, note: Note
+    ) -> None:
         self._train = config.train
+        self._note = note
         self._work = work
         self._world = world
         self._block = _BlockTimer(model, micro_batch, world.device)
@@ -292,6 +304,7 @@ class _Trial:
             return own, False
         takes_bf16 = self._train.precision == "bf16" or (self._train.precision == "auto" and slowest.favour_bf16)
         precision = torch.bfloat16 if takes_bf16 else torch.float32
+        self._note("compiling a part of the model, to see whether it gets faster")
         compile_s, compiled_s = self._block.compiled(precision)
         barrier(self._world, timeout_s=_COMPILE_TIMEOUT_S)
         return replace(own, compiled_s=compiled_s, compile_s=compile_s, tried=1.0), True

@@ -21,6 +21,7 @@ from shoal.data.prepare import read_data_facts
 from shoal.data.tokenizer import load_tokenizer
 from shoal.data.tokens import Tokens, TokenWindows, open_tokens, validation_batches, window_count
 from shoal.engine.batches import micro_batch_indices
+from shoal.engine.engine import Engine
 from shoal.engine.recorder import last_event
 from shoal.engine.sampling import Shard
 from shoal.engine.session import Session
@@ -128,10 +129,16 @@ def choose_compute(session: Session, config: Config, compute: Compute, resume: b
     else:
         steps = max(0, config.train.steps - session.step)
         work = work_left(config.model, engine.plan.micro_batch, max(engine.plan.counts), steps)
-        compute.set(choose(compute.model, config, engine.plan.micro_batch, work, engine.world))
+        compute.set(choose(compute.model, config, engine.plan.micro_batch, work, engine.world, partial(_note, engine)))
     # A model compiled on a GPU needs micro-batches of one size, and all ranks divide the batch in the same way.
     is_fixed = compute.choice.compiled and session.device.type != "cpu"
     engine.has_fixed_shapes = bool(max_over_world(engine.world, [float(is_fixed)])[0])
+
+
+def _note(engine: Engine, text: str) -> None:
+    """Tell the user what takes long before the first step."""
+    if engine.world.rank == 0:
+        engine.recorder.event("doing", text=text)
 
 
 class Compute:

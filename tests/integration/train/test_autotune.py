@@ -210,7 +210,7 @@ def choose_together(world: World, cache: str, times: list[float], fake: bool) ->
     autotune.has_compiler = lambda: True
     model = GPT(MODEL)
     before = [parameter.clone() for parameter in model.parameters()]
-    choice = autotune.choose(model, Config(model=MODEL), 2, LONG, world)
+    choice = autotune.choose(model, Config(model=MODEL), 2, LONG, world, print)
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
     return choice.compiled, choice.why, len(calls)
@@ -241,7 +241,7 @@ def without_compiler(world: World, cache: str) -> tuple[bool, str]:
     os.environ["CXX"] = "no-such-compiler"
     autotune._BlockTimer.seconds = lambda self, precision: 1.0  # type: ignore[method-assign]
     model = GPT(MODEL)
-    choice = autotune.choose(model, Config(model=MODEL), 2, LONG, world)
+    choice = autotune.choose(model, Config(model=MODEL), 2, LONG, world, print)
     autotune.apply(choice, model)
     return model._is_compiled, choice.why
 

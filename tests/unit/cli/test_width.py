@@ -171,7 +171,7 @@ def test_the_list_and_the_figures_of_chaos(lines: Lines) -> None:
 def test_the_progress_bar_fits(width: int, waiting: bool) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False, color_system=None)
     display = BarDisplay(console, 2000, "tiny")
-    display([start(0, 2), step(1234)])
+    display([start(0, 2), step(1233), step(1234)])
     display.close()
     assert isinstance(console.file, io.StringIO)
     shown = [line.strip() for line in printable(console.file.getvalue()).splitlines() if "1234/2000" in line]

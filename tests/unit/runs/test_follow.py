@@ -57,6 +57,19 @@ def test_the_progress_line_follows_another_rank_when_the_first_has_left() -> Non
     assert output_of(shown).count("tiny: ") == 1
 
 
+def test_what_takes_long_before_the_first_step_is_shown() -> None:
+    doing = {"event": "doing", "rank": 0, "time": 1.0, "text": "compiling a part of the model"}
+    plain, terminal = console(), Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
+    PlainDisplay(plain, 5, "tiny")([doing])
+    assert output_of(plain) == "compiling a part of the model\n"
+    bar = BarDisplay(terminal, 5, "tiny")
+    bar([doing])
+    bar([start(0, 2, compiled=True)])
+    bar.close()
+    assert "compiling a part of the model" in output_of(terminal)
+    assert "compiling the model, for up to a minute, and computing the first step" in output_of(terminal)
+
+
 def test_a_rank_that_rejoins_is_not_introduced_again() -> None:
     shown = console()
     display = PlainDisplay(shown, 9, "tiny")

@@ -124,13 +124,21 @@ def test_the_announced_first_checkpoint_is_within_the_run(
 
 def test_progress_shows_waiting_only_where_it_was_measured() -> None:
     bare: Event = {"event": "step", "step": 1, "step_s": 0.1, "loss": 2.0, "tokens": 1000}
-    assert StepLine(11).update(bare) == "loss 2.000  10,000 tokens/s  1 s left"
+    assert StepLine(11).update(bare) == "loss 2.000  10,000 tokens/s"
     line = StepLine(11)
     timed = {**bare, "exposed_s": 0.02, "wait_s": 0.01}
-    assert line.update(timed) == "loss 2.000  10,000 tokens/s  waiting 30%  1 s left"
+    assert line.update(timed) == "loss 2.000  10,000 tokens/s  waiting 30%"
     assert "waiting 27%" in line.update({**timed, "exposed_s": 0.0, "wait_s": 0.0, "step": 2})
     # A field that was not measured is null.
     assert "waiting" not in StepLine(11).update({**timed, "exposed_s": None, "wait_s": None})
+
+
+def test_the_first_step_which_may_compile_predicts_no_other() -> None:
+    event: Event = {"event": "step", "step": 1, "step_s": 40.0, "loss": 2.0, "tokens": 1000}
+    line = StepLine(22)
+    assert line.update(event) == "loss 2.000  25 tokens/s"
+    assert line.update({**event, "step": 2, "step_s": 0.1}) == "loss 2.000  10,000 tokens/s  2 s left"
+    assert line.update({**event, "step": 3, "step_s": 0.2}) == "loss 2.000  9,091 tokens/s  2.09 s left"
 
 
 def test_a_process_that_has_ended_has_no_command() -> None:

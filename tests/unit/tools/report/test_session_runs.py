@@ -139,7 +139,9 @@ def test_many_logged_names_get_a_table_and_few_curves(tmp_path: Path) -> None:
 
 def test_a_progress_line_counts_samples() -> None:
     event = {**session_events(steps=5)[2], "step_s": 0.1, "loss": 1.53, "exposed_s": 0.002, "wait_s": 0.001}
-    assert StepLine(60).update({**event, "step": 20}) == "loss 1.530  480 samples/s  waiting 3%  4 s left"
+    line = StepLine(60)
+    assert line.update({**event, "step": 19}) == "loss 1.530  480 samples/s  waiting 3%"
+    assert line.update({**event, "step": 20}) == "loss 1.530  480 samples/s  waiting 3%  4 s left"
     assert StepLine(60).update({**event, "step": 60}) == "loss 1.530  480 samples/s  waiting 3%"
     assert "1,000 tokens/s" in StepLine(60).update({**event, "step": 20, "tokens": 100})
 
