@@ -219,6 +219,9 @@ class RunFolder:
         """Replace RUN by this folder in the commands that a rank advises."""
         return _RUN_PLACEHOLDER.sub(lambda match: f"{match[1]} {shlex.quote(str(self.path))}", text)
 
+    def has_checkpoint(self) -> bool:
+        return any(self.checkpoints.glob("step-*"))
+
     def joined_host(self) -> str:
         """Return the host's address on a machine that joined the run; nothing elsewhere, and once it was resumed."""
         try:

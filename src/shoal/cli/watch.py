@@ -53,7 +53,7 @@ _FEWEST_BAR_CELLS = 8
 # Columns of a narrower terminal stand closer.
 _NARROW = 72
 _MOST_EVENTS = 5
-_OVER = ("finished", "failed", "interrupted")
+_OVER = ("finished", "failed", "interrupted", "unfinished")
 
 
 @app.command()
@@ -294,7 +294,8 @@ def state_table(state: dict[str, Any], width: int) -> Table:
     summary = state["summary"]
     page = Table.grid(padding=(0, 0))
     page.add_column(overflow="fold")
-    colour = {"running": "green", "finished": "green", "failed": "red", "lost": "red"}.get(summary["status"], "yellow")
+    colours = {"running": "green", "finished": "green", **dict.fromkeys(("failed", "unfinished", "lost"), "red")}
+    colour = colours.get(summary["status"], "yellow")
     page.add_row(f"[bold]{escape(summary['name'])}[/]  [{colour}]{summary['status']}[/]  {escape(_about(summary))}")
     page.add_row(_progress(summary, width))
     page.add_row(_figures(summary))
@@ -352,7 +353,7 @@ def _figures(summary: dict[str, Any]) -> str:
 def _rank_table(summary: dict[str, Any], gap: int) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
     table.add_column("rank", no_wrap=True)
-    table.add_column("node", overflow="fold")
+    table.add_column("node", overflow="fold", min_width=4)
     for title in ("step", "step time", "compute", "comm", "wait", "sends"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("")

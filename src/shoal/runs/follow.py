@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from shoal.control.processes import find_processes
 from shoal.errors import RunFailed, from_dict
 from shoal.events import Event, EventTail
 from shoal.run_folder import RunFolder
 from shoal.runs import confirm
-from shoal.runs.supervisor import END_SIGNALS, blocked_signals
+from shoal.runs.supervisor import END_SIGNALS, blocked_signals, is_script
 
 POLL_S = 0.05
 # The answers to Ctrl-C. They begin on a new line: the terminal has printed ^C in the current one.
@@ -72,15 +73,23 @@ class SupervisorLog:
         if self.ended is None:
             if not self._run.supervisor.exists():
                 raise self._run.removed()
-            raise RunFailed(
-                f"the supervisor of the run {self._run.path} was killed",
-                why="the agents and their ranks go on without it where they can",
-                fix=f"see what is left: shoal ps; end that: shoal stop {shlex.quote(str(self._run.path))}",
-            )
+            raise self._unsupervised()
         if self.ended["code"]:
             error = from_dict(self.ended)
             error.exit_code = int(self.ended["code"])
             raise error
+
+    def _unsupervised(self) -> RunFailed:
+        run, seen = shlex.quote(str(self._run.path)), f"the supervisor of the run {self._run.path} was killed"
+        if find_processes(self._run.path):
+            why = "the agents and their ranks go on without it where they can"
+            return RunFailed(seen, why=why, fix=f"see what is left: shoal ps; end that: shoal stop {run}")
+        if self._run.has_checkpoint():
+            verb = "run" if is_script(self._run) else "train"
+            fix = f"continue from the last checkpoint: shoal {verb} --resume {run}"
+        else:
+            fix = f"see what it printed: shoal logs {run}"
+        return RunFailed(seen, why="none of its processes runs on this machine any more", fix=fix)
 
 
 def follow(supervisor: Supervisor, log: SupervisorLog, look: Look) -> None:

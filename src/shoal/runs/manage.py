@@ -85,7 +85,7 @@ def describe(path: Path, processes: list[RunProcess]) -> RunState:
     if processes and run.is_removed():
         state = "folder removed"
     what, on, steps = _read_purpose(run)
-    return RunState(path, what, on, state, _last_step(run), steps, tuple(processes))
+    return RunState(path, what, on, state, _last_step(run)[0], steps, tuple(processes))
 
 
 def cluster_of(run: RunFolder) -> On | None:
@@ -120,13 +120,15 @@ def _read_purpose(run: RunFolder) -> tuple[str, str, int | None]:
     return "", "", None
 
 
-def _last_step(run: RunFolder) -> int | None:
-    """Return the last step from the end of a rank's events, which may be long: of rank 0 where it is in this folder."""
+def _last_step(run: RunFolder) -> tuple[int | None, float | None]:
+    """Return the last step and its loss from the end of a rank's events: of rank 0 where it is in this folder."""
     with contextlib.suppress(OSError):
         files = run.event_files()
         events = read_last_events(files[min(files)], _STEP_TAIL_BYTES) if files else []
-        return next((int(event["step"]) for event in reversed(events) if event["event"] == "step"), None)
-    return None
+        for event in reversed(events):
+            if event["event"] == "step":
+                return int(event["step"]), _number(event.get("loss"))
+    return None, None
 
 
 @dataclass(frozen=True)
@@ -170,15 +172,16 @@ def read_past_run(run: RunFolder, going_on: RunState | None = None) -> PastRun:
     state = going_on.state if going_on else str(manifest.get("status", "unfinished"))
     # A manifest may be older than the last steps: `shoal verify` and `shoal report` write one of a run that goes on.
     has_ended = going_on is None and state != "unfinished"
+    step, loss = (None, None) if has_ended else _last_step(run)
     return PastRun(
         run.path,
         str(manifest.get("preset") or what),
         str(manifest.get("on") or on),
         state,
         manifest.get("created") or _created(run),
-        manifest.get("steps") if has_ended else _last_step(run) or manifest.get("steps"),
+        step or manifest.get("steps"),
         manifest.get("steps_planned") or steps,
-        _number(manifest.get("final_loss")),
+        _number(manifest.get("final_loss")) if loss is None else loss,
         _number(speed),
         unit,
         sum(path.lstat().st_size for path in run.path.rglob("*") if path.is_file() and not path.is_symlink()),

@@ -119,6 +119,8 @@ def test_a_killed_run_has_its_own_steps_and_not_those_of_an_older_manifest(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run("killed", status="unfinished", steps=12, steps_planned=20)
-    monkeypatch.setattr("shoal.runs.manage._last_step", lambda run: 17 if run.path.name == "killed" else None)
-    steps = {entry["run"]: entry["step"] for entry in listed(capsys)}
-    assert (steps["runs/killed"], steps["runs/new"]) == (17, 20)
+    newest = {"killed": (17, 1.25)}
+    monkeypatch.setattr("shoal.runs.manage._last_step", lambda run: newest.get(run.path.name, (None, None)))
+    entries = {entry["run"]: entry for entry in listed(capsys)}
+    assert (entries["runs/killed"]["step"], entries["runs/new"]["step"]) == (17, 20)
+    assert entries["runs/killed"]["loss"] == 1.25

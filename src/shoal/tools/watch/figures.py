@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -94,6 +95,10 @@ def _status(state: LiveState, ranks: list[RankState]) -> tuple[str, str]:
         name = "finished" if not code else "interrupted" if code == 130 else "failed"
         return name, state.run.name_in(printable_line(str(state.ended.get("seen") or ""), _LONGEST_TEXT))
     if state.supervisor and not state.is_supervised:
+        if state.is_dead:
+            verb = "run" if state.document(state.run.job).get("script") else "train"
+            resume = f"; continue it: shoal {verb} --resume {shlex.quote(str(state.run.path))}"
+            return "unfinished", f"all of its processes have ended{resume if state.run.has_checkpoint() else ''}"
         return "lost", "its supervisor is not running on this machine; the ranks may go on without it"
     ends = [rank.ended for rank in ranks]
     if not state.supervisor and ends and all(ends):
@@ -123,6 +128,8 @@ def _is_present(state: LiveState, rank: RankState) -> bool:
 
 
 def _is_node_present(state: LiveState, name: str) -> bool:
+    if state.is_dead:
+        return False
     # Agents decide on a generation a moment before their ranks enter it.
     if state.members[1] and state.members[0] >= state.ids[0]:
         return name in state.members[1]

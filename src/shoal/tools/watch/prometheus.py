@@ -10,7 +10,7 @@ from shoal.tools.watch.figures import summarize
 from shoal.tools.watch.run_state import LiveState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-STATES = ("starting", "running", "regrouping", "finished", "interrupted", "failed", "lost")
+STATES = ("starting", "running", "regrouping", "finished", "interrupted", "failed", "unfinished", "lost")
 # Kinds of marks on the time line that are counted.
 _KINDS = ("verdict", "warning", "fault", "checkpoint")
 _PARTS = {"compute": "compute_s", "communication": "exposed_s", "wait": "wait_s"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 import tomllib
 from collections import Counter
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.control.membership.types import NEVER, Ballot
-from shoal.control.processes import find_supervisor
+from shoal.control.processes import SUPERVISOR, find_processes
 from shoal.events import STEP_FIELDS, Event, EventTail
 from shoal.run_folder import RunFolder
 from shoal.terminal import printable_line
@@ -59,6 +60,8 @@ _RANK_TURN_BYTES = 1 << 18
 _TURN_S = 0.4
 _FIND_FILES_S = 2.0
 _LOOK_EVERY_S = 5.0
+# A run without processes and without events for so long stands still.
+_SILENT_S = 10.0
 
 # Fields of a step that are shown elsewhere, beside those that shoal writes itself.
 _NO_VALUES = STEP_FIELDS.union(("tokens", "ready_s", "tail_s"))
@@ -106,6 +109,7 @@ class LiveState:
         self.val_loss = ValueSeries()
         self.supervisor: Event = {}
         self._supervisor_pid: int | None = None  # its number here, if it runs inside a node of a lab
+        self._has_processes = True
         self._looked_at = -math.inf
         self.members: tuple[Ballot, tuple[str, ...]] = (NEVER, ())  # nodes of the newest generation, by the agents
         self.ids: tuple[Ballot, tuple[int, ...]] = (NEVER, ())  # ranks of the newest generation, by the ranks
@@ -138,9 +142,20 @@ class LiveState:
         # Inside a node of a lab processes have other numbers than here. All processes are looked at, so not often.
         if time.monotonic() - self._looked_at >= _LOOK_EVERY_S:
             self._looked_at = time.monotonic()
-            supervisor = find_supervisor(self.run.path)
-            self._supervisor_pid = None if supervisor is None else supervisor.pid
+            processes = find_processes(self.run.path)
+            self._has_processes = bool(processes) or not _sees_processes_of(self.run)
+            self._supervisor_pid = next((one.pid for one in processes if one.part == SUPERVISOR), None)
         return self._supervisor_pid is not None
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether a run of this machine stands still, because none of its processes exists any more."""
+        if self.ended is not None or not self.supervisor or self.is_supervised or self._has_processes:
+            return False
+        settings = self.document(self.run.config).get("run")
+        on = settings.get("on") if isinstance(settings, dict) else self.document(self.run.job).get("on")
+        is_silent = self.last_time is not None and time.time() - self.last_time > _SILENT_S
+        return str(on).startswith(("local", "lab")) and is_silent
 
     # Reading.
 
@@ -487,6 +502,14 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+def _sees_processes_of(run: RunFolder) -> bool:
+    """Return whether this user would see the processes of the run: others' are seen by root only."""
+    try:
+        return os.geteuid() in (0, run.path.stat().st_uid)
+    except OSError:
+        return False
 
 
 def _is_shoal(pid: Any) -> bool:

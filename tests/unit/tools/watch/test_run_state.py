@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shoal.control.processes import RunProcess
 from shoal.events import Event
 from shoal.run_folder import RunFolder
 from shoal.tools.watch import run_state
@@ -255,10 +256,20 @@ def test_the_waits_of_a_long_measured_script_are_known(tmp_path: Path) -> None:
     assert min(row[ROW_FIELDS.index("wait_s")] or 0 for row in rows) == pytest.approx(0.03)
 
 
-def test_a_supervisor_that_is_gone_is_shown(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", [start(0, 1), step(1, 0)])
+def test_a_supervisor_that_is_gone_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run", [start(0, 1), step(1, 0)], "run.on=local:1")
     append(run.supervisor, {"event": "supervising", "rank": 0, "time": 1.0, "pid": 2**22 + 5})
-    assert summarize(read(run))["status"] == "lost"
+    assert summarize(read(run))["status_text"] == "all of its processes have ended"
+    (run.checkpoints / "step-00000001").mkdir(parents=True)
+    dead = summarize(read(run))
+    assert dead["status"] == "unfinished"
+    assert dead["status_text"].endswith(f"continue it: shoal train --resume {run.path}")
+    assert [node["is_present"] for node in dead["nodes"]] == [False]
+    with monkeypatch.context() as patch:
+        rank = RunProcess(4321, run.path, "rank-0", "here", "", 0.0)
+        patch.setattr(run_state, "find_processes", lambda path: [rank])
+        alive = summarize(read(run))
+        assert (alive["status"], alive["nodes"][0]["is_present"]) == ("lost", True)
     append(run.supervisor, {"event": "ended", "rank": 0, "time": 2.0, "code": 3, "seen": "rank 0 failed"})
     summary = summarize(read(run))
     assert (summary["status"], summary["status_text"]) == ("failed", "rank 0 failed")

@@ -10,6 +10,7 @@ const MARKS = {
   members: ["#cc79a7", "members changed"], checkpoint: ["#8a8a8a", "checkpoint"], verdict: ["#56b4e9", "verdict"],
   warning: ["#e69f00", "warning"], fault: ["#d5401f", "fault"], start: ["#8a8a8a", "resumed"], end: ["#8a8a8a", "end"], note: ["#8a8a8a", "note"],
 };
+const OVER = ["finished", "failed", "interrupted", "unfinished"];
 const QUIET = new Set(["note", "end", "start"]);
 const NONE = "–";
 const MOST_LISTED = 150;
@@ -103,7 +104,7 @@ function connect() {
   listen("state", takeState);
   listen("update", takeUpdate);
   source.onerror = () => {
-    const over = S.summary && ["finished", "failed", "interrupted"].includes(S.summary.status);
+    const over = S.summary && OVER.includes(S.summary.status);
     $("banner").textContent = over ? "The run and its server have ended. This is the last state." : "No connection to shoal watch: trying again …";
     $("banner").hidden = false;
   };
@@ -652,7 +653,7 @@ function drawHead() {
   }
   const texts = [s.steps ? `step ${fixed(s.step, 0)} of ${fixed(s.steps, 0)} (${fixed((100 * s.step) / s.steps, s.steps > 999 ? 1 : 0)}%)` : `step ${fixed(s.step, 0)}`];
   if (s.left_s !== null) texts.push(`${duration(s.left_s)} left`);
-  const isOver = ["finished", "failed", "interrupted"].includes(s.status);
+  const isOver = OVER.includes(s.status);
   if (s.first_time !== null) texts.push(`${duration(s.last_time - s.first_time)} ${isOver ? "in all" : "so far"}`);
   const silent = s.now - (s.last_time ?? s.now);
   if (["running", "starting", "regrouping"].includes(s.status) && silent > 20) texts.push(`last event ${duration(silent)} ago`);
