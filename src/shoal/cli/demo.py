@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shlex
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -108,8 +111,18 @@ def demo(
     else:
         _print_kill(killed, run, verdict)
         typer.echo(f"\nreport:  {shown(report)}\npicture: {shown(result.picture)}\nThe demo took {took_s:.0f} s.")
+        typer.echo(_next_steps())
     if not verdict.ok:
         raise typer.Exit(1)
+
+
+def _next_steps() -> str:
+    """Return the commands of a first training of one's own; with that of the environment where shoal is not on PATH."""
+    words = ("train", "--on", "local:2", "--data", "YOUR-TEXT.txt")
+    activate = Path(sys.prefix) / "bin" / "activate"
+    if shutil.which("shoal") or not activate.is_file():
+        return f"next: {command(*words)}"
+    return f"next: . {shlex.quote(shown(activate))}\n      {shlex.join(['shoal', *words])}"
 
 
 def _demo_config(context: typer.Context, steps: int, sets: list[str]) -> Config:

@@ -19,7 +19,7 @@ from shoal.config.presets import did_you_mean
 from shoal.control.processes import find_processes
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.run_folder import RunFolder
-from shoal.terminal import begin_stage
+from shoal.terminal import begin_stage, end_stage
 from shoal.units import format_spans, pluralize, rank_list, rank_names
 
 if TYPE_CHECKING:
@@ -211,7 +211,9 @@ def export(
 def _export_weights(run: RunFolder, format: str, out: Path) -> int:
     """Write weights in a separate process, because the command line never imports torch; return their step."""
     argv = [sys.executable, "-P", "-m", "shoal.train.export", str(run.path), format, str(out)]
+    begin_stage("shoal export: writing the weights")
     result = subprocess.run(argv, check=False, capture_output=True, text=True)
+    end_stage()
     sys.stderr.write(result.stderr)
     if result.returncode:
         raise typer.Exit(result.returncode)

@@ -36,7 +36,7 @@ from shoal.control.processes import find_processes
 from shoal.errors import ShoalError, UsageError
 from shoal.events import Event
 from shoal.run_folder import RunFolder, user_name
-from shoal.terminal import end_stage
+from shoal.terminal import begin_stage, end_stage
 from shoal.units import Unit, format_duration, format_loss, format_si, format_speed
 
 if TYPE_CHECKING:
@@ -370,6 +370,7 @@ def stop(
     if now and is_given(context, "wait_s"):
         raise UsageError("--wait has no effect with --now", why="--now waits for nothing", fix="leave one of them out")
     folder = RunFolder(run.resolve()) if find_processes(run.resolve()) else RunFolder.find(run)
+    begin_stage("ending its processes" if now else "waiting for the end of its step and a checkpoint; not with --now")
     outcome = stop_run(folder, 0.0 if now else wait_s)
     if not here and outcome is StopResult.NOT_RUNNING and isinstance(hosts := cluster_of(folder), HostsSpec):
         # It has no supervisor here, but its agents may still run on the hosts.
@@ -396,7 +397,7 @@ def print_resume(folder: RunFolder) -> None:
     """Print the command that resumes a run, if it has a checkpoint."""
     from shoal.runs.supervisor import is_script
 
-    if any(folder.checkpoints.glob("step-*")):
+    if folder.has_checkpoint():
         verb = "run" if is_script(folder) else "train"
         sys.stdout.write(f"next: {command(verb, '--resume', shown(folder.path))}\n")
 
