@@ -62,6 +62,8 @@ _RESULTS = {
     "lineage", "recoveries", "membership_notes", "redone_steps", "abandoned_steps", "byte_equivalent", "max_abs_diff",
     "choice_notes", "lesson_notes",
 }  # fmt: skip
+# Settings that the manifest has under another name, or that differ between any two runs.
+_LISTED = {"train.steps", "sync.mode", "run.lineage", "data.cache_dir"}
 
 
 def name_runs(runs: Sequence[RunFolder]) -> list[str]:
@@ -270,6 +272,13 @@ def _differences(runs: Sequence[RunData]) -> str:
     """Return a table of the settings in which the runs differ."""
     settings = [run.manifest.model_dump(mode="json", exclude=_RESULTS) for run in runs]
     differing = [name for name in settings[0] if any(other[name] != settings[0][name] for other in settings[1:])]
+    for name in dict.fromkeys(name for run in runs for name in run.settings):
+        values = [run.settings.get(name, NOTHING) for run in runs]
+        is_listed = name in _LISTED or name.partition(".")[2] in settings[0]
+        if len(set(values)) > 1 and not is_listed:
+            differing.append(name)
+            for table, value in zip(settings, values, strict=True):
+                table[name] = value
     if not differing:
         return "<p>The settings, versions and machines of these runs are the same.</p>"
     head = "".join(f'<th scope="col">{escape(run.name)}</th>' for run in runs)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.config.load import load_settings
 from shoal.config.manifest import Manifest, RecoveryRecord
 from shoal.control.membership.types import Ballot
 from shoal.errors import ShoalError
@@ -105,6 +106,7 @@ class RunData:
     manifest: Manifest
     points: list[ScalingPoint]
     skipped: dict[str, int]  # lines that could not be read, by file
+    settings: dict[str, str]  # of config.toml, as `section.key`
 
 
 def read_run(run: RunFolder, scaling: list[ScalingPoint] | None = None, redactor: Redactor | None = None) -> RunData:
@@ -116,12 +118,19 @@ def read_run(run: RunFolder, scaling: list[ScalingPoint] | None = None, redactor
     events: Iterable[Event] = run.read_all_events(skipped)
     if redactor is None:
         summary = summarize(events)
-        return RunData(run.path.name, summary, manifest_of(run, summary, None, points), points, dict(skipped))
+        manifest = manifest_of(run, summary, None, points)
+        return RunData(run.path.name, summary, manifest, points, dict(skipped), _read_settings(run))
     redactor.learn(run)
     summary = summarize(map(redactor.event, events))
     manifest = redactor.record(manifest_of(run, summary, None, points))
     points = [redactor.record(point) for point in points]
-    return RunData(redactor.text(run.path.name), summary, manifest, points, dict(skipped))
+    settings = {name: redactor.text(value) for name, value in _read_settings(run).items()}
+    return RunData(redactor.text(run.path.name), summary, manifest, points, dict(skipped), settings)
+
+
+def _read_settings(run: RunFolder) -> dict[str, str]:
+    sections = load_settings(run.config).model_dump(mode="json")
+    return {f"{section}.{key}": str(value) for section, keys in sections.items() for key, value in keys.items()}
 
 
 def write_report(
@@ -227,7 +236,7 @@ def _head(manifest: Manifest, name: str) -> str:
     where = manifest.on or ""
     if where and not where.startswith("joined "):
         where = f"on {where}"
-    took = f"took {format_duration(manifest.duration_s)}" if manifest.duration_s is not None else ""
+    took = f"trained for {format_duration(manifest.duration_s)}" if manifest.duration_s else ""
     facts = [manifest.status, planned, program, manifest.data_source, where, took, created]
     return html_head(name, facts, manifest.commands)
 
@@ -273,12 +282,13 @@ def _tail(summary: RunSummary) -> str:
     tail = summary.tail
     if tail is None:
         return ""
+    window = f" (steps {summary.measured[0]:,}–{summary.measured[1]:,})" if summary.measured else ""
     rows = [
         f"<tr><td>rank {rank}</td>{''.join(f'<td>{format_ms(seconds)}</td>' for seconds in parts)}</tr>"
         for rank, parts in tail.by_rank.items()
     ]
     return (
-        "<h3>A rank's own part of a step, without waiting</h3><table><tr><th></th><th>median</th><th>95%</th>"
+        f"<h3>A rank's own part of a step, without waiting{window}</h3><table><tr><th></th><th>median</th><th>95%</th>"
         f"<th>99%</th><th>longest</th></tr>{''.join(rows)}</table>"
         f"<p>The slowest of {len(tail.by_rank)} takes {format_ms(tail.slowest_s)} on average; if ranks varied "
         f"independently of each other it would be {format_ms(tail.independent_s)}, and with one more such rank "

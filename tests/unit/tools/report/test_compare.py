@@ -26,7 +26,7 @@ def compared(*runs: RunFolder, redactor: Redactor | None = None) -> Page:
 
 def test_runs_are_compared_on_one_page(tmp_path: Path) -> None:
     slow = [{**event, "step_s": 2 * event["step_s"]} if event["event"] == "step" else event for event in all_events()]
-    runs = (make_run(tmp_path / "fast"), make_run(tmp_path / "slow", slow, "train.seed=7"))
+    runs = (make_run(tmp_path / "fast"), make_run(tmp_path / "slow", slow, "train.seed=7", "train.compile=off"))
     page = compared(*runs)
     assert set(page.figures) == {"loss-gpt", "speed-tokens", "parts"}
     for name in ("loss-gpt", "speed-tokens"):
@@ -35,6 +35,8 @@ def test_runs_are_compared_on_one_page(tmp_path: Path) -> None:
     assert page.figures["parts"]["data"][0]["y"] == ["fast", "slow"]
     assert "0.50×" in page.text
     assert "seed357" in page.text.replace("\n", "").replace("35000", "35"), "the settings that differ"
+    assert "train.compileautooff" in page.text.replace("\n", "")
+    assert page.text.count("seed") == 1
     rows = compare_runs(read_runs(runs))
     assert [row["run"] for row in rows] == ["fast", "slow"]
     assert rows[1]["step_s"] == pytest.approx(2 * rows[0]["step_s"])
