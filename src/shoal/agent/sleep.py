@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,7 +36,9 @@ def awake(why: str) -> Iterator[None]:
         return
     command = (tool, *_BLOCK, f"--why={why}", "cat")
     quiet = subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True):
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True) as holder:
+        # Without logind it ends at once, and would stay a zombie as long as the run.
+        threading.Thread(target=holder.wait, daemon=True).start()
         yield
 
 

@@ -493,7 +493,7 @@ class Launch:
 
 def stop_note(grace_s: float | None) -> str:
     """Return the note after the first Ctrl-C: what happens now, and how to end it sooner."""
-    now = "a second Ctrl-C where the run was started, or shoal stop --now, ends them now"
+    now = "shoal stop --now ends them at once"
     if grace_s is None:
         return f"the ranks finish their step and save; {now}"
     if not grace_s:

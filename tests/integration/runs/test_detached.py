@@ -318,7 +318,7 @@ def test_a_script_that_ignores_ctrl_c_is_ended_and_stop_reports_it(tmp_path: Pat
         stopped = shoal("stop", run)
         assert (stopped.returncode, stopped.stdout) == (0, f"{run} was ended\n")
         assert first.code() == 130
-    words = "those that still run in 1 s are ended (--grace); a second Ctrl-C where the run was started"
+    words = "those that still run in 1 s are ended (--grace); shoal stop --now ends them at once"
     assert f"note: the ranks were asked to stop; {words}" in first.err
     assert "note: local: rank 0, rank 1 did not stop within 1 s: ended now" in first.err
     assert "error: interrupted\n  why:  rank 0, 1 had to be ended\n" in first.err
