@@ -155,8 +155,9 @@ def _print_past_runs(runs: list[PastRun]) -> None:
         steps = "–" if run.step is None else f"{run.step:,}" + (f" of {run.steps:,}" if run.steps != run.step else "")
         loss = "–" if run.loss is None else format_loss(run.loss)
         speed = "–" if run.speed is None else format_speed(run.speed, Unit(run.unit))
-        rows.append((shown(run.run), created, run.on, steps, loss, speed, run.state))
-    print_table(("run", "started", "on", "steps", "loss", "speed", "state"), rows)
+        rows.append((shown(run.run), run.state, steps, loss, speed, run.on, created))
+    # Where the table is too wide, its last columns are printed below.
+    print_table(("run", "state", "steps", "loss", "speed", "on", "started"), rows)
 
 
 def _delete_runs(folders: list[RunFolder], yes: bool) -> None:

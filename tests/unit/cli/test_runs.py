@@ -57,12 +57,12 @@ def listed(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, An
 def test_runs_are_listed_with_their_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["runs"], debug=False) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["run", "started", "on", "steps", "loss", "speed", "state"]
+    assert lines[0].split() == ["run", "state", "steps", "loss", "speed", "on", "started"]
     assert all(line == line.rstrip() for line in lines)
     new = next(line for line in lines if "runs/new" in line)
     assert "2.250" in new
     assert "6,200 tokens/s" in new
-    assert next(line for line in lines if "runs/dead" in line).endswith("unfinished")
+    assert next(line for line in lines if "runs/dead" in line).split()[1] == "unfinished"
     assert [line.split()[0] for line in lines].index("runs/new") < [line.split()[0] for line in lines].index("runs/old")
 
 

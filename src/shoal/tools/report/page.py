@@ -335,7 +335,7 @@ def _key_figures(manifest: Manifest, summary: RunSummary) -> str:
     p50_ms, p95_ms = manifest.allreduce_p50_ms, manifest.allreduce_p95_ms
     p95 = "not measured" if p95_ms is None else f"median; p95 {_milliseconds(p95_ms)}"
     formula = "2(N−1)/N·S" if manifest.inside == "gloo" else "through shared memory"
-    theory = f"theory {formula}: {_bytes(manifest.theoretical_bytes_per_step)}"
+    theory = f"theory {formula}: {_bytes(manifest.theoretical_bytes_per_step)}".replace(" B", "\u00a0B")
     nodes = pluralize(len(manifest.nodes), "node")
     where = f"measured; {len(manifest.members)} at the end, {nodes} in all" if manifest.recoveries else f"on {nodes}"
     replicas = {None: (NOTHING, "not verified yet"), True: ("identical", "bit for bit"), False: ("differ", "see below")}
