@@ -28,6 +28,7 @@ _EVENTS = re.compile(r"rank-(\d+)\.jsonl")
 _STATE = re.compile(r"state-rank-(\d+)\.safetensors")
 # Letters, digits, dots, dashes and underscores, not beginning with a dot or a dash. Such a name is one part of a path,
 # no option of a command, and has no meaning to a shell or in a glob pattern.
+_LONGEST_NAME = 60  # of a run, without its time
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 RANK_LIMIT = 2**31
 # Ranks write RUN for the run folder in the commands they advise: its path differs between their machine and the user's.
@@ -443,6 +444,7 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
 
 def default_out(name: str) -> Path:
     """Return `runs/grammar-20260131-235959`, with a number appended when two start in the same second."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:_LONGEST_NAME].strip("-.") or "run"
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     candidates = (Path("runs") / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 1000))
     return next(path for path in candidates if not path.exists())

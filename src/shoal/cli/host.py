@@ -30,6 +30,7 @@ from shoal.cli.output import (
     shown,
     stdout_console,
 )
+from shoal.config.defaults import DEFAULT_PRESET
 from shoal.config.presets import PRESET_NAMES, PRESETS, Overrides, depth_overrides
 from shoal.errors import ShoalError, UsageError
 from shoal.events import EventTail
@@ -89,8 +90,8 @@ def host(
     It is the same as shoal train --on join:N, which has all other options of a training. To invite one more machine
     into a running run, type on any of its machines: shoal host RUN-FOLDER.
     """
-    from shoal.cli.progress import make_display
-    from shoal.cli.train import DEFAULT_PRESET, clear_leftovers
+    from shoal.cli.progress import make_display, name_training
+    from shoal.cli.train import clear_leftovers
     from shoal.runs.invite import invite
     from shoal.runs.start import refuse_confirm, start_training
 
@@ -107,7 +108,9 @@ def host(
         refuse_confirm(on)
     clear_leftovers(clean=False)
     with advising_flags(named):
-        run, manifest = start_training(settings, out or default_out(name), make_display, confirm=confirm)
+        run, manifest = start_training(
+            settings, out or default_out(name_training(settings)), make_display, confirm=confirm
+        )
     if manifest is not None:
         print_json(manifest.model_dump(mode="json")) if json else print_run(run, manifest)
 

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Column
 
 from shoal.cli.output import make_console, print_paragraph
+from shoal.config.defaults import DEFAULT_PRESET
 from shoal.events import Event
 from shoal.step_line import StepLine
 from shoal.units import TOKENS, format_amount, format_count, format_value, pluralize, unit_of
@@ -124,7 +125,7 @@ class BarDisplay:
 
 def make_plain_display(config: EngineConfig) -> TrainDisplay:
     """Return plain lines even on a terminal, for a command that prints other lines between them."""
-    return PlainDisplay(make_console(stderr=True), config.train.steps, config.run.preset)
+    return PlainDisplay(make_console(stderr=True), config.train.steps, name_training(config))
 
 
 def make_display(config: EngineConfig, quiet: bool = False, rank: int | None = None, title: str = "") -> TrainDisplay:
@@ -133,7 +134,7 @@ def make_display(config: EngineConfig, quiet: bool = False, rank: int | None = N
     It shows the steps of `rank` or, without it, of the first member.
     """
     console = make_console(stderr=True, quiet=quiet)
-    print_paragraph(f"[bold]{escape(title or config.run.preset)}[/]: {escape(describe_training(config))}", console)
+    print_paragraph(f"[bold]{escape(title or name_training(config))}[/]: {escape(describe_training(config))}", console)
     return display_on(console, config, rank)
 
 
@@ -142,12 +143,20 @@ def display_on(
 ) -> TrainDisplay:
     """Return the display for this console; a transient bar disappears at the end."""
     if not console.is_terminal:
-        return PlainDisplay(console, config.train.steps, config.run.preset, rank)
-    display = BarDisplay(console, config.train.steps, config.run.preset, rank, transient)
+        return PlainDisplay(console, config.train.steps, name_training(config), rank)
+    display = BarDisplay(console, config.train.steps, name_training(config), rank, transient)
     if not config.run.on.startswith("join:"):
         # A machine that joins may be confirmed by an answer at this terminal, which a spinner would disturb.
         display.wait("starting the ranks")
     return display
+
+
+def name_training(config: EngineConfig) -> str:
+    """Return the preset or the script; of the plain preset with the user's own text, the name of that text."""
+    data = getattr(config, "data", None)
+    if data is None or data.path is None or config.run.preset != DEFAULT_PRESET:
+        return config.run.preset
+    return str(data.path.stem)
 
 
 def describe_training(config: EngineConfig) -> str:

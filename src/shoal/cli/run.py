@@ -14,7 +14,7 @@ import typer
 from shoal import __version__
 from shoal.cli.output import Depth, given_settings, print_json, print_note, refuse_given
 from shoal.cli.train import BALANCE_DEFAULT, BALANCE_HELP, DROP_HELP, PROFILE
-from shoal.config.defaults import DEFAULT_CLAIM, DEFAULT_MEMORY, GRACE_S, MOUNT
+from shoal.config.defaults import DEFAULT_CLAIM, DEFAULT_MEMORY, DEFAULT_PRESET, GRACE_S, MOUNT
 from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_mean
 from shoal.config.sync_choice import SYNC_HELP, WIRE_HELP
 from shoal.errors import ShoalError, UsageError
@@ -372,7 +372,6 @@ def k8s(
 
 
 def _config(runconfig: str | None, on: str | None, depth: int | None, sets: list[str] | None) -> Config:
-    from shoal.cli.train import DEFAULT_PRESET
     from shoal.cluster.target import place_ranks
     from shoal.config.load import build_config
 
@@ -383,7 +382,6 @@ def _config(runconfig: str | None, on: str | None, depth: int | None, sets: list
 
 def find_config(name: str) -> tuple[str, Path | None]:
     """Return a preset and a file with settings for it. A preset's name means the preset, `./NAME` the file."""
-    from shoal.cli.train import DEFAULT_PRESET
 
     if name in PRESETS:
         return name, None

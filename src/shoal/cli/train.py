@@ -19,6 +19,7 @@ from shoal.cli.output import (
     print_run,
     process_lines,
 )
+from shoal.config.defaults import DEFAULT_PRESET
 from shoal.config.presets import PRESET_NAMES, Overrides, depth_overrides
 from shoal.config.sync_choice import OUTER_METHODS, ROUND_STEPS_TEXT, SYNC_HELP, WIRE_HELP
 from shoal.errors import ShoalError, UsageError
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
-DEFAULT_PRESET = "grammar"
 PROFILE = Path("profile.toml")
 BALANCE_HELP = (
     "How unequal machines share a batch: off (equally, or by run.weights), static (by their speed in the first steps) "
@@ -159,7 +159,7 @@ def train(
     members.
     """
     given = dict(locals())
-    from shoal.cli.progress import make_display
+    from shoal.cli.progress import make_display, name_training
     from shoal.cli.runs import resume_session
     from shoal.cli.watch import watched
     from shoal.runs.start import refuse_confirm, resume_training, start_training
@@ -192,7 +192,8 @@ def train(
                 return
             run, manifest = resume_training(resume, make_display, changes, detach, lineage or "", confirm)
     else:
-        settings, folder = new_run_config(given), out or default_out(preset or DEFAULT_PRESET)
+        settings = new_run_config(given)
+        folder = out or default_out(name_training(settings))
         if dry_run:
             refuse_with_dry_run(given)
             print_plan(settings, folder, json)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 SEED = 35_000
+DEFAULT_PRESET = "grammar"  # of `shoal train` without one
 
 # Seconds without a heartbeat after which a member counts as silent.
 SILENT_AFTER_S = 2.5

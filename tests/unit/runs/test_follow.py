@@ -13,12 +13,12 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from shoal.cli.progress import BarDisplay, PlainDisplay, make_display
+from shoal.cli.progress import BarDisplay, PlainDisplay, make_display, name_training
 from shoal.cli.runs import watch_script
 from shoal.config.load import build_config, to_toml, validate_session
 from shoal.events import Event
 from shoal.launch.logs import LogLine
-from shoal.run_folder import RunFolder
+from shoal.run_folder import RunFolder, default_out
 from shoal.runs.follow import RunEvents, SupervisorLog, forwarding_signals
 from shoal.runs.manage import describe, read_opening
 from shoal.runs.supervisor import RunJob
@@ -55,6 +55,15 @@ def test_the_progress_line_follows_another_rank_when_the_first_has_left() -> Non
     assert lines[-2] == f"note: {LEFT}"
     assert lines[-1].startswith("step 5/5  loss ")
     assert output_of(shown).count("tiny: ") == 1
+
+
+def test_a_training_on_ones_own_text_has_the_name_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert name_training(build_config()) == "grammar"
+    own = build_config(sets=("data.path=/home/me/my play.txt",))
+    assert name_training(own) == "my play"
+    assert name_training(build_config("gpt2-124m", sets=("data.path=/home/me/play.txt",))) == "gpt2-124m"
+    monkeypatch.chdir(tmp_path)
+    assert default_out(name_training(own)).name.startswith("my-play-20")
 
 
 def test_what_takes_long_before_the_first_step_is_shown() -> None:
