@@ -210,7 +210,7 @@ def test_the_header_names_the_text_the_sync_method_and_the_place(
     make_display(build_config("grammar", sets=["data.path=notes.txt"]))
     make_display(build_config("grammar", sets=["sync.mode=diloco", "sync.wire=int8"]), title="diloco+int8 (2 of 6)")
     assert capsys.readouterr().err.splitlines() == [
-        "grammar: notes.txt; 100 steps on local:2; sync ddp in fp32",
+        "notes: notes.txt; 100 steps on local:2; sync ddp in fp32",
         "diloco+int8 (2 of 6): English sentences that shoal generates; 100 steps on local:2; "
         "sync diloco every 50 steps in int8",
     ]
