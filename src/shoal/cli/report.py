@@ -39,7 +39,7 @@ _WEIGHTS = {"hf": "hf", "state-dict": "state-dict.safetensors"}
 @app.command()
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared.", readable=False)
+        list[Path], typer.Argument(metavar="RUN…", help="Run folders; several are compared.", readable=False)
     ],
     out: Annotated[
         Path | None,

@@ -19,7 +19,7 @@ from shoal.cli.output import (
     print_run,
     process_lines,
 )
-from shoal.config.presets import PRESET_NAMES, Overrides, depth_overrides
+from shoal.config.presets import PRESET_NAMES, PRESETS, Overrides, depth_overrides
 from shoal.config.sync_choice import OUTER_METHODS, ROUND_STEPS_TEXT, SYNC_HELP, WIRE_HELP
 from shoal.errors import ShoalError, UsageError
 from shoal.run_folder import RunFolder, default_out
@@ -218,10 +218,28 @@ def new_run_config(given: dict[str, Any]) -> Config:
 
     flags, sets = flags_to_overrides(given), given["set_"] or []
     refuse_duplicate_settings(named_flags(given), sets)
+    refuse_path_as_preset(given["preset"] or DEFAULT_PRESET)
     with advising_flags(named_flags(given)):
         settings = build_config(given["preset"] or DEFAULT_PRESET, given["config"], flags, sets)
         refuse_without_effect(settings, typed_settings(flags, sets))
         return place_ranks(settings)
+
+
+def refuse_path_as_preset(name: str) -> None:
+    """Refuse a file or folder in the place of the preset, with the option that takes it."""
+    path = Path(name)
+    if name in PRESETS or not path.exists():
+        return
+    what, flag = "a text", "--data"
+    if path.suffix == ".toml":
+        what, flag = "a file with settings", "--config"
+    elif (path / "config.toml").is_file():
+        what, flag = "a run", "--resume"
+    raise UsageError(
+        f"there is no preset {name!r}",
+        why=f"a preset is a named starting configuration; {what} is given with {flag}",
+        fix=f"shoal train {flag} {shlex.quote(name)}",
+    )
 
 
 def named_flags(given: dict[str, Any]) -> dict[str, str]:
