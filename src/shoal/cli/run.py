@@ -236,7 +236,7 @@ def session_settings(flags: Overrides, sets: list[str], on: str | None) -> dict[
         if (chosen := {key: value for key, value in values.items() if value is not None})
     }
     settings = merge([{"run": {"on": on}} if on else {}, given, *map(parse_set, sets)])
-    config = validate_session(settings)
+    config = validate_session(settings, typed=[*typed_settings(given, sets), *(["run.on"] if on else [])])
     if on and (devices := place_ranks(config).run.devices):
         settings["run"]["devices"] = devices
     if "mode" in settings.get("sync", {}):

@@ -219,7 +219,9 @@ def new_run_config(given: dict[str, Any]) -> Config:
     flags, sets = flags_to_overrides(given), given["set_"] or []
     refuse_duplicate_settings(named_flags(given), sets)
     refuse_path_as_preset(given["preset"] or DEFAULT_PRESET)
-    with advising_flags(named_flags(given)):
+    # A setting that was typed with --set is corrected there.
+    others = {key: flag_of(flag) for flag, key in FLAGS.items() if key not in typed_settings(None, sets)}
+    with advising_flags(named_flags(given), others):
         settings = build_config(given["preset"] or DEFAULT_PRESET, given["config"], flags, sets)
         refuse_without_effect(settings, typed_settings(flags, sets))
         return place_ranks(settings)

@@ -41,6 +41,12 @@ from shoal.config.presets import PRESETS
         ("train notes.txt", "there is no preset 'notes.txt'", "a text is given", "shoal train --data notes.txt"),
         ("train my.toml", "there is no preset 'my.toml'", "with --config", "shoal train --config my.toml"),
         ("train runs/b", "there is no preset 'runs/b'", "with --resume", "shoal train --resume runs/b"),
+        ("train --every 10", "--every has no effect", "local, diloco, streaming or auto", "or: --sync local"),
+        ("train --sync diloco:5", "--sync 'diloco:5'", "command line", "correct it: --sync diloco --every 5"),
+        ("train --sync diloco+int8", "accumulate", "command line", "correct it: --sync diloco --wire int8"),
+        ("train --threads 0", "--threads 0", "command line", "correct it: --threads 1"),
+        ("train --tokenizer word", "'char', 'byte' or 'bpe'", "command line", "correct it: --tokenizer char"),
+        ("train --set train.lrr=0.1", "train.lrr", "did you mean 'train.lr'?", "shoal config show train"),
         ("verify b", "b is not a run folder", "did you mean runs/b?", "runs/b"),
     ],
 )

@@ -247,7 +247,7 @@ def test_settings_come_from_a_file_or_a_run(call: Call, tmp_path: Path) -> None:
         (["slurm", "."], ". is not a run folder", "shoal runs"),
         (["slurm", "broken.toml"], "broken.toml is not valid TOML", "toml.io"),
         (["torchrun", "--on", "moon:2"], "--on 'moon:2' names no cluster", "--on local:2"),
-        (["torchrun", "--set", "train.stpes=2"], "unknown setting train.stpes", "train has: steps"),
+        (["torchrun", "--set", "train.stpes=2"], "unknown setting train.stpes", "shoal config show train"),
         (
             ["torchrun", "--port", "0"],
             "--port is a whole number from 1 to 65,535; '0' was given",

@@ -159,7 +159,7 @@ def script_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
         ({"train": {"steps": 9}}, "has done 20 steps already, more than 9", "shoal run --resume {run} --steps 40"),
         ({"sync": {"mode": "local"}}, "sync.mode cannot be changed when a run is resumed", "train.steps, "),
         ({"train": {"seed": 3}}, "train.seed cannot be changed when a run is resumed", "train.steps, "),
-        ({"train": {"lr": 3}}, "unknown setting train.lr", "train has: steps, "),
+        ({"train": {"lr": 3}}, "unknown setting train.lr", "the settings of train are steps, "),
         ({"train": {"steps": 40}}, "nothing may be displayed or started", ""),
     ],
 )
