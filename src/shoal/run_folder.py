@@ -168,14 +168,14 @@ class RunFolder:
             fix = f"see how it is mounted: findmnt -T {shlex.quote(str(path))}"
         elif owner == os.geteuid():
             why = "its permissions forbid it, and a run is resumed in its own folder"
-            fix = f"allow it: chmod u+w {shlex.quote(str(path))}; then {resume}"
+            fix = f"allow it: chmod u+w {shlex.quote(str(path))} && {resume}"
         else:
             why = f"it belongs to user {user_name(owner)}, and a run is resumed in its own folder"
             fix = f"go on as that user: sudo -u {user_name(owner)} {resume}"
         return UsageError(
             f"user {user_name(os.geteuid())} cannot write to {path}",
             why=why,
-            fix=f"{fix}; or start a run of your own: shoal train --out FOLDER",
+            fix=f"{fix}\nor start a run of your own: shoal train --out FOLDER",
         )
 
     def identity(self) -> str:

@@ -25,7 +25,7 @@ from shoal.config.presets import PRESETS, did_you_mean
 from shoal.control.processes import restore_signals
 from shoal.errors import Interrupted, ShoalError, UsageError
 from shoal.run_folder import no_access_error
-from shoal.terminal import begin_stage, end_stage, protect_terminal
+from shoal.terminal import begin_stage, end_stage, protect_terminal, stderr_width
 
 # The module of a verb has the verb's name, except for these.
 _MODULE_OF = {
@@ -243,7 +243,7 @@ def take_debug(arguments: list[str]) -> tuple[list[str], bool]:
 
 def _print_error(error: Exception, arguments: Sequence[str] = ()) -> int:
     if isinstance(error, ShoalError):
-        sys.stderr.write(error.render(_terminal_width()))
+        sys.stderr.write(error.render(stderr_width()))
         return error.exit_code
     if hasattr(error, "format_message"):
         # Typer's own complaint about the command line; without a message it has printed the help instead.
@@ -314,14 +314,6 @@ def _suggest_parameter(name: str, params: Sequence[Any]) -> str:
     if argument is not None:
         return f"{(argument.metavar or argument.name).upper()} is given without a name in front"
     return did_you_mean(name, [option for one in params for option in one.opts if option.startswith("-")])
-
-
-def _terminal_width() -> int | None:
-    """Return the columns of the terminal that errors go to; None if they go elsewhere."""
-    if not sys.stderr.isatty():
-        return None
-    # A terminal that was never given a size says 0.
-    return max(20, os.get_terminal_size(sys.stderr.fileno()).columns or 80)
 
 
 def _leading_commands(arguments: Sequence[str]) -> list[str]:

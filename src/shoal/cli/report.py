@@ -19,7 +19,7 @@ from shoal.config.presets import did_you_mean
 from shoal.control.processes import find_processes
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.run_folder import RunFolder
-from shoal.terminal import begin_stage
+from shoal.terminal import begin_stage, stderr_width
 from shoal.units import format_spans, pluralize, rank_list, rank_names
 
 if TYPE_CHECKING:
@@ -210,12 +210,18 @@ def export(
 
 def _export_weights(run: RunFolder, format: str, out: Path) -> int:
     """Write weights in a separate process, because the command line never imports torch; return their step."""
-    argv = [sys.executable, "-P", "-m", "shoal.train.export", str(run.path), format, str(out)]
+    argv = [sys.executable, "-P", "-m", "shoal.train.export", str(run.path), format, str(out), *_width_option()]
     result = subprocess.run(argv, check=False, capture_output=True, text=True)
     sys.stderr.write(result.stderr)
     if result.returncode:
         raise typer.Exit(result.returncode)
     return int(result.stdout)
+
+
+def _width_option() -> list[str]:
+    """Return the option with which a process, whose output is read here, wraps its error for the terminal."""
+    width = stderr_width()
+    return [] if width is None else [f"--width={width}"]
 
 
 @app.command()
@@ -370,6 +376,7 @@ def sample(
     # A separate process, because the command line never imports torch.
     argv = [sys.executable, "-P", "-m", "shoal.train.sample", str(folder.path), f"--prompt={prompt}"]
     argv += [f"--count={count}", f"--temperature={temperature}", f"--length={length}", f"--seed={seed}"]
+    argv += _width_option()
     begin_stage("shoal sample: loading the model")
     texts = subprocess.run(argv + (["--json"] if json else []), check=False, capture_output=True, text=True)
     sys.stderr.write(texts.stderr)

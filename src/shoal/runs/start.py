@@ -174,10 +174,10 @@ def refuse_finished(run: RunFolder, steps: int, verb: str = "train") -> int:
         )
     if steps == done and members and all(log.ended == "finished" for log in members) and _is_whole(run):
         raise UsageError(
-            f"{run.path} is finished: it has done its {done} steps",
+            f"{run.path} is finished: it has done its {pluralize(done, 'step')}",
             why="there is nothing left to train",
-            fix=f"continue it with more steps: shoal {verb} --resume {folder} --steps {2 * done}; or look at it: shoal "
-            f"report {folder}",
+            fix=f"continue it with more steps: shoal {verb} --resume {folder} --steps {2 * done}\n"
+            f"or look at it: shoal report {folder}",
         )
     return done
 

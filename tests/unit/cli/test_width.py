@@ -204,7 +204,7 @@ def test_other_numbers_are_refused(text: str) -> None:
 
 
 def test_an_error_is_wrapped_at_words_and_its_command_is_not(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.cli.main._terminal_width", lambda: NARROW)
+    monkeypatch.setattr("shoal.cli.main.stderr_width", lambda: NARROW)
     assert run(["join", "foo"], debug=False) == 2
     printed = [line.rstrip() for line in lines()]
     why = [line for line in printed if not line.startswith(("error: ", "  next: "))]
@@ -226,6 +226,10 @@ def test_an_error_is_wrapped_at_words_and_its_command_is_not(lines: Lines, monke
         # A command in mid-sentence would not survive a line break.
         ("see: df -h; then use a smaller micro-batch", ["see: df -h; then use a smaller micro-batch"]),
         ("ls /there; then look at the rest of it", ["ls /there; then look at the rest of it"]),
+        (
+            "shoal ps\nor look at it: shoal report runs/a-long-name",
+            ["shoal ps", "or look at it:", "shoal report runs/a-long-name"],
+        ),
     ],
 )
 def test_only_prose_is_wrapped_in_a_next_step(fix: str, lines: list[str]) -> None:
