@@ -34,6 +34,7 @@ from shoal.units import (
     format_si,
     format_speed,
     format_value,
+    pluralize,
 )
 
 if TYPE_CHECKING:
@@ -214,8 +215,8 @@ def _members_verdict(manifest: Manifest) -> str:
     parts = [
         f"changed {len(manifest.recoveries)}×, {len(manifest.members)} at the end",
         f"at most {max(seconds):.1f} s to the next commit" if seconds else "",
-        f"{manifest.redone_steps} steps redone" if manifest.redone_steps else "",
-        f"{manifest.abandoned_steps} steps abandoned" if manifest.abandoned_steps else "",
+        f"{pluralize(manifest.redone_steps, 'step')} redone" if manifest.redone_steps else "",
+        f"{pluralize(manifest.abandoned_steps, 'step')} abandoned" if manifest.abandoned_steps else "",
     ]
     return "; ".join(part for part in parts if part)
 

@@ -279,8 +279,8 @@ def print_verdict(verdict: VerifyResult, sharding: str) -> None:
         print_paragraph(_ledger_verdict(verdict.ledger, sharding), console)
     for fork in verdict.ledger.forked:
         print_paragraph(
-            f"[red]forked[/]: the lineages {' and '.join(fork.lineages)} both trained steps {fork.first} to "
-            f"{fork.last} at the same time, and neither is marked abandoned; the checkpoints hold one of two models",
+            f"[red]forked[/]: the lineages {' and '.join(fork.lineages)} both trained steps {fork.first:,} to "
+            f"{fork.last:,} at the same time, and neither is marked abandoned; the checkpoints hold one of two models",
             console,
         )
     for finding in verdict.findings:

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from shoal.cli.output import (
     Depth,
     advising_flags,
     flag_of,
+    make_console,
     print_detached,
     print_json,
+    print_paragraph,
     print_run,
     process_lines,
 )
@@ -273,12 +276,13 @@ def before_start(
     named = profile or PROFILE if plan or profile else None
 
     def before(run: RunFolder) -> None:
+        console = make_console(stderr=True)
         if (path := named or PROFILE).exists():
             store_first_speeds(run, path)
         if settings.sync.mode == "auto":
-            typer.echo(store_sync_plan(run, named) if named else _default_sync_plan(run), err=True)
+            print_paragraph(escape(store_sync_plan(run, named) if named else _default_sync_plan(run)), console)
         if named is not None:
-            typer.echo(prediction_line(store_prediction(run, named)), err=True)
+            print_paragraph(escape(prediction_line(store_prediction(run, named))), console)
         if page is not None:
             page.start(run)
 

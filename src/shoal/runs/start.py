@@ -168,7 +168,7 @@ def refuse_finished(run: RunFolder, steps: int, verb: str = "train") -> int:
     folder = shlex.quote(str(run.path))
     if steps < done:
         raise UsageError(
-            f"{run.path} has done {done} steps already, more than {steps}",
+            f"{run.path} has done {pluralize(done, 'step')} already, more than {steps:,}",
             why="a run is resumed from its newest checkpoint, and never goes back",
             fix=f"ask for more steps: shoal {verb} --resume {folder} --steps {2 * done}",
         )

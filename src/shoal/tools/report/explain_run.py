@@ -58,7 +58,7 @@ def explain_step_time(summary: RunSummary) -> str:
     if step_s is None:
         return f"The run recorded no step (status: {summary.status}), so there is nothing to explain yet."
     rate = f", which is {format_speed(summary.speed, summary.unit)}" if summary.speed else ""
-    window = f" (median of steps {summary.measured[0]}–{summary.measured[1]})" if summary.measured else ""
+    window = f" (median of steps {summary.measured[0]:,}–{summary.measured[1]:,})" if summary.measured else ""
     sentences = [f"On {name_ranks(summary.world_size)} a step took {format_ms(step_s.median)}{rate}{window}."]
     changes = sum(not span.is_first for span in summary.history)
     if changes:
