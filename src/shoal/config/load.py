@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from shoal.config.presets import Overrides, did_you_mean, preset
 from shoal.config.schema import Config, DataConfig, EngineConfig
-from shoal.config.sync_choice import SYNC_METHODS, join_or, split_short_form
+from shoal.config.sync_choice import SYNC_METHODS, TRAIN_METHODS, WIRE_FORMATS, join_or, split_short_form
 from shoal.errors import ConfigError, DataError, ShoalError
 from shoal.run_folder import write_atomically
 
@@ -53,6 +53,8 @@ _WHY_FIXED = {
     "run": "the run folder and its checkpoints belong to this cluster and launcher",
 }
 
+# Names that a registry has, and pydantic does not know.
+_NAMES = {"sync.mode": TRAIN_METHODS, "sync.wire": tuple(WIRE_FORMATS)}
 # How texts with a pattern are written.
 _FORMS = {
     "train.profile_steps": "write a step or a range of steps, such as 20-22",
@@ -178,6 +180,8 @@ def _correction(key: str, error: Any) -> str:
     """Return the options of a command line with an allowed value in place of the one that pydantic refused."""
     if key == "sync.mode" and (settings := split_short_form(str(error["input"]))):
         return " ".join(f"--set sync.{name}={value}" for name, value in settings.items())
+    if key in _NAMES:
+        return f"--set {key}={(difflib.get_close_matches(str(error['input']), _NAMES[key], n=1) or _NAMES[key])[0]}"
     allowed = error.get("ctx", {})
     literals = re.findall(r"'([^']+)'", str(allowed.get("expected", "")))
     values = [*literals, *(allowed[bound] for bound in ("ge", "le") if bound in allowed), "…"]
@@ -193,8 +197,9 @@ def _keys(section: str, model: type[EngineConfig]) -> list[str]:
 
 
 def _locate(error: Any) -> tuple[str, str]:
-    """Return the key that an error of pydantic names, and its message."""
-    return ".".join(str(part) for part in error["loc"]), error["msg"].removeprefix("Value error, ")
+    """Return the key that an error of pydantic names, and its message, without how a text was parsed."""
+    message = error["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
+    return ".".join(str(part) for part in error["loc"]), message
 
 
 def _lower_first(message: str) -> str:

@@ -47,6 +47,8 @@ from shoal.config.presets import PRESETS
         ("train --threads 0", "--threads 0", "command line", "correct it: --threads 1"),
         ("train --tokenizer word", "'char', 'byte' or 'bpe'", "command line", "correct it: --tokenizer char"),
         ("train --set train.lrr=0.1", "train.lrr", "did you mean 'train.lr'?", "shoal config show train"),
+        ("run --wire int4 a.py", "--wire 'int4'", "command line", "correct it: --wire int8"),
+        ("train --set train.lr=big", "train.lr='big': input should be a valid number", "", "--set train.lr=…"),
         ("verify b", "b is not a run folder", "did you mean runs/b?", "runs/b"),
     ],
 )
@@ -61,7 +63,7 @@ def test_a_wrong_command_line_is_answered_with_the_right_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("runs/b").mkdir(parents=True)
-    for name in ("notes.txt", "my.toml", "runs/b/config.toml"):
+    for name in ("a.py", "notes.txt", "my.toml", "runs/b/config.toml"):
         Path(name).touch()
     assert run(line.split(), debug=False) == 2
     first, *middle, last = capsys.readouterr().err.splitlines()
