@@ -75,7 +75,7 @@ class SupervisorLog:
             raise RunFailed(
                 f"the supervisor of the run {self._run.path} was killed",
                 why="the agents and their ranks go on without it where they can",
-                fix=f"see what is left: shoal ps; end that: shoal stop {shlex.quote(str(self._run.path))}",
+                fix=f"see what is left: shoal ps\nend that: shoal stop {shlex.quote(str(self._run.path))}",
             )
         if self.ended["code"]:
             error = from_dict(self.ended)
