@@ -47,12 +47,16 @@ class ShoalError(Exception):
             lines = [f"error: {self.seen}", *([f"  why:  {why}"] if why else [])]
         else:
             lines = [*_wrap("error: ", self.seen, width), *(_wrap("  why:  ", self.why, width) if why else [])]
-        prose, command = split_command(self.fix)
-        can_wrap = bool(command) or _PROSE.fullmatch(self.fix)
-        if width is None or not can_wrap or len("  next: ") + len(self.fix) <= width:
-            lines += [f"  next: {self.fix}"] if self.fix else []
-        else:
-            lines += [*_wrap("  next: ", prose, width), *([f"        {command}"] if command else [])]
+        label = "  next: "
+        # Two things that can be done are two lines, so that the command in each can be pasted.
+        for fix in self.fix.split("\n") if self.fix else []:
+            prose, command = split_command(fix)
+            can_wrap = bool(command) or _PROSE.fullmatch(fix)
+            if width is None or not can_wrap or len(label) + len(fix) <= width:
+                lines.append(label + fix)
+            else:
+                lines += [*_wrap(label, prose, width), *([f"        {command}"] if command else [])]
+            label = " " * len(label)
         return "\n".join(lines) + "\n"
 
     def as_dict(self) -> dict[str, Any]:

@@ -169,14 +169,14 @@ class RunFolder:
             fix = f"see how it is mounted: findmnt -T {shlex.quote(str(path))}"
         elif owner == os.geteuid():
             why = "its permissions forbid it, and a run is resumed in its own folder"
-            fix = f"allow it: chmod u+w {shlex.quote(str(path))}; then {resume}"
+            fix = f"allow it: chmod u+w {shlex.quote(str(path))} && {resume}"
         else:
             why = f"it belongs to user {user_name(owner)}, and a run is resumed in its own folder"
             fix = f"go on as that user: sudo -u {user_name(owner)} {resume}"
         return UsageError(
             f"user {user_name(os.geteuid())} cannot write to {path}",
             why=why,
-            fix=f"{fix}; or start a run of your own: shoal train --out FOLDER",
+            fix=f"{fix}\nor start a run of your own: shoal train --out FOLDER",
         )
 
     def identity(self) -> str:
@@ -209,10 +209,13 @@ class RunFolder:
         if run.path.is_dir() and not is_accessible(run.path, os.R_OK | os.X_OK):
             raise no_access_error(run.path, "be read")
         if not run.config.is_file() and not run.job.is_file():
+            why, fix = "every run makes one, under runs/ unless --out says otherwise", _list_runs_near(path)
+            # Users type the name that a listing shows.
+            meant = cls(Path("runs") / path)
+            if meant.config.is_file() or meant.job.is_file():
+                why, fix = f"did you mean {meant.path}?", f"name it with its folder: {shlex.quote(str(meant.path))}"
             raise DataError(
-                f"{path} is not a run folder: it has neither {run.config.name} nor {run.job.name}",
-                why="every run makes one, under runs/ unless --out says otherwise",
-                fix=_list_runs_near(path),
+                f"{path} is not a run folder: it has neither {run.config.name} nor {run.job.name}", why=why, fix=fix
             )
         return run
 

@@ -140,3 +140,11 @@ def end_stage() -> None:
     if _stage is not None:
         stage, _stage = _stage, None
         stage.end()
+
+
+def stderr_width() -> int | None:
+    """Return the columns of the terminal that errors go to; None if they go elsewhere."""
+    if not sys.stderr.isatty():
+        return None
+    # A terminal that was never given a size says 0.
+    return max(20, os.get_terminal_size(sys.stderr.fileno()).columns or 80)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cli.help import VERBS
 from shoal.cli.main import run
 from tests.support.paths import ROOT
 
@@ -26,6 +27,12 @@ def test_a_page_begins_with_its_title(page: Path) -> None:
 def test_linked_pictures_and_pages_exist(page: Path) -> None:
     linked = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     assert not [link for link in linked if not (page.parent / link).exists()]
+
+
+def test_the_readme_lists_every_verb() -> None:
+    _, _, table = (ROOT / "README.md").read_text(encoding="utf-8").partition("| command | does |")
+    listed = re.findall(r"`([a-z]+)`", "".join(re.findall(r"(?m)^\|[^|]*\|", table)))
+    assert sorted(listed) == sorted(VERBS)
 
 
 def test_live_recovery_is_not_called_missing() -> None:

@@ -265,7 +265,9 @@ def _examples(verb: str, width: int, child: str = "") -> list[str]:
 
 
 def _usage(argument: Any) -> str:
-    name = _argument_name(argument) + (" …" if argument.nargs == -1 else "")
+    name = _argument_name(argument)
+    if argument.nargs == -1 and not name.endswith("…"):
+        name += " …"
     return name if argument.required else f"[{name}]"
 
 

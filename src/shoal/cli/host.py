@@ -215,8 +215,8 @@ def join(
         joined = take_part(invited, out or default_out("joined"), print_note, show, words)
     finally:
         show.close()
-    sys.stdout.write(
-        f"the run has ended; its results are on the host, this machine's part is in {shown(joined.run.path)}\n"
+    print_paragraph(
+        f"the run has ended; its results are on the host, this machine's part is in {escape(shown(joined.run.path))}"
     )
 
 

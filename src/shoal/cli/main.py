@@ -21,11 +21,11 @@ from typer.core import TyperGroup
 
 from shoal import __version__
 from shoal.cli.help import VERBS, print_command_help, print_overview
-from shoal.config.presets import did_you_mean
+from shoal.config.presets import PRESETS, did_you_mean
 from shoal.control.processes import restore_signals
 from shoal.errors import Interrupted, ShoalError, UsageError
 from shoal.run_folder import no_access_error
-from shoal.terminal import begin_stage, end_stage, protect_terminal
+from shoal.terminal import begin_stage, end_stage, protect_terminal, stderr_width
 
 # The module of a verb has the verb's name, except for these.
 _MODULE_OF = {
@@ -45,6 +45,15 @@ _MODULE_OF = {
 }
 # Other names of verbs, which users of other tools type.
 _SYNONYMS = {"status": "ps", "list": "ps", "history": "runs", "settings": "config"}
+# What users of other tools type for an option of a verb, or for a verb that takes a run.
+_OTHER_COMMANDS = {
+    "resume": "shoal train --resume RUN",
+    "continue": "shoal train --resume RUN",
+    "version": "shoal --version",
+    "kill": "shoal stop RUN",
+    **dict.fromkeys(("delete", "rm", "remove"), "shoal runs --delete RUN"),
+    "tensorboard": "shoal export RUN --format tensorboard",
+}
 # Commands within verbs that list what there is: users type one where a verb has another.
 _LISTING_COMMANDS = ("list", "status", "show", "ls", "ps")
 # Verbs that may be silent for a while before they print anything. They read nothing from the terminal until then.
@@ -67,6 +76,8 @@ OTHER_WORDS = {
     **dict.fromkeys(("--preset", "--model"), "preset {}"),
     "--learning-rate": "--set train.lr={}",
     "--compress": "--wire {}",
+    # Only `report` has it.
+    "--format": "--pdf",
 }
 _HELP_OPTIONS = ["-h", "--help"]
 
@@ -194,6 +205,7 @@ def run(arguments: list[str], debug: bool) -> int:
     if arguments and arguments[0] in _SLOW_VERBS:
         begin_stage(f"shoal {arguments[0]}: starting")
     try:
+        refuse_other_command(arguments)
         if (direct := find_direct_call(arguments)) is not None:
             function, values = direct
             function(**values)
@@ -212,6 +224,16 @@ def run(arguments: list[str], debug: bool) -> int:
     return code if isinstance(code, int) else 0
 
 
+def refuse_other_command(arguments: Sequence[str]) -> None:
+    """Refuse a word that is no verb here but has an equal: `resume runs/a` is `train --resume runs/a`."""
+    meant = _OTHER_COMMANDS.get(arguments[0]) if arguments else None
+    if meant is None:
+        return
+    if len(arguments) == 2 and not arguments[1].startswith("-"):
+        meant = meant.replace("RUN", shlex.quote(arguments[1]))
+    raise UsageError(f"there is no verb {arguments[0]!r}", why="another command does it", fix=meant)
+
+
 def take_debug(arguments: list[str]) -> tuple[list[str], bool]:
     """Accept `--debug` anywhere before `--`: users add it at the end, after an error."""
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
@@ -221,7 +243,7 @@ def take_debug(arguments: list[str]) -> tuple[list[str], bool]:
 
 def _print_error(error: Exception, arguments: Sequence[str] = ()) -> int:
     if isinstance(error, ShoalError):
-        sys.stderr.write(error.render(_terminal_width()))
+        sys.stderr.write(error.render(stderr_width()))
         return error.exit_code
     if hasattr(error, "format_message"):
         # Typer's own complaint about the command line; without a message it has printed the help instead.
@@ -229,9 +251,15 @@ def _print_error(error: Exception, arguments: Sequence[str] = ()) -> int:
         if message := error.format_message():
             path = context.command_path if context else " ".join(["shoal", *_leading_commands(arguments)])
             fix, why = f"{path} --help", ""
+            parameter = getattr(error, "param", None)
             # The help calls it RUN, and so do the examples.
-            if (argument := getattr(error, "param", None)) is not None and message.startswith("Missing argument"):
-                message = f"Missing argument {(argument.metavar or argument.name).upper().removesuffix('...')}"
+            if parameter is not None and message.startswith("Missing argument"):
+                name = (parameter.metavar or parameter.name).upper().removesuffix("…")
+                message = f"Missing argument {name}"
+                if name == "RUN":
+                    why, fix = "RUN is the folder of a run, such as runs/NAME", "list the runs: shoal runs"
+            elif parameter is not None and (problem := describe_number(parameter, arguments)):
+                message = problem
             if context is not None and message.startswith("No such command"):
                 name = message.split("'")[1]
                 message = f"{path} has no command {name!r}"
@@ -257,6 +285,21 @@ def _print_error(error: Exception, arguments: Sequence[str] = ()) -> int:
     return _print_error(bug)
 
 
+def describe_number(option: Any, arguments: Sequence[str]) -> str:
+    """Return what an option for a number accepts and what was typed; nothing for another option."""
+    kind = {int: "a whole number", float: "a number"}.get(option.type_descriptor.annotation)
+    typed = None
+    for word, following in zip(arguments, [*arguments[1:], None], strict=True):
+        name, equals, value = word.partition("=")
+        if name in option.opts:
+            typed = value if equals else following
+    if kind is None or typed is None:
+        return ""
+    low = "" if option.min is None else f" from {option.min:,}"
+    high = "" if option.max is None else f" {'to' if low else 'up to'} {option.max:,}"
+    return f"{option.opts[0]} is {kind}{low}{high}; {typed!r} was given"
+
+
 def _suggest_command(name: str, commands: Sequence[str]) -> str:
     meant = next((known for known in _LISTING_COMMANDS if known in commands), None)
     if name in _LISTING_COMMANDS and meant is not None:
@@ -271,14 +314,6 @@ def _suggest_parameter(name: str, params: Sequence[Any]) -> str:
     if argument is not None:
         return f"{(argument.metavar or argument.name).upper()} is given without a name in front"
     return did_you_mean(name, [option for one in params for option in one.opts if option.startswith("-")])
-
-
-def _terminal_width() -> int | None:
-    """Return the columns of the terminal that errors go to; None if they go elsewhere."""
-    if not sys.stderr.isatty():
-        return None
-    # A terminal that was never given a size says 0.
-    return max(20, os.get_terminal_size(sys.stderr.fileno()).columns or 80)
 
 
 def _leading_commands(arguments: Sequence[str]) -> list[str]:
@@ -312,6 +347,16 @@ def suggest_option(name: str, command: Any, arguments: Sequence[str]) -> tuple[s
     rest = words[place + 1 :]
     if not equals and rest and not rest[0].startswith("-"):
         value, rest = rest[0], rest[1:]
+    if option == "preset" and value and value not in PRESETS:
+        nearest = did_you_mean(value, PRESETS) or f"the presets are {', '.join(PRESETS)}"
+        return (
+            f"a preset is given without a name in front, and there is no preset {value!r}; {nearest}",
+            shlex.join(["shoal", *words[:place], next(iter(PRESETS)), *rest]),
+        )
+    if option == "--pdf":
+        return (
+            (f"here it is {option}", shlex.join(["shoal", *words[:place], option, *rest])) if value == "pdf" else None
+        )
     meant = [*([option] if option.startswith("-") else []), form.format(value or "…")]
     return f"here it is {' '.join(meant)}", shlex.join(["shoal", *words[:place], *meant, *rest])
 

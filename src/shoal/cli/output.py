@@ -34,6 +34,7 @@ from shoal.units import (
     format_si,
     format_speed,
     format_value,
+    pluralize,
 )
 
 if TYPE_CHECKING:
@@ -214,8 +215,8 @@ def _members_verdict(manifest: Manifest) -> str:
     parts = [
         f"changed {len(manifest.recoveries)}×, {len(manifest.members)} at the end",
         f"at most {max(seconds):.1f} s to the next commit" if seconds else "",
-        f"{manifest.redone_steps} steps redone" if manifest.redone_steps else "",
-        f"{manifest.abandoned_steps} steps abandoned" if manifest.abandoned_steps else "",
+        f"{pluralize(manifest.redone_steps, 'step')} redone" if manifest.redone_steps else "",
+        f"{pluralize(manifest.abandoned_steps, 'step')} abandoned" if manifest.abandoned_steps else "",
     ]
     return "; ".join(part for part in parts if part)
 
@@ -439,16 +440,18 @@ def refuse_given(context: typer.Context, names: Iterable[str], beside: str, why:
 
 
 @contextlib.contextmanager
-def advising_flags(flags: Mapping[str, str]) -> Iterator[None]:
+def advising_flags(flags: Mapping[str, str], others: Mapping[str, str] | None = None) -> Iterator[None]:
     """Make errors suggest a flag instead of `--set` where the command line has that flag.
 
-    With both, the setting would be given twice and be refused. `flags` are the given flags, by setting.
+    With both, the setting would be given twice and be refused. `flags` are the given flags, by setting; `others` are
+    flags that could be given, too.
     """
     try:
         yield
     except ShoalError as error:
-        for key, flag in flags.items():
+        for key, flag in {**(others or {}), **flags}.items():
             error.fix = error.fix.replace(f"--set {key}=", f"{flag} ")
+        for key, flag in flags.items():
             # In the words of the command line: `--data`, not `data.path`. A quoted name is a setting's.
             texts = (text.replace(f"{key}=", f"{flag} ") for text in (error.seen, error.why))
             error.seen, error.why = (re.sub(rf"(?<!')\b{re.escape(key)}\b", flag, text) for text in texts)

@@ -13,6 +13,7 @@ from rich.table import Column
 
 from shoal.cli.output import make_console, print_paragraph
 from shoal.config.defaults import DEFAULT_PRESET
+from shoal.errors import split_command
 from shoal.events import Event
 from shoal.step_line import StepLine
 from shoal.units import TOKENS, format_amount, format_count, format_value, pluralize, unit_of
@@ -47,7 +48,7 @@ class PlainDisplay:
     def __call__(self, events: list[Event]) -> None:
         for event in events:
             for text in self._printer.announce(event):
-                self._console.print(text, soft_wrap=True)
+                _print_announcement(text, self._console)
             if self._printer.leads(event, "step"):
                 self._step(event)
             elif self._printer.leads(event, "doing") and self._printed_at is None:
@@ -100,7 +101,7 @@ class BarDisplay:
     def __call__(self, events: list[Event]) -> None:
         for event in events:
             for text in self._printer.announce(event):
-                print_paragraph(text, self._progress.console)
+                _print_announcement(text, self._progress.console)
             if self._printer.leads(event, "step"):
                 self._step(event)
             elif self._printer.leads(event, "start") and self._task is None:
@@ -205,7 +206,7 @@ class EventPrinter:
                 self._has_started = True
                 yield _start_line(event, self._title)
                 if event["resumed_from"]:
-                    yield f"going on after step {event['resumed_from']}"
+                    yield f"going on after step {event['resumed_from']:,}"
             case "shard" if event["rank"] not in self._ranks_with_shard:
                 # A restarted rank has the same shard.
                 self._ranks_with_shard.add(event["rank"])
@@ -226,6 +227,16 @@ class EventPrinter:
                 yield f"[yellow]note[/]: {escape(event['text'])}"
             case "warning":
                 yield f"[yellow]warning[/]: {escape(event['seen'])} ({escape(event['fix'])})"
+
+
+def _print_announcement(text: str, console: Console) -> None:
+    """Print a line about the run; the command at the end of a note stays whole where the line has to be wrapped."""
+    prose, command = split_command(text)
+    if not console.is_terminal or not command or console.render_str(text).cell_len <= console.width:
+        print_paragraph(text, console)
+        return
+    print_paragraph(prose, console)
+    console.print(f"  {command}", soft_wrap=True)
 
 
 def _parameters(count: int) -> str:

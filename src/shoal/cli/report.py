@@ -19,7 +19,7 @@ from shoal.config.presets import did_you_mean
 from shoal.control.processes import find_processes
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.run_folder import RunFolder
-from shoal.terminal import begin_stage, end_stage
+from shoal.terminal import begin_stage, end_stage, stderr_width
 from shoal.units import format_spans, pluralize, rank_list, rank_names
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _WEIGHTS = {"hf": "hf", "state-dict": "state-dict.safetensors"}
 @app.command()
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared.", readable=False)
+        list[Path], typer.Argument(metavar="RUN…", help="Run folders; several are compared.", readable=False)
     ],
     out: Annotated[
         Path | None,
@@ -210,7 +210,7 @@ def export(
 
 def _export_weights(run: RunFolder, format: str, out: Path) -> int:
     """Write weights in a separate process, because the command line never imports torch; return their step."""
-    argv = [sys.executable, "-P", "-m", "shoal.train.export", str(run.path), format, str(out)]
+    argv = [sys.executable, "-P", "-m", "shoal.train.export", str(run.path), format, str(out), *_width_option()]
     begin_stage("shoal export: writing the weights")
     result = subprocess.run(argv, check=False, capture_output=True, text=True)
     end_stage()
@@ -218,6 +218,12 @@ def _export_weights(run: RunFolder, format: str, out: Path) -> int:
     if result.returncode:
         raise typer.Exit(result.returncode)
     return int(result.stdout)
+
+
+def _width_option() -> list[str]:
+    """Return the option with which a process, whose output is read here, wraps its error for the terminal."""
+    width = stderr_width()
+    return [] if width is None else [f"--width={width}"]
 
 
 @app.command()
@@ -275,8 +281,8 @@ def print_verdict(verdict: VerifyResult, sharding: str) -> None:
         print_paragraph(_ledger_verdict(verdict.ledger, sharding), console)
     for fork in verdict.ledger.forked:
         print_paragraph(
-            f"[red]forked[/]: the lineages {' and '.join(fork.lineages)} both trained steps {fork.first} to "
-            f"{fork.last} at the same time, and neither is marked abandoned; the checkpoints hold one of two models",
+            f"[red]forked[/]: the lineages {' and '.join(fork.lineages)} both trained steps {fork.first:,} to "
+            f"{fork.last:,} at the same time, and neither is marked abandoned; the checkpoints hold one of two models",
             console,
         )
     for finding in verdict.findings:
@@ -372,6 +378,7 @@ def sample(
     # A separate process, because the command line never imports torch.
     argv = [sys.executable, "-P", "-m", "shoal.train.sample", str(folder.path), f"--prompt={prompt}"]
     argv += [f"--count={count}", f"--temperature={temperature}", f"--length={length}", f"--seed={seed}"]
+    argv += _width_option()
     begin_stage("shoal sample: loading the model")
     texts = subprocess.run(argv + (["--json"] if json else []), check=False, capture_output=True, text=True)
     sys.stderr.write(texts.stderr)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal import __version__
-from shoal.cli.output import Depth, given_settings, print_json, print_note, refuse_given
+from shoal.cli.output import Depth, advising_flags, given_settings, print_json, print_note, refuse_given
 from shoal.cli.train import BALANCE_DEFAULT, BALANCE_HELP, DROP_HELP, PROFILE
 from shoal.config.defaults import DEFAULT_CLAIM, DEFAULT_MEMORY, DEFAULT_PRESET, GRACE_S, MOUNT
 from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_mean
@@ -137,14 +137,15 @@ def run(
         "train": {"steps": steps, "profile_steps": profile_steps},
         "sync": {"mode": sync, "wire": wire, "accumulate": accumulate},
     }
-    refuse_duplicate_settings(given_settings(context, _SETTINGS_OF_FLAGS), set_ or [])
+    typed = given_settings(context, _SETTINGS_OF_FLAGS)
+    refuse_duplicate_settings(typed, set_ or [])
     for option, is_given in (("--plan", plan is not None), ("--profile", profile is not None)):
         if is_given and (measure or resume is not None or plan is None):
             against = "--measure" if measure else "--resume" if resume is not None else "a run without --plan"
             raise UsageError(
                 f"{option} does not go with {against}",
                 why="a prediction needs a session's compute time, from an earlier run on one rank",
-                fix="shoal run --on local:1 --out runs/alone SCRIPT; then: shoal run --plan runs/alone SCRIPT",
+                fix="shoal run --on local:1 --out runs/alone SCRIPT\nthen: shoal run --plan runs/alone SCRIPT",
             )
     if resume is not None:
         if script:
@@ -164,14 +165,17 @@ def run(
         with watched(watch, detach) as page:
             if page is not None:
                 page.start(RunFolder.open(resume))
-            resume_session(resume, session_settings(flags, set_ or [], None), detach)
+            with advising_flags(typed):
+                changes = session_settings(flags, set_ or [], None)
+            resume_session(resume, changes, detach)
         return
     if not script:
         raise UsageError("no script to run", fix="write for example: shoal run --on local:2 train.py --epochs 3")
     argv, name = script_command(script)
     if note := misplaced_note(script):
         print_note(note)
-    session = session_settings(flags, set_ or [], on)
+    with advising_flags(typed):
+        session = session_settings(flags, set_ or [], on)
     on = session["run"]["on"]
     if not grace <= _LONGEST_GRACE_S:
         raise UsageError(
@@ -236,7 +240,7 @@ def session_settings(flags: Overrides, sets: list[str], on: str | None) -> dict[
         if (chosen := {key: value for key, value in values.items() if value is not None})
     }
     settings = merge([{"run": {"on": on}} if on else {}, given, *map(parse_set, sets)])
-    config = validate_session(settings)
+    config = validate_session(settings, typed=[*typed_settings(given, sets), *(["run.on"] if on else [])])
     if on and (devices := place_ranks(config).run.devices):
         settings["run"]["devices"] = devices
     if "mode" in settings.get("sync", {}):

@@ -133,7 +133,11 @@ def runs(
         _delete_runs([RunFolder.find(path) for path in delete], yes)
         return
     if state is not None and state not in _STATES:
-        raise UsageError(f"there is no state {state!r}", why=did_you_mean(state, _STATES), fix="shoal runs --help")
+        raise UsageError(
+            f"there is no state {state!r}",
+            why=did_you_mean(state, _STATES) or f"the states are {', '.join(_STATES)}",
+            fix=f"for example: shoal runs --state {_STATES[1]}",
+        )
     listed = [
         run
         for run in past_runs(folder, running_runs())

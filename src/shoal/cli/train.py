@@ -9,18 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from shoal.cli.output import (
     Depth,
     advising_flags,
     flag_of,
+    make_console,
     print_detached,
     print_json,
+    print_paragraph,
     print_run,
     process_lines,
 )
 from shoal.config.defaults import DEFAULT_PRESET
-from shoal.config.presets import PRESET_NAMES, Overrides, depth_overrides
+from shoal.config.presets import PRESET_NAMES, PRESETS, Overrides, depth_overrides
 from shoal.config.sync_choice import OUTER_METHODS, ROUND_STEPS_TEXT, SYNC_HELP, WIRE_HELP
 from shoal.errors import ShoalError, UsageError
 from shoal.run_folder import RunFolder, default_out
@@ -219,10 +222,30 @@ def new_run_config(given: dict[str, Any]) -> Config:
 
     flags, sets = flags_to_overrides(given), given["set_"] or []
     refuse_duplicate_settings(named_flags(given), sets)
-    with advising_flags(named_flags(given)):
+    refuse_path_as_preset(given["preset"] or DEFAULT_PRESET)
+    # A setting that was typed with --set is corrected there.
+    others = {key: flag_of(flag) for flag, key in FLAGS.items() if key not in typed_settings(None, sets)}
+    with advising_flags(named_flags(given), others):
         settings = build_config(given["preset"] or DEFAULT_PRESET, given["config"], flags, sets)
         refuse_without_effect(settings, typed_settings(flags, sets))
         return place_ranks(settings)
+
+
+def refuse_path_as_preset(name: str) -> None:
+    """Refuse a file or folder in the place of the preset, with the option that takes it."""
+    path = Path(name)
+    if name in PRESETS or not path.exists():
+        return
+    what, flag = "a text", "--data"
+    if path.suffix == ".toml":
+        what, flag = "a file with settings", "--config"
+    elif (path / "config.toml").is_file():
+        what, flag = "a run", "--resume"
+    raise UsageError(
+        f"there is no preset {name!r}",
+        why=f"a preset is a named starting configuration; {what} is given with {flag}",
+        fix=f"shoal train {flag} {shlex.quote(name)}",
+    )
 
 
 def named_flags(given: dict[str, Any]) -> dict[str, str]:
@@ -254,12 +277,13 @@ def before_start(
     named = profile or PROFILE if plan or profile else None
 
     def before(run: RunFolder) -> None:
+        console = make_console(stderr=True)
         if (path := named or PROFILE).exists():
             store_first_speeds(run, path)
         if settings.sync.mode == "auto":
-            typer.echo(store_sync_plan(run, named) if named else _default_sync_plan(run), err=True)
+            print_paragraph(escape(store_sync_plan(run, named) if named else _default_sync_plan(run)), console)
         if named is not None:
-            typer.echo(prediction_line(store_prediction(run, named)), err=True)
+            print_paragraph(escape(prediction_line(store_prediction(run, named))), console)
         if page is not None:
             page.start(run)
 

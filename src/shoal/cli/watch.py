@@ -6,6 +6,7 @@ Nothing here imports the server or the reader until it is needed: `train` and `r
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import json as json_module
 import os
@@ -171,6 +172,12 @@ def keep_token(path: Path) -> str:
     return token
 
 
+_WHY_NOT_SERVED = {
+    errno.EACCES: ("only root may listen at ports below 1024", "use another, such as --port 8080, or leave --port out"),
+    errno.EADDRINUSE: ("another program has the port", "leave --port out for a free one"),
+}
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Listen at an address of this machine."""
     listener = None
@@ -184,10 +191,12 @@ def listen(host: str, port: int) -> socket.socket:
         if listener is not None:
             listener.close()
         where = f"{host}:{port}" if port else host
+        why, fix = _WHY_NOT_SERVED.get(
+            error.errno or 0,
+            ("the address is not one of this machine", "leave --host out: the page is for this machine only"),
+        )
         raise UsageError(
-            f"the page cannot be served at {where}: {(error.strerror or str(error)).lower()}",
-            why="another program has the port, or the address is not one of this machine",
-            fix="leave --port out for a free one, and --host out for this machine only",
+            f"the page cannot be served at {where}: {(error.strerror or str(error)).lower()}", why=why, fix=fix
         ) from None
     return listener
 

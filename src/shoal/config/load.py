@@ -5,10 +5,12 @@ Later layers win: schema defaults, preset, file, flags, `--set`. Both kinds of f
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 import shlex
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +18,7 @@ from pydantic import ValidationError
 
 from shoal.config.presets import Overrides, did_you_mean, preset
 from shoal.config.schema import Config, DataConfig, EngineConfig
-from shoal.config.sync_choice import SYNC_METHODS
+from shoal.config.sync_choice import SYNC_METHODS, TRAIN_METHODS, WIRE_FORMATS, join_or, split_short_form
 from shoal.errors import ConfigError, DataError, ShoalError
 from shoal.run_folder import write_atomically
 
@@ -51,6 +53,8 @@ _WHY_FIXED = {
     "run": "the run folder and its checkpoints belong to this cluster and launcher",
 }
 
+# Names that a registry has, and pydantic does not know.
+_NAMES = {"sync.mode": TRAIN_METHODS, "sync.wire": tuple(WIRE_FORMATS)}
 # How texts with a pattern are written.
 _FORMS = {
     "train.profile_steps": "write a step or a range of steps, such as 20-22",
@@ -69,12 +73,13 @@ def build_config(
     flags: Overrides | None = None,
     sets: Iterable[str] = (),
 ) -> Config:
+    sets = list(sets)
     layers = [preset(preset_name), {"run": {"preset": preset_name}}]
     if file is not None:
         layers.append(read_toml(file))
     layers.append(flags or {})
     layers.extend(parse_set(assignment) for assignment in sets)
-    return validate(merge(layers), source=str(file) if file else "the command line")
+    return _validate(Config, merge(layers), str(file) if file else "the command line", typed_settings(flags, sets))
 
 
 def load_config(file: Path) -> Config:
@@ -106,10 +111,13 @@ def parse_set(assignment: str) -> Overrides:
     key, equals, text = assignment.partition("=")
     section, dot, name = key.strip().partition(".")
     if not (equals and dot and section and name):
-        raise ConfigError(
-            f"--set {assignment!r} is not of the form section.key=value",
-            fix="write for example: --set train.steps=200",
-        )
+        why, fix = "", "write for example: --set train.steps=200"
+        names = {known.partition(".")[2]: known for known in reversed(known_keys())}
+        nearest = difflib.get_close_matches(key.strip(), names, n=1)
+        if equals and not dot and nearest:
+            why = f"did you mean {names[nearest[0]]!r}?"
+            fix = f"write its section too: --set {shlex.quote(f'{names[nearest[0]]}={text.strip()}')}"
+        raise ConfigError(f"--set {assignment!r} is not of the form section.key=value", why=why, fix=fix)
     try:
         value = tomllib.loads(f"value = {text.strip()}")["value"]
     except (ValueError, RecursionError):
@@ -122,9 +130,12 @@ def validate(values: Mapping[str, Any], source: str) -> Config:
 
 
 def validate_session(
-    values: Mapping[str, Any], source: str = "the session's settings or the command line"
+    values: Mapping[str, Any], source: str = "the session's settings or the command line", typed: Container[str] = ()
 ) -> EngineConfig:
-    """Validate the settings of a user's training, which has no section for a model or data."""
+    """Validate the settings of a user's training, which has no section for a model or data.
+
+    `typed` are the settings that the command line gives.
+    """
     unknown = [section for section in values if section not in EngineConfig.model_fields]
     if unknown:
         raise ConfigError(
@@ -132,10 +143,10 @@ def validate_session(
             why="a session knows nothing of your model and data",
             fix=f"sections are: {', '.join(EngineConfig.model_fields)}",
         )
-    return _validate(EngineConfig, values, source)
+    return _validate(EngineConfig, values, source, typed)
 
 
-def _validate(model: type[AnyConfig], values: Mapping[str, Any], source: str) -> AnyConfig:
+def _validate(model: type[AnyConfig], values: Mapping[str, Any], source: str, typed: Container[str] = ()) -> AnyConfig:
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -146,8 +157,12 @@ def _validate(model: type[AnyConfig], values: Mapping[str, Any], source: str) ->
         why = did_you_mean(key, known_keys(model) if dot else model.model_fields)
         if key in known_keys():
             why = "it is a setting of shoal's own GPT; a session leaves model, data and optimizer to the script"
-        names = f"{section} has: {', '.join(_keys(section, model))}" if dot else ""
-        fix = names or f"sections are: {', '.join(model.model_fields)}"
+        fix = f"sections are: {', '.join(model.model_fields)}"
+        if dot and model is Config:
+            fix = f"list the settings of {section}: shoal config show {section}"
+        elif dot:
+            # A session has only some of those that `shoal config show` lists.
+            fix = f"the settings of {section} are {', '.join(_keys(section, model))}"
         raise ConfigError(f"unknown setting {key} in {source}", why=why, fix=fix)
     if first["type"] == "model_type":
         raise ConfigError(f"{key} in {source} is a section, not a value", fix=f"write [{key}] and its settings below")
@@ -156,7 +171,21 @@ def _validate(model: type[AnyConfig], values: Mapping[str, Any], source: str) ->
         message = _FORMS.get(key, message)
     if dot:
         seen, fix = f"{key}={first['input']!r}: {_lower_first(message)}", f"correct it, or: --set {key}=…"
+    if key in typed:
+        raise ConfigError(seen, why="the command line gives this value", fix=f"correct it: {_correction(key, first)}")
     raise ConfigError(seen, why=f"this comes from {source}, or from the preset", fix=fix)
+
+
+def _correction(key: str, error: Any) -> str:
+    """Return the options of a command line with an allowed value in place of the one that pydantic refused."""
+    if key == "sync.mode" and (settings := split_short_form(str(error["input"]))):
+        return " ".join(f"--set sync.{name}={value}" for name, value in settings.items())
+    if key in _NAMES:
+        return f"--set {key}={(difflib.get_close_matches(str(error['input']), _NAMES[key], n=1) or _NAMES[key])[0]}"
+    allowed = error.get("ctx", {})
+    literals = re.findall(r"'([^']+)'", str(allowed.get("expected", "")))
+    values = [*literals, *(allowed[bound] for bound in ("ge", "le") if bound in allowed), "…"]
+    return f"--set {key}={values[0]}"
 
 
 def known_keys(model: type[EngineConfig] = Config) -> list[str]:
@@ -168,8 +197,9 @@ def _keys(section: str, model: type[EngineConfig]) -> list[str]:
 
 
 def _locate(error: Any) -> tuple[str, str]:
-    """Return the key that an error of pydantic names, and its message."""
-    return ".".join(str(part) for part in error["loc"]), error["msg"].removeprefix("Value error, ")
+    """Return the key that an error of pydantic names, and its message, without how a text was parsed."""
+    message = error["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
+    return ".".join(str(part) for part in error["loc"]), message
 
 
 def _lower_first(message: str) -> str:
@@ -214,7 +244,10 @@ def _no_effect(config: EngineConfig, key: str) -> tuple[str, str] | None:
     section, _, name = key.partition(".")
     modes = [method.name for method in SYNC_METHODS.values() if section == "sync" and name in method.settings]
     if modes and mode not in modes:
-        return f"it belongs to sync.mode {' or '.join(modes)}, and this run has {mode}", f"--set sync.mode={modes[0]}"
+        return (
+            f"it belongs to sync.mode {join_or(tuple(modes))}, and this run has {mode}",
+            f"--set sync.mode={modes[0]}",
+        )
     if key == "data.bpe_vocab" and data.tokenizer != "bpe":
         return f"the {data.tokenizer} tokenizer has a vocabulary of its own", "--set data.tokenizer=bpe"
     if key == "data.sentences" and (data.path is not None or data.builtin != "grammar"):
@@ -258,14 +291,14 @@ def refuse_fixed(settings: Mapping[str, str], model: type[EngineConfig] = Config
         raise ConfigError(
             f"{written} cannot be changed when a run is resumed",
             why="the lineage to continue is named by --lineage" if is_lineage else _WHY_FIXED[section],
-            fix=f"leave it out, or start a new run; what can be changed: {', '.join(changeable)}, members.…",
+            fix=f"leave it out, or start a new run; a resume can change {', '.join(changeable)}, members.…",
         )
 
 
 def change_settings(config: AnyConfig, changes: Overrides) -> tuple[AnyConfig, list[str]]:
     """Return the settings of a resumed run, and the differences, such as `train.steps: 40 → 80`."""
     before = config.model_dump()
-    changed = _validate(type(config), merge([before, changes]), source="the command line")
+    changed = _validate(type(config), merge([before, changes]), "the command line", typed_settings(changes, ()))
 
     def shown(value: object) -> str:
         return "unset" if value is None else str(value)

@@ -12,7 +12,15 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from shoal.config import defaults
-from shoal.config.sync_choice import SYNC_METHODS, SYNC_MODES, SyncChoice, join_or, parse_choice, parse_wire
+from shoal.config.sync_choice import (
+    SYNC_METHODS,
+    SYNC_MODES,
+    TRAIN_METHODS,
+    SyncChoice,
+    join_or,
+    parse_choice,
+    parse_wire,
+)
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -425,7 +433,7 @@ class SyncConfig(Section):
     @classmethod
     def _check_mode(cls, value: str) -> str:
         if value not in SYNC_MODES:
-            raise ValueError(f"there is no such sync method: use {join_or(SYNC_MODES)}")
+            raise ValueError(f"there is no such sync method: use {join_or(TRAIN_METHODS)}")
         return value
 
     @field_validator("wire")

@@ -249,6 +249,18 @@ def parse_wire(text: str) -> WireChoice:
     return WireChoice(name, int(number) if colon else DEFAULT_RANK)
 
 
+def split_short_form(text: str) -> dict[str, str]:
+    """Return the settings of section `sync` that `diloco:50+int8` or `int8` stands for in plans and benchmarks.
+
+    Empty for any other text.
+    """
+    name, _, wire = ("ddp", "", text) if text.partition(":")[0] in WIRE_FORMATS else text.partition("+")
+    mode, colon, every = name.partition(":")
+    settings = {"mode": mode, **({"every": every} if colon else {}), **({"wire": wire} if wire else {})}
+    is_known = mode in TRAIN_METHODS and (not colon or (SYNC_METHODS[mode].is_outer and every.isdecimal()))
+    return settings if is_known and len(settings) > 1 else {}
+
+
 _CHOICE = re.compile(r"([a-z]+):([1-9]\d{0,8}),(.+)")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from shoal.config.schema import EngineConfig, LoopConfig, RunConfig, TrainConfig
 from shoal.errors import ConfigError
+from shoal.units import pluralize
 
 # The fixed cost of dispatching a micro-batch is about that of two sequences on small models.
 _OVERHEAD_SEQUENCES = 2
@@ -133,7 +134,7 @@ def redivide_batch(global_batch: int, most: int, weights: Sequence[float], is_co
     """
     if global_batch < len(weights):
         raise ConfigError(
-            f"{len(weights)} ranks cannot share a global batch of {global_batch} sequences",
+            f"{len(weights)} ranks cannot share a global batch of {pluralize(global_batch, 'sequence')}",
             why="every rank needs at least one sequence in each step",
             fix=f"let fewer machines in: --set members.max_nodes={max(1, len(weights) - 1)}",
         )
@@ -150,7 +151,7 @@ def micro_batch(train: LoopConfig, weights: Sequence[float], most: int = MICRO_B
     batch = world_batch(train, world_size)
     if batch < world_size:
         raise ConfigError(
-            f"{world_size} ranks cannot share a global batch of {batch} sequences",
+            f"{world_size} ranks cannot share a global batch of {pluralize(batch, 'sequence')}",
             why="every rank needs at least one sequence in each step",
             fix=f"use --set train.global_batch={world_size} or more, or fewer ranks",
         )
@@ -161,7 +162,8 @@ def micro_batch(train: LoopConfig, weights: Sequence[float], most: int = MICRO_B
         sizes = [divisor for divisor in divisors(batch, MICRO_BATCH_CAP) if batch // divisor >= world_size]
         nearest = min(sizes, key=lambda divisor: abs(divisor - size))
         raise ConfigError(
-            f"a global batch of {batch} sequences cannot be shared by {world_size} ranks in micro-batches of {size}",
+            f"a global batch of {pluralize(batch, 'sequence')} cannot be shared by {world_size} ranks in micro-batches "
+            f"of {size}",
             why="shares are whole micro-batches of one size, at least one for every rank",
             fix=f"use --set train.micro_batch={nearest}, or leave it out",
         )

@@ -164,7 +164,7 @@ def rank_devices(profile: Profile, wanted: Callable[[int], str]) -> tuple[Device
                 raise ConfigError(
                     f"rank {rank} on {node.name} is to use a GPU, and the profile has none of that node",
                     why="torch found none there when it was measured, or an older shoal measured it",
-                    fix=f"find out why: shoal doctor --on {profile.on}; measure again: shoal probe --on {profile.on}",
+                    fix=f"find out why: shoal doctor --on {profile.on}\nmeasure again: shoal probe --on {profile.on}",
                 )
             is_gpu = choice == "cuda" or (choice == "auto" and gpus >= node.ranks)
             devices.append("cuda" if is_gpu else "cpu")

@@ -42,7 +42,7 @@ from shoal.data.tokens import FORMAT_VERSION, TokenHeader, open_tokens, window_c
 from shoal.errors import ConfigError, DataError, UsageError
 from shoal.events import EventLog
 from shoal.run_folder import RunFolder, write_atomically
-from shoal.units import format_si
+from shoal.units import format_si, pluralize
 
 TRAIN = "train.tokens"
 VAL = "val.tokens"
@@ -305,9 +305,9 @@ def check_enough(
         sequences = window_count(tokens, seq_len)
         if sequences < needed:
             raise DataError(
-                f"the {part} text has {sequences} sequences of {seq_len} tokens, {needed} are needed "
-                f"({prepared.source})",
-                why=f"its {tokens} tokens are shorter than {'one batch' if needed > 1 else 'one sequence'}",
+                f"the {part} text has {pluralize(sequences, 'sequence')} of {seq_len:,} tokens, "
+                f"{needed:,} {'is' if needed == 1 else 'are'} needed ({prepared.source})",
+                why=f"its {tokens:,} tokens are shorter than {'one batch' if needed > 1 else 'one sequence'}",
                 fix=_advise_settings(prepared, seq_len, global_batch, batch_unit, can_deal),
             )
 
@@ -463,7 +463,7 @@ def _with_vocabulary(config: Config, needed: int) -> Config:
     size = config.model.vocab_size or needed
     if size < needed:
         raise ConfigError(
-            f"model.vocab_size={size} is too small: the {config.data.tokenizer} tokenizer has {needed} tokens",
+            f"model.vocab_size={size} is too small: the {config.data.tokenizer} tokenizer has {needed:,} tokens",
             why="every token needs an embedding",
             fix="leave model.vocab_size out, or set it higher",
         )

@@ -83,7 +83,7 @@ class SupervisorLog:
         run, seen = shlex.quote(str(self._run.path)), f"the supervisor of the run {self._run.path} was killed"
         if find_processes(self._run.path):
             why = "the agents and their ranks go on without it where they can"
-            return RunFailed(seen, why=why, fix=f"see what is left: shoal ps; end that: shoal stop {run}")
+            return RunFailed(seen, why=why, fix=f"see what is left: shoal ps\nend that: shoal stop {run}")
         if self._run.has_checkpoint():
             verb = "run" if is_script(self._run) else "train"
             fix = f"continue from the last checkpoint: shoal {verb} --resume {run}"

@@ -50,7 +50,7 @@ class Inviter:
             raise ControlError(
                 f"the agent of {self.meet.node} does not answer: {error.strerror or 'it took too long'}",
                 why="it has ended, or the machine is very busy",
-                fix=f"look: shoal ps; then try again: shoal host {shlex.quote(str(self.run.path))}",
+                fix=f"look: shoal ps\nthen try again: shoal host {shlex.quote(str(self.run.path))}",
             ) from None
 
 
@@ -74,8 +74,8 @@ def _find_inviter(run: RunFolder) -> Inviter:
         raise UsageError(
             f"no agent of {run.path} runs on this machine",
             why="a new machine is invited by one that takes part in the run",
-            fix=f"go on with the run: shoal train --resume {shlex.quote(str(run.path))}; or type this on a machine "
-            "that takes part",
+            fix="type this on a machine that takes part\n"
+            f"or go on with the run: shoal train --resume {shlex.quote(str(run.path))}",
         )
     if not run.config.is_file():
         raise UsageError(

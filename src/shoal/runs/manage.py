@@ -368,7 +368,7 @@ def raise_recorded_end(run: RunFolder, config: EngineConfig) -> None:
     from shoal.tools.report.summary import summarize
 
     summary = summarize(run.read_all_events())
-    steps = f"step {summary.steps_done} of {config.train.steps}"
+    steps = f"step {summary.steps_done:,} of {config.train.steps:,}"
     resume = f'start it again with shoal.Session(..., out="{run.path}")'
     if isinstance(config, Config):
         resume = f"shoal train --resume {shlex.quote(str(run.path))}"

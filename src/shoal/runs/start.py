@@ -168,16 +168,16 @@ def refuse_finished(run: RunFolder, steps: int, verb: str = "train") -> int:
     folder = shlex.quote(str(run.path))
     if steps < done:
         raise UsageError(
-            f"{run.path} has done {done} steps already, more than {steps}",
+            f"{run.path} has done {pluralize(done, 'step')} already, more than {steps:,}",
             why="a run is resumed from its newest checkpoint, and never goes back",
             fix=f"ask for more steps: shoal {verb} --resume {folder} --steps {2 * done}",
         )
     if steps == done and members and all(log.ended == "finished" for log in members) and _is_whole(run):
         raise UsageError(
-            f"{run.path} is finished: it has done its {done} steps",
+            f"{run.path} is finished: it has done its {pluralize(done, 'step')}",
             why="there is nothing left to train",
-            fix=f"continue it with more steps: shoal {verb} --resume {folder} --steps {2 * done}; or look at it: shoal "
-            f"report {folder}",
+            fix=f"continue it with more steps: shoal {verb} --resume {folder} --steps {2 * done}\n"
+            f"or look at it: shoal report {folder}",
         )
     return done
 

@@ -52,12 +52,13 @@ def main() -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("format", choices=("hf", "state-dict"))
     parser.add_argument("out", type=Path)
+    parser.add_argument("--width", type=int, help="columns of the terminal that shows an error")
     options = parser.parse_args()
     try:
         use_private_caches()
         step = export_weights(RunFolder.find(options.run), options.format, options.out)
     except ShoalError as error:
-        return report_error(error)
+        return report_error(error, options.width)
     print(step)
     return 0
 
@@ -96,10 +97,13 @@ def _newest_checkpoint(run: RunFolder) -> Checkpoint:
     try:
         return CheckpointFolder(run.checkpoints, keep=1).load_latest()
     except CheckpointError as error:
+        why = error.why or error.seen
+        if not run.config.is_file() or not isinstance(load_settings(run.config), Config):
+            why += "; a script saves checkpoints with shoal.Session"
         raise CheckpointError(
             f"{run.path} has no checkpoint to take weights from",
-            why=error.why or error.seen,
-            fix=f"see how far the run is: shoal report {shlex.quote(str(run.path))}; a script must use shoal.Session",
+            why=why,
+            fix=f"see how far the run is: shoal report {shlex.quote(str(run.path))}",
         ) from None
 
 

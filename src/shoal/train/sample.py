@@ -33,12 +33,13 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--width", type=int, help="columns of the terminal that shows an error")
     options = parser.parse_args()
     try:
         use_private_caches()
         sentences = write_sentences(RunFolder.open(options.run), options)
     except ShoalError as error:
-        return report_error(error)
+        return report_error(error, options.width)
     text = json.dumps({"sentences": sentences}, ensure_ascii=False) if options.json else "\n".join(sentences)
     try:
         print(text, flush=True)

@@ -138,10 +138,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return RunFailed.exit_code
 
 
-def report_error(error: ShoalError) -> int:
+def report_error(error: ShoalError, width: int | None = None) -> int:
     """Write the error to stderr (the rank's log, or a terminal); return the exit code."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(error.render())
+        sys.stderr.write(error.render(width))
     return error.exit_code
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -98,3 +101,24 @@ def test_the_bar_leaves_room_for_the_time_left(width: int, cells: int) -> None:
     assert line.count("━") == cells
     assert len(line) <= width
     assert line.endswith("step 1,659 of 4,000 (41%)  1 min 29 s left")
+
+
+@pytest.mark.parametrize(
+    ("number", "why", "fix"),
+    [
+        (errno.EACCES, "only root may listen at ports below 1024", "--port 8080"),
+        (errno.EADDRINUSE, "another program has the port", "leave --port out"),
+        (errno.EADDRNOTAVAIL, "the address is not one of this machine", "leave --host out"),
+    ],
+)
+def test_a_port_that_cannot_be_had_is_explained(
+    number: int, why: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: socket.socket, address: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with pytest.raises(UsageError, match=os.strerror(number).lower()) as refused:
+        listen("127.0.0.1", 80)
+    assert refused.value.why == why
+    assert fix in refused.value.fix

@@ -19,7 +19,7 @@ from shoal.cli.lab import _print_lab
 from shoal.cli.main import run
 from shoal.cli.output import print_note, print_run, print_table
 from shoal.cli.probe import print_profile
-from shoal.cli.progress import BarDisplay
+from shoal.cli.progress import BarDisplay, PlainDisplay
 from shoal.errors import UsageError
 from shoal.terminal import printable
 from shoal.tools.bench.levers import CEILING, compare
@@ -204,7 +204,7 @@ def test_other_numbers_are_refused(text: str) -> None:
 
 
 def test_an_error_is_wrapped_at_words_and_its_command_is_not(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.cli.main._terminal_width", lambda: NARROW)
+    monkeypatch.setattr("shoal.cli.main.stderr_width", lambda: NARROW)
     assert run(["join", "foo"], debug=False) == 2
     printed = [line.rstrip() for line in lines()]
     why = [line for line in printed if not line.startswith(("error: ", "  next: "))]
@@ -226,6 +226,10 @@ def test_an_error_is_wrapped_at_words_and_its_command_is_not(lines: Lines, monke
         # A command in mid-sentence would not survive a line break.
         ("see: df -h; then use a smaller micro-batch", ["see: df -h; then use a smaller micro-batch"]),
         ("ls /there; then look at the rest of it", ["ls /there; then look at the rest of it"]),
+        (
+            "shoal ps\nor look at it: shoal report runs/a-long-name",
+            ["shoal ps", "or look at it:", "shoal report runs/a-long-name"],
+        ),
     ],
 )
 def test_only_prose_is_wrapped_in_a_next_step(fix: str, lines: list[str]) -> None:
@@ -256,3 +260,13 @@ def test_no_unlike_option_is_suggested(lines: Lines) -> None:
     assert not any("did you mean" in line for line in lines())
     assert run(["train", "--stepz", "3"], debug=False) == 2
     assert any("did you mean '--steps'?" in line for line in lines())
+
+
+def test_notes_between_the_lines_of_a_script_fit_and_their_command_is_whole(lines: Lines) -> None:
+    resume = "shoal run --resume runs/a-long-name-20260131-235959 --steps 4000"
+    text = f"two ranks of the script have saved a checkpoint after step 20 and have ended; to go on: {resume}"
+    display = PlainDisplay(Console(), 20, "my_train")
+    display([start(0), {"event": "note", "text": text}])
+    printed = lines()
+    assert too_wide([line for line in printed if line.strip() != resume]) == []
+    assert f"  {resume}" in printed

@@ -78,6 +78,8 @@ def test_more_ranks_than_sequences_is_refused() -> None:
     with pytest.raises(ConfigError, match="5 ranks cannot share a global batch of 4") as caught:
         micro_batch(TrainConfig(global_batch=4), equal(5))
     assert "train.global_batch=5" in caught.value.fix
+    with pytest.raises(ConfigError, match=r"2 ranks cannot share a global batch of 1 sequence$"):
+        micro_batch(TrainConfig(global_batch=1), equal(2))
 
 
 def test_a_micro_batch_that_does_not_divide_is_refused_with_the_nearest() -> None:

@@ -369,7 +369,7 @@ def test_a_text_shorter_than_one_sequence_names_a_length_that_fits(small_data: P
 
 
 def test_validation_needs_one_sequence(small_data: PreparedData) -> None:
-    with pytest.raises(DataError, match="validation text has 0 sequences of 65 tokens, 1 are needed") as caught:
+    with pytest.raises(DataError, match="validation text has 0 sequences of 65 tokens, 1 is needed") as caught:
         check_enough(small_data, seq_len=65, global_batch=1)
     assert "--set model.seq_len=64" in caught.value.fix
 

@@ -49,7 +49,7 @@ def test_the_error_for_a_read_only_folder_names_chmod_or_the_owner(
     with pytest.raises(UsageError) as caught:
         run.refuse_unwritable()
     assert caught.value.why.startswith("its permissions forbid it")
-    assert f"chmod u+w {run.path}; then shoal train --resume {run.path}" in caught.value.fix
+    assert f"chmod u+w {run.path} && shoal train --resume {run.path}" in caught.value.fix
     assert "as that user" not in caught.value.fix
     monkeypatch.setattr(os, "geteuid", lambda: run.path.stat().st_uid + 1)
     with pytest.raises(UsageError) as caught:
@@ -163,11 +163,15 @@ def script_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 @pytest.mark.parametrize(
     ("changes", "seen", "next_step"),
     [
-        ({}, "is finished: it has done its 20 steps", "shoal run --resume {run} --steps 40; or"),
+        (
+            {},
+            "is finished: it has done its 20 steps",
+            "shoal run --resume {run} --steps 40\nor look at it: shoal report {run}",
+        ),
         ({"train": {"steps": 9}}, "has done 20 steps already, more than 9", "shoal run --resume {run} --steps 40"),
         ({"sync": {"mode": "local"}}, "sync.mode cannot be changed when a run is resumed", "train.steps, "),
         ({"train": {"seed": 3}}, "train.seed cannot be changed when a run is resumed", "train.steps, "),
-        ({"train": {"lr": 3}}, "unknown setting train.lr", "train has: steps, "),
+        ({"train": {"lr": 3}}, "unknown setting train.lr", "the settings of train are steps, "),
         ({"train": {"steps": 40}}, "nothing may be displayed or started", ""),
     ],
 )

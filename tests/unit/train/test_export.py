@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +199,16 @@ def test_a_run_without_checkpoint_is_refused(tmp_path: Path) -> None:
     run = make_script_run(tmp_path / "run")
     with pytest.raises(CheckpointError, match="no checkpoint to take weights from") as caught:
         export_weights(run, "state-dict", tmp_path / "weights.safetensors")
-    assert caught.value.why
-    assert "shoal" in caught.value.fix
+    assert caught.value.why.endswith("a script saves checkpoints with shoal.Session")
+    assert caught.value.fix == f"see how far the run is: shoal report {run.path}"
+
+
+def test_a_training_without_checkpoint_is_not_taken_for_a_script(tmp_path: Path) -> None:
+    run, _ = make_gpt_run(tmp_path / "run")
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(CheckpointError, match="no checkpoint to take weights from") as caught:
+        export_weights(run, "hf", tmp_path / "hf")
+    assert "script" not in caught.value.why
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

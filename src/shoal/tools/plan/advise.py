@@ -14,7 +14,7 @@ from shoal.cost.predict import ClusterModel, Prediction, predict, speeds
 from shoal.cost.select_sync import LEAST_GAIN, LEAST_GAIN_OTHER_TRAINING
 from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import RankWork, Workload
-from shoal.units import format_duration, format_percent, format_si, format_speed
+from shoal.units import format_duration, format_percent, format_si, format_speed, pluralize
 
 # The larger batch that a plan considers, as a multiple of the configured one.
 _LARGER_BATCH = 4
@@ -345,7 +345,7 @@ def _larger_batch(plan: Plan, advice: Advice) -> str:
     if larger is None or (best is not None and larger.tokens_per_s < LEAST_GAIN * best.tokens_per_s):
         return ""
     return (
-        f"A global batch of {larger.row.prediction.batch_plan.global_batch} sequences would allow "
+        f"A global batch of {larger.row.prediction.batch_plan.global_batch:,} sequences would allow "
         f"{larger.row.speedup:.2f} times {_base_speed(plan)} on {larger.row.nodes} nodes ({larger.strategy}), if the "
         "training can do with fewer updates."
     )
@@ -434,8 +434,8 @@ def learning_rate(plan: Plan) -> str:
         )
     if workload.model is None:
         return (
-            f"Learning rate: the one tuned for a global batch of {batch} sequences; k times the batch takes k times "
-            f"it, with warm-up. {scaling}"
+            f"Learning rate: the one tuned for a global batch of {pluralize(batch, 'sequence')}; k times the batch "
+            f"takes k times it, with warm-up. {scaling}"
         )
     text = (
         f"Learning rate: {scaled_lr(train, world_size):.3g} for a global batch of {batch}, scaled linearly from "

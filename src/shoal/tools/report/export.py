@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeGuard, cast
 
 from shoal.control.membership.types import NEVER
-from shoal.errors import DataError, ShoalError, UsageError
+from shoal.errors import ShoalError, UsageError
 from shoal.events import LOG_FIELDS, STEP_FIELDS, STEP_TIMES, Event, EventTail
 from shoal.run_folder import RunFolder
 from shoal.terminal import printable_line
 from shoal.tools.report.membership import FinalLineage
-from shoal.tools.report.rank_log import MOST_LOGGED, Entered, RankLog, as_float, is_number, is_step
+from shoal.tools.report.rank_log import MOST_LOGGED, Entered, RankLog, as_float, is_number, is_step, no_steps_error
 from shoal.tools.report.tensorboard import ScalarWriter, event_file_name
 from shoal.units import SAMPLES, TOKENS, Unit
 
@@ -118,11 +118,7 @@ class RunMetrics:
             logs[rank] = self._scan(rank, path)
         self._final = FinalLineage(logs)
         if not any(log.steps.size for log in logs.values()):
-            raise DataError(
-                f"no rank of {run.path} has recorded a step",
-                why="an export has the steps in the events of a run; a script without a session records none",
-                fix="record them: shoal run --measure SCRIPT",
-            )
+            raise no_steps_error(run, "an export has the steps in the events of a run")
 
     @property
     def user_columns(self) -> list[str]:
@@ -304,7 +300,9 @@ def _replaced(path: Path) -> Iterator[Path]:
         yield temporary
         temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        # In a folder that cannot be used this fails as the writing did, and would name the temporary file.
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def write_csv(metrics: RunMetrics, file: IO[str]) -> int:
@@ -381,7 +379,7 @@ def import_wandb(run: RunFolder) -> WandbLike:
         raise UsageError(
             f"wandb cannot be imported: {error}",
             why="shoal needs it for this format only, so it is not installed with shoal",
-            fix=f"pip install 'shoal[wandb]'; then shoal export {shlex.quote(str(run.path))} --format wandb",
+            fix=f"pip install 'shoal[wandb]' && shoal export {shlex.quote(str(run.path))} --format wandb",
         ) from None
 
 

@@ -5,8 +5,10 @@ A long run has millions of steps. So a step is kept as a dozen numbers in flat a
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+import shlex
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,9 +17,12 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
+from shoal.config.load import load_settings
+from shoal.config.schema import Config
 from shoal.control.membership.types import NEVER, Ballot
-from shoal.errors import DataError
+from shoal.errors import DataError, ShoalError
 from shoal.events import LOG_FIELDS, STEP_TIMES, Event
+from shoal.run_folder import RunFolder
 
 Floats = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
@@ -319,6 +324,19 @@ def _split_tails(logs: dict[int, RankLog]) -> None:
                 tail_s = log._values["tail_s"][row]
                 log._values["wait_s"][row] = wait_s = min(tail_s, max(own_s) - log._values["ready_s"][row])
                 log._values["exposed_s"][row] = tail_s - wait_s
+
+
+def no_steps_error(run: RunFolder, needs: str) -> DataError:
+    """Return the error for a run without steps; `needs` tells what the steps are needed for."""
+    folder = shlex.quote(str(run.path))
+    why, fix = "a script without a session records none", "record them: shoal run --measure SCRIPT"
+    with contextlib.suppress(ShoalError):
+        # A run of shoal's GPT always records its steps.
+        if isinstance(load_settings(run.config), Config):
+            is_going_on = run.is_held()
+            why = "this training has done none yet" if is_going_on else "this training ended before its first"
+            fix = f"watch it: shoal attach {folder}" if is_going_on else f"see why: shoal logs {folder}"
+    return DataError(f"no rank of {run.path} has recorded a step", why=f"{needs}; {why}", fix=fix)
 
 
 def step_time_factors(events: Iterable[Event]) -> Floats:

@@ -34,7 +34,7 @@ def require_steps(run: RunFolder) -> None:
         raise DataError(
             f"{run.path} recorded no steps, so it cannot be compared with other runs",
             why="a script records them only if it uses shoal.Session, or was started with --measure",
-            fix=f"measure it: shoal run --measure SCRIPT; a page about this run alone: shoal report {run.path}",
+            fix=f"measure it: shoal run --measure SCRIPT\na page about this run alone: shoal report {run.path}",
         )
 
 

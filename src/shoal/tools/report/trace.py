@@ -24,10 +24,10 @@ from statistics import median
 from typing import IO, Any, NamedTuple
 
 from shoal.control.membership.types import NEVER
-from shoal.errors import DataError, ShoalError
+from shoal.errors import ShoalError
 from shoal.events import PHASES, Event, read_events
 from shoal.run_folder import RunFolder
-from shoal.tools.report.rank_log import as_float, is_number, is_step, read_ballot
+from shoal.tools.report.rank_log import as_float, is_number, is_step, no_steps_error, read_ballot
 
 # Common steps of a knot, and the most knots of a node: with more, every two become one, of twice as many steps.
 _KNOT_STEPS = 32
@@ -158,11 +158,7 @@ def write_trace(run: RunFolder, out: Path | None = None) -> TraceSummary:
     files = {rank: path for rank, path in run.event_files().items() if path.stat().st_size}
     nodes = {rank: _node_of(path) for rank, path in files.items()}
     if not any(next(_meetings(path), None) is not None for path in files.values()):
-        raise DataError(
-            f"no rank of {run.path} has recorded a step",
-            why="the trace is drawn from the steps in the events of a run; a script without a session records none",
-            fix="record them: shoal run --measure SCRIPT",
-        )
+        raise no_steps_error(run, "the trace is drawn from the steps in the events of a run")
     clocks = _align(files, nodes)
     path = out or run.path / "trace.json"
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -178,7 +174,9 @@ def write_trace(run: RunFolder, out: Path | None = None) -> TraceSummary:
             fix=f"write it elsewhere: shoal trace {shlex.quote(str(run.path))} --out FILE",
         ) from None
     finally:
-        temporary.unlink(missing_ok=True)
+        # In a folder that cannot be used this fails as the writing did, and would name the temporary file.
+        with suppress(OSError):
+            temporary.unlink()
     return TraceSummary(
         path,
         len(files),

@@ -145,6 +145,7 @@ def test_a_run_is_explained_from_its_own_numbers() -> None:
     text = explain_step_time(summarize(all_events()))
     assert text.startswith("On two ranks a step took 99 ms")
     assert "(median of steps 51–100)" in text
+    assert "(median of steps 1,001–2,000)" in explain_step_time(summarize(all_events(1, 2000)))
     assert "74% went into forward and backward, 12% into communication that backward did not hide" in text
     assert "Each rank sent 5.42 MB a step, +0.4% against the 5.4 MB of 2(N−1)/N·S." in text
     assert "Rank 0 was the slowest: rank 1 waited 6 ms a step for it." in text

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from shoal.errors import DataError, ShoalError
 from shoal.events import Event
 from shoal.run_folder import RunFolder
 from shoal.tools.report.export import COLUMNS, RunMetrics, export_metrics, replay, write_csv, write_jsonl
+from shoal.tools.report.trace import write_trace
 from tests.support.run_samples import end, make_run, make_session_run, session_events, start, step
 
 
@@ -145,7 +147,19 @@ def test_broken_lines_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_run_without_steps_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has recorded a step") as caught:
         export_metrics(make_run(tmp_path / "run", [start(0, 1), end(0)]), "csv")
+    assert caught.value.fix == f"see why: shoal logs {tmp_path / 'run'}"
+    with pytest.raises(DataError, match="has recorded a step") as caught:
+        export_metrics(make_session_run(tmp_path / "script", [start(0, 1), end(0)]), "csv")
     assert caught.value.fix == "record them: shoal run --measure SCRIPT"
+
+
+@pytest.mark.parametrize("write", [partial(export_metrics, kind="csv"), write_trace])
+def test_a_place_that_cannot_be_written_is_named_and_not_its_temporary_file(tmp_path: Path, write: Any) -> None:
+    run = make_run(tmp_path / "run")
+    (tmp_path / "file").touch()
+    out = tmp_path / "file/metrics.csv"
+    with pytest.raises(ShoalError, match=f"cannot write {out}: "):
+        write(run, out=out)
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -256,7 +270,7 @@ def test_an_absent_wandb_is_named(
     assert run_command(["export", str(run.path), "--format", "wandb"], debug=False) == 2
     printed = capsys.readouterr().err
     assert "wandb cannot be imported" in printed
-    assert "next: pip install 'shoal[wandb]'" in printed
+    assert f"next: pip install 'shoal[wandb]' && shoal export {run.path} --format wandb\n" in printed
 
 
 class Counter(io.TextIOBase):
