@@ -94,17 +94,25 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
 
 
 def count_checks(diagnosis: Diagnosis) -> str:
-    """Return how many kinds of checks passed, and how many had nothing to look at; a note is not a problem."""
-    from shoal.tools.doctor.checks import CHECK_MEANINGS, applicable_checks
+    """Return how many kinds of checks passed, and how many could not be made or had nothing to look at.
 
+    A note is not a problem. Errors and warnings are counted as they are printed: one check may find several.
+    """
+    from shoal.tools.doctor.checks import CHECK_MEANINGS, applicable_checks, checks_not_made
+
+    cluster = diagnosis.cluster
     by_severity = {
-        severity: {finding.id for finding in diagnosis.findings if finding.severity == severity}
+        severity: [finding.id for finding in diagnosis.findings if finding.severity == severity]
         for severity in ("error", "warning")
     }
-    failed = by_severity["error"] | by_severity["warning"]
-    applied = applicable_checks(diagnosis.cluster) | failed
+    failed = {check_id for ids in by_severity.values() for check_id in ids}
+    applied = applicable_checks(cluster) | failed
+    not_made = checks_not_made(cluster) - failed
     problems = [pluralize(len(ids), severity) for severity, ids in by_severity.items() if ids]
-    parts = [f"{len(applied - failed)} of {len(applied)} checks passed", *problems]
+    where = f" on {len(cluster.facts)} of {len(cluster.nodes)} machines" if cluster.unreached and cluster.facts else ""
+    parts = [f"{len(applied - failed - not_made)} of {len(applied)} checks passed{where}", *problems]
+    if not_made:
+        parts.append(f"{len(not_made)} not made")
     if left_out := len(CHECK_MEANINGS) - len(applied):
         parts.append(f"{left_out} do not apply here")
     return ", ".join(parts)
