@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 
@@ -131,7 +132,9 @@ def _print_finding(console: Console, finding: Finding) -> None:
 
 _STDIN = Path("-")
 # The indent of a line of an explanation, and its label: "  means:  ".
-_LABEL = re.compile(r"\A((?:  (?:(?:means|seen|fix|before): +)?)?)")
+_LABEL = re.compile(r"\A((?:  (?:(?:means|seen|fix|before|next): +)?)?)")
+# Between two clauses of a fix; not within the quotes of a command.
+_CLAUSE_END = re.compile(r"; (?=(?:[^']*'[^']*')*[^']*$)")
 _TITLES = {
     "CAUSE": "cause",
     "LIKELY": "likely cause",
@@ -158,9 +161,28 @@ def explain(
     else:
         for line in as_lines(findings):
             _, label, text = _LABEL.split(line, maxsplit=1)
-            print_paragraph(escape(text), label=label)
+            if label.strip() in ("fix:", "next:"):
+                print_fix(text, label)
+            else:
+                print_paragraph(escape(text), label=label)
     if not findings.explanations:
         raise typer.Exit(1)
+
+
+def print_fix(text: str, label: str) -> None:
+    """Print a fix. Where it does not fit on a line, each clause has its own, and a command is never broken."""
+    console = stdout_console()
+    if not console.is_terminal or cell_len(label + text) <= console.width:
+        print_paragraph(escape(text), console, label)
+        return
+    for clause in _CLAUSE_END.split(text):
+        prose, colon, command = clause.partition(": ")
+        if not colon or cell_len(label + clause) <= console.width:
+            print_paragraph(escape(clause), console, label)
+        else:
+            print_paragraph(escape(f"{prose}:"), console, label)
+            console.print(f"{' ' * len(label)}{escape(command)}", soft_wrap=True)
+        label = " " * len(label)
 
 
 def _read(log: Path) -> Findings:
@@ -193,8 +215,11 @@ def as_lines(findings: Findings) -> Iterator[str]:
     if error := _unknown_error(findings):
         yield f"first error that shoal does not know: {_place(error)}"
         yield f"  {error.text}"
+        if not findings.explanations:
+            yield "  next:   look at the lines before it and at the other ranks' logs; check the machines: shoal doctor"
     elif not findings.explanations:
         yield "no line here looks like an error, known to shoal or not"
+        yield "  next:   explain the log of another rank or the whole run: shoal explain RUN; list the runs: shoal runs"
     for number, explanation in enumerate(findings.explanations):
         title, place = _TITLES[explanation.weight.name], _place(explanation.evidence)
         if number > 0 and explanation.weight > CauseOrder.LIKELY:
