@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 _TITLES = ("lever", "tokens/s", "×node", "×stock", "×top", "sent", "exposed", "loss", "timed")
 _SCALING_TITLES = (
-    "cluster", "ranks", "tokens/s", "speed-up", "efficiency", "step", "all-reduce p50", "p95", "exposed", "wait"
+    "cluster", "ranks", "tokens/s", "speed-up", "efficiency", "step", "all-reduce p50", "all-reduce p95", "exposed",
+    "wait"
 )  # fmt: skip
 # Of a range of --ranks or --nodes.
 _MOST_ROWS = 64
@@ -238,8 +239,8 @@ def _scaling_cells(figures: dict[str, Any]) -> list[str]:
         f"{figures['tokens_per_s']:,.0f}",
         _times(figures["speedup"]),
         "–" if figures["efficiency"] is None else format_percent(figures["efficiency"]),
-        f"{1e3 * figures['step_s']:.0f} ms",
-        *("–" if figures[name] is None else f"{figures[name]:.1f} ms" for name in times),
+        format_duration(figures["step_s"]),
+        *("–" if figures[name] is None else format_duration(figures[name] / 1e3) for name in times),
     ]
 
 

@@ -22,7 +22,7 @@ from shoal.cli.output import make_console, print_json, print_paragraph, print_ta
 from shoal.config.sync_choice import TRAINED_METHODS
 from shoal.errors import UsageError
 from shoal.run_folder import default_out
-from shoal.units import format_duration
+from shoal.units import format_duration, pluralize
 
 if TYPE_CHECKING:
     from shoal.tools.chaos.run import Percentiles, ScenarioResult
@@ -151,14 +151,15 @@ def soak(
     Ranks and nodes are killed and return, freeze, lose the network once or repeatedly, get slow links, and the disk
     fills up. The faults are divided among the sync methods, which are tested one after another. At the end of each, the
     loss is compared with the run without faults, ledger and replicas are checked, and the agents' and ranks' memory,
-    files, sockets and threads must not have grown. soak.json in the folder has the figures after every fault.
+    files, sockets and threads must not have grown, where a process lived for 4 minutes. soak.json in the folder has the
+    figures after every fault.
     Exit code 0: all assertions held. Exit code 1: at least one did not.
     """
     from shoal.cluster.lab.spec import LabSpec
     from shoal.cluster.target import parse_on
     from shoal.tools.chaos.run import new_folder
     from shoal.tools.chaos.soak import FIGURES as SOAK_FIGURES
-    from shoal.tools.chaos.soak import SoakOrder, read_kinds, read_modes, soak_document
+    from shoal.tools.chaos.soak import SoakOrder, growth_warning, read_kinds, read_modes, soak_document
     from shoal.tools.chaos.soak import soak as soak_run
 
     spec = parse_on(on)
@@ -173,6 +174,8 @@ def soak(
     order = SoakOrder(on, len(spec.nodes), minutes, parse_every(every), seed, modes, kinds, words)
     folder = (out or default_out("soak")).absolute()
     new_folder(folder)
+    if warning := growth_warning(order):
+        print_paragraph(escape(warning), make_console(stderr=True))
     with _soak_progress() as display:
         result = soak_run(order, folder, display)
     if json:
@@ -308,7 +311,8 @@ def _print_results(results: Sequence[ScenarioResult]) -> None:
         for run in runs:
             for failed in (assertion for assertion in run.assertions if not assertion.ok):
                 label = escape(f"{name} {run.number}")
-                print_paragraph(f"[red]{label}[/]: {escape(failed.name)}: {escape(failed.seen)}", console)
+                expected, seen = escape(failed.name), escape(failed.seen)
+                print_paragraph(f"[red]{label}[/]: expected: {expected}; seen: {seen}", console)
 
 
 def _scenario_rows(runs: Sequence[ScenarioResult]) -> Iterator[tuple[str, ...]]:
@@ -363,14 +367,14 @@ class SoakProgress:
 
     def mode(self, result: ModeResult) -> None:
         verdict = "[green]held[/]" if result.ok else "[red]NOT HELD[/]"
-        text = f"{result.sync}: {result.survived} of {result.planned} faults survived"
+        text = f"{result.sync}: survived {result.survived} of {pluralize(result.planned, 'fault')}"
         self._console.print(f"{verdict} {escape(text)}, {format_duration(result.seconds)}", soft_wrap=True)
 
 
 @contextlib.contextmanager
 def _soak_progress() -> Iterator[SoakProgress]:
     console = make_console(stderr=True)
-    columns = (TextColumn("{task.completed:.0f} faults"), BarColumn(20), TextColumn("{task.description}"))
+    columns = (TextColumn("faults: {task.completed:.0f}"), BarColumn(20), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         yield SoakProgress(console, bar)
 
@@ -390,6 +394,8 @@ def _print_soak(result: SoakResult) -> None:
         if not label or not assertion.ok or len(result.modes) == 1:
             verdict = "[green]held[/]" if assertion.ok else "[red]NOT HELD[/]"
             print_paragraph(f"{verdict}  {escape(f'{label}{assertion.name}: {assertion.seen}')}", console)
+    if result.not_judged:
+        print_paragraph(f"[yellow]not judged[/]  {escape(result.not_judged)}", console)
 
 
 def _mode_row(mode: ModeResult) -> tuple[str, ...]:

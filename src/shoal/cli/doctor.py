@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 
@@ -94,17 +95,25 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
 
 
 def count_checks(diagnosis: Diagnosis) -> str:
-    """Return how many kinds of checks passed, and how many had nothing to look at; a note is not a problem."""
-    from shoal.tools.doctor.checks import CHECK_MEANINGS, applicable_checks
+    """Return how many kinds of checks passed, and how many could not be made or had nothing to look at.
 
+    A note is not a problem. Errors and warnings are counted as they are printed: one check may find several.
+    """
+    from shoal.tools.doctor.checks import CHECK_MEANINGS, applicable_checks, checks_not_made
+
+    cluster = diagnosis.cluster
     by_severity = {
-        severity: {finding.id for finding in diagnosis.findings if finding.severity == severity}
+        severity: [finding.id for finding in diagnosis.findings if finding.severity == severity]
         for severity in ("error", "warning")
     }
-    failed = by_severity["error"] | by_severity["warning"]
-    applied = applicable_checks(diagnosis.cluster) | failed
+    failed = {check_id for ids in by_severity.values() for check_id in ids}
+    applied = applicable_checks(cluster) | failed
+    not_made = checks_not_made(cluster) - failed
     problems = [pluralize(len(ids), severity) for severity, ids in by_severity.items() if ids]
-    parts = [f"{len(applied - failed)} of {len(applied)} checks passed", *problems]
+    where = f" on {len(cluster.facts)} of {len(cluster.nodes)} machines" if cluster.unreached and cluster.facts else ""
+    parts = [f"{len(applied - failed - not_made)} of {len(applied)} checks passed{where}", *problems]
+    if not_made:
+        parts.append(f"{len(not_made)} not made")
     if left_out := len(CHECK_MEANINGS) - len(applied):
         parts.append(f"{left_out} do not apply here")
     return ", ".join(parts)
@@ -123,7 +132,9 @@ def _print_finding(console: Console, finding: Finding) -> None:
 
 _STDIN = Path("-")
 # The indent of a line of an explanation, and its label: "  means:  ".
-_LABEL = re.compile(r"\A((?:  (?:(?:means|seen|fix|before): +)?)?)")
+_LABEL = re.compile(r"\A((?:  (?:(?:means|seen|fix|before|next): +)?)?)")
+# Between two clauses of a fix; not within the quotes of a command.
+_CLAUSE_END = re.compile(r"; (?=(?:[^']*'[^']*')*[^']*$)")
 _TITLES = {
     "CAUSE": "cause",
     "LIKELY": "likely cause",
@@ -150,9 +161,28 @@ def explain(
     else:
         for line in as_lines(findings):
             _, label, text = _LABEL.split(line, maxsplit=1)
-            print_paragraph(escape(text), label=label)
+            if label.strip() in ("fix:", "next:"):
+                print_fix(text, label)
+            else:
+                print_paragraph(escape(text), label=label)
     if not findings.explanations:
         raise typer.Exit(1)
+
+
+def print_fix(text: str, label: str) -> None:
+    """Print a fix. Where it does not fit on a line, each clause has its own, and a command is never broken."""
+    console = stdout_console()
+    if not console.is_terminal or cell_len(label + text) <= console.width:
+        print_paragraph(escape(text), console, label)
+        return
+    for clause in _CLAUSE_END.split(text):
+        prose, colon, command = clause.partition(": ")
+        if not colon or cell_len(label + clause) <= console.width:
+            print_paragraph(escape(clause), console, label)
+        else:
+            print_paragraph(escape(f"{prose}:"), console, label)
+            console.print(f"{' ' * len(label)}{escape(command)}", soft_wrap=True)
+        label = " " * len(label)
 
 
 def _read(log: Path) -> Findings:
@@ -185,8 +215,11 @@ def as_lines(findings: Findings) -> Iterator[str]:
     if error := _unknown_error(findings):
         yield f"first error that shoal does not know: {_place(error)}"
         yield f"  {error.text}"
+        if not findings.explanations:
+            yield "  next:   look at the lines before it and at the other ranks' logs; check the machines: shoal doctor"
     elif not findings.explanations:
         yield "no line here looks like an error, known to shoal or not"
+        yield "  next:   explain the log of another rank or the whole run: shoal explain RUN; list the runs: shoal runs"
     for number, explanation in enumerate(findings.explanations):
         title, place = _TITLES[explanation.weight.name], _place(explanation.evidence)
         if number > 0 and explanation.weight > CauseOrder.LIKELY:

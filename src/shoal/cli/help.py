@@ -144,7 +144,7 @@ EXAMPLES = {
     "lab": (
         ("shoal lab up 3 --link 100mbit", "three nodes with slow links"),
         ("shoal train --on lab", "a training on them"),
-        ("shoal lab kill node2", "as if its power was cut"),
+        ("shoal lab kill node2 --silent", "as if its power was cut"),
         ("shoal lab down", "removes the lab"),
     ),
     "chaos": (("shoal chaos list", "what can be tried"), ("shoal chaos run SCENARIO", "try one of them")),

@@ -365,6 +365,7 @@ def setup(
     Each host gets the Python packages in the versions used here, in shoal's own folder. Nothing else is changed.
     """
     from shoal.cluster.hosts.copy import describe_left_out, project_of
+    from shoal.cluster.hosts.facts import refuse_one_machine_twice
     from shoal.cluster.hosts.setup import make_order, set_up
     from shoal.cluster.hosts.spec import read_hosts
     from shoal.cluster.hosts.ssh import on_each, values_or_raise
@@ -374,6 +375,7 @@ def setup(
             f"--no-project does not go with --project {project}", why="they contradict each other", fix="leave one out"
         )
     spec = read_hosts(hosts)
+    refuse_one_machine_twice(spec)
     order = make_order(None if no_project else project or project_of(Path.cwd()), wheels)
     if order.project is not None and (left_out := describe_left_out(order.project)):
         print_note(left_out)

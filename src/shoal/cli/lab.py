@@ -105,16 +105,27 @@ def exec_(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…")],
     name: Name = None,
 ) -> None:
-    """Run a command on a node and return its exit code. Options go before NODE."""
+    """Run a command on a node and return its exit code."""
     from shoal.cluster.lab.lab import Lab
 
-    words = command[1:] if command[0] == "--" else command
+    name, words = split_exec_words(name, command)
     if not words:
         raise UsageError("no command is given", fix=f"shoal lab exec {node} -- hostname")
     argv = Lab.open(name).command(node, words)
     end_stage()
     # Replace this process: the command then owns the terminal, its signals and the exit code.
     os.execvp(argv[0], argv)  # noqa: S606
+
+
+def split_exec_words(name: str | None, words: list[str]) -> tuple[str | None, list[str]]:
+    """Return the lab's name and the command. `--name NAME` may stand before the command, as after other verbs."""
+    if words and words[0].startswith("--name="):
+        name, words = words[0].removeprefix("--name="), words[1:]
+    elif words and words[0] == "--name":
+        if len(words) == 1:
+            raise UsageError("--name has no value", fix="shoal lab exec node1 --name LAB -- hostname")
+        name, words = words[1], words[2:]
+    return name, words[1:] if words and words[0] == "--" else words
 
 
 @app.command()
@@ -262,7 +273,8 @@ def firewall(
             fix=f"shoal lab firewall {node} --off",
         )
     need_tools({"nft": "nftables"})
-    done = f"{node} accepts connections at {allow or 'no port'}; undo it: {_hint(name, 'firewall', node, '--off')}"
+    ports = f"only at {allow}" if allow else "at no port"
+    done = f"{node} accepts connections {ports}; undo it: {_hint(name, 'firewall', node, '--off')}"
     done = f"{node} has no firewall" if off else done
     _perform(name, lab_changes.set_firewall(node, None if off else parse_ports(allow)), dry_run, done)
 
@@ -415,17 +427,20 @@ def _print_lab(document: dict[str, Any]) -> None:
     print_table(("node", "address", "link", "cpu", "ranks", "state", "runs"), rows, console=console)
     for line in _remarks(document):
         print_paragraph(line, console)
+    if document["ssh_config"]:
+        ssh = _hint(None, "exec", *([] if document["name"] == LAB_NAME else ["--name", document["name"]]), "switch")
+        # A command to paste stays on one line.
+        console.print(f"ssh: {escape(ssh)} -- ssh -F {escape(document['ssh_config'])} node1", soft_wrap=True)
 
 
 def _remarks(document: dict[str, Any]) -> list[str]:
-    ssh = _hint(None, "exec", *([] if document["name"] == LAB_NAME else ["--name", document["name"]]), "switch")
     firewalled = [node for node in document["nodes"] if node["firewall"] is not None]
     return [
         *(f"cut: {cut['to']} no longer receives from {cut['from']}" for cut in document["cuts"]),
         *(
-            f"firewall: {node['name']} accepts connections at {', '.join(node['firewall']) or 'no port'}"
+            f"firewall: {node['name']} accepts connections "
+            + (f"only at {', '.join(node['firewall'])}" if node["firewall"] else "at no port")
             for node in firewalled
         ),
-        *([f"ssh: {ssh} -- ssh -F {document['ssh_config']} node1"] if document["ssh_config"] else []),
         *(f"[yellow]note[/]: {escape(note)}" for note in document["notes"]),
     ]

@@ -48,7 +48,7 @@ _LONGEST_NOTE = 4_000
 _REDRAW_S = 0.1
 _WIDE = 1000
 # Between the columns of a table.
-_GAP = 2
+GAP = 2
 # Of a user's own values, in the summary of a run.
 _MOST_LOGGED = 12
 # Show the current lines of at most so many ranks.
@@ -226,7 +226,7 @@ def print_table(
     rows: Sequence[Sequence[str | Text]],
     right: Container[int] = (),
     console: Console | None = None,
-    gap: int = _GAP,
+    gap: int = GAP,
 ) -> None:
     """Print a table on stdout or on `console`: on a terminal in its width, elsewhere with whole cells, for programs.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from rich.cells import cell_len
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -52,7 +53,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
-Commands: TypeAlias = "Mapping[SyncStrategy, str | None]"
+# By strategy and number of nodes.
+Commands: TypeAlias = "Mapping[tuple[SyncStrategy, int], str | None]"
 
 _TITLES = ("nodes", "payload", "comm", "compute", "exposed", "wait", "step", "tokens/s", "speed-up", "eff.", "memory")
 _OPTION_TITLES = ("strategy", "tokens/s", "speed-up", "what it costs")
@@ -171,7 +173,6 @@ def plan(
     flags = given_settings(context, plan_options.SETTINGS)
     plan_options.refuse_conflicts(flags, given)
     made_from = basis(given)
-    given["on"] = made_from.on
     counts = plan_options.parse_nodes(nodes or made_from.nodes)
     # --tokens sets the global batch in another unit.
     advised = {key: "--global-batch" if flag == "--tokens" else flag for key, flag in flags.items()}
@@ -188,7 +189,7 @@ def plan(
         # The error suggests --set, but a model given by --params has flags only.
         fix = "use another --global-batch or --micro-batch, or fewer --nodes" if params is not None else error.fix
         raise ConfigError(error.seen, why=error.why, fix=fix) from None
-    _show(made, [made_from.note, *notes, *_assumptions(made, made_from)], given)
+    _show(made, [made_from.note, *notes, *_assumptions(made, made_from)], given, made_from)
 
 
 def _assumptions(made: Plan, made_from: Basis) -> Iterator[str]:
@@ -264,12 +265,16 @@ def _calibrate(runs: list[str], profile: Path | None, json: bool) -> None:
         _print_calibration(fitted, results, profile)
 
 
-def _show(made: Plan, notes: list[str], given: dict[str, Any]) -> None:
+def _show(made: Plan, notes: list[str], given: dict[str, Any], made_from: Basis) -> None:
     from shoal.tools.plan.advise import advise
 
     advice = advise(made)
     choices = (*advice.options, advice.best, advice.other_training)
-    commands = {option.strategy: _command(given, made, option) for option in choices if option is not None}
+    commands = {
+        (option.strategy, option.row.nodes): _command(given, made_from, made, option)
+        for option in choices
+        if option is not None
+    }
     if given["output"] is not None:
         from shoal.tools.plan.figures import plot_plan
 
@@ -282,15 +287,15 @@ def _show(made: Plan, notes: list[str], given: dict[str, Any]) -> None:
         typer.echo(f"\npicture: {shown(given['output'])}")
 
 
-def _command(given: dict[str, Any], made: Plan, option: PlanOption) -> str | None:
+def _command(given: dict[str, Any], made_from: Basis, made: Plan, option: PlanOption) -> str | None:
     """Return the command, or None for what shoal cannot do: a planned sync method, or a model that is no preset."""
     if given["params"] is not None or not option.is_possible:
         return None
-    return command(*plan_options.train_words(given, made, option))
+    return command(*plan_options.train_words(given, made_from, made, option))
 
 
 def _print_plan(plan: Plan, advice: Advice, notes: Sequence[str], commands: Commands) -> None:
-    from shoal.tools.plan.advise import explain_plan
+    from shoal.tools.plan.advise import describe_other_training, explain_plan
 
     console = stdout_console()
     if not console.is_terminal:
@@ -298,11 +303,12 @@ def _print_plan(plan: Plan, advice: Advice, notes: Sequence[str], commands: Comm
         console.width = max(console.width, _WHOLE_WIDTH)
     verdict, *reasons = explain_plan(plan, advice)
     console.print(escape(verdict), style="bold")
-    for label, option in (("to do that", advice.best), ("to do the other at its price", advice.other_training)):
-        if option is not None and (text := commands.get(option.strategy)):
-            hosts = " (hosts.toml lists your machines)" if "hosts.toml" in text else ""
-            console.print(f"\n{label}{hosts}:", style="dim")
-            console.print(f"  {escape(text)}", soft_wrap=True)
+    _print_command(console, "to do that", advice.best, commands)
+    if other := describe_other_training(plan, advice):
+        # Here and not below the tables: its command needs the sentence.
+        reasons.remove(other)
+        console.print(f"\n{escape(other)}")
+        _print_command(console, "to do that at its price", advice.other_training, commands)
     console.print()
     for line in (_describe(plan.workload, plan.strategy, plan.rows[-1]), *notes):
         console.print(escape(line), style="dim")
@@ -323,6 +329,13 @@ def _print_plan(plan: Plan, advice: Advice, notes: Sequence[str], commands: Comm
     for line in reasons:
         console.print()
         console.print(escape(line))
+
+
+def _print_command(console: Console, label: str, option: PlanOption | None, commands: Commands) -> None:
+    if option is not None and (text := commands.get((option.strategy, option.row.nodes))):
+        where = f" on {option.row.nodes} machines (hosts.toml lists them)" if " hosts.toml" in text else ""
+        console.print(f"\n{label}{where}:", style="dim")
+        console.print(f"  {escape(text)}", soft_wrap=True)
 
 
 def _plan_document(plan: Plan, advice: Advice, notes: Sequence[str], commands: Commands) -> dict[str, Any]:
@@ -406,15 +419,19 @@ def _row(row: PlanRow) -> tuple[str, ...]:
 
 
 def _options(advice: Advice) -> Table:
-    nodes = advice.options[0].row.nodes
-    table = _table((f"strategy, on {nodes} nodes", *_OPTION_TITLES[1:]), (1, 2))
-    for option in advice.options:
-        table.add_row(*_option_row(option), style=None if option.is_possible else "dim")
+    """Return all strategies on the most nodes, and those that the sentences recommend for fewer nodes."""
+    most = advice.options[0].row.nodes
+    recommended = (advice.best, advice.larger_batch, advice.other_training)
+    fewer = [option for option in recommended if option is not None and option.row.nodes < most]
+    table = _table((f"strategy, on {most} nodes", *_OPTION_TITLES[1:]), (1, 2))
+    for option in sorted((*advice.options, *fewer), key=lambda option: option.tokens_per_s, reverse=True):
+        table.add_row(*_option_row(option, most), style=None if option.is_possible else "dim")
     return table
 
 
-def _option_row(option: PlanOption) -> tuple[str, ...]:
+def _option_row(option: PlanOption, most: int) -> tuple[str, ...]:
     name = str(option.strategy) + ("" if option.strategy.is_available else " *")
+    name += f" ({option.row.nodes} nodes)" if option.row.nodes < most else ""
     return escape(name), f"{option.tokens_per_s:,.0f}", f"{option.row.speedup:.2f}×", escape(option.costs)
 
 
@@ -429,7 +446,7 @@ def _option_document(option: PlanOption, commands: Commands) -> dict[str, Any]:
         "fits": option.row.prediction.fits,
         "available": option.strategy.is_available,
         "costs": option.costs,
-        "command": commands.get(option.strategy),
+        "command": commands.get((option.strategy, option.row.nodes)),
     }
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 MOST_NODES = 16_384
 MOST_ROWS = 64
 _RANGE = re.compile(r"(\d{1,9})(?:\.\.(\d{1,9}))?")
+_WITH_NUMBER_EXAMPLES = {"--wire": "powersgd:4", "--sync": "diloco:50"}
 _WITH_NUMBER = re.compile(r"([a-z0-9]+)(?::(\d{1,9}))?")
 
 LINK = "1gbe"
@@ -250,7 +251,7 @@ def _named(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, int]:
         raise UsageError(
             f"{flag} {text!r} is not known",
             why=did_you_mean(text.partition(":")[0], known),
-            fix=f"use one of: {', '.join(known)}; with a number as in powersgd:4 or diloco:50",
+            fix=f"use one of: {', '.join(known)}; with a number as in {_WITH_NUMBER_EXAMPLES[flag]}",
         )
     return match[1], int(match[2] or 0)
 
@@ -265,7 +266,7 @@ def gradient_type(text: str) -> Any:
     return text
 
 
-def train_words(given: dict[str, Any], plan: Plan, option: PlanOption) -> list[str]:
+def train_words(given: dict[str, Any], made_from: Basis, plan: Plan, option: PlanOption) -> list[str]:
     """Return the command that trains as planned, with every flag of the plan that a training has too.
 
     A file with settings may contain settings that the plan decided. Then the command sets all of them.
@@ -276,7 +277,8 @@ def train_words(given: dict[str, Any], plan: Plan, option: PlanOption) -> list[s
     strategy, has_file = option.strategy, given["config"] is not None
     settings = [setting for setting in given["set_"] or [] if _key(setting) not in _PLANNED]
     on = [str(parse_set(setting)["run"]["on"]) for setting in given["set_"] or [] if _key(setting) == "run.on"]
-    words = ["train", given["preset"] or "grammar", "--on", *(on[-1:] or [given["on"]])]
+    nodes = option.row.nodes
+    words = ["train", given["preset"] or "grammar", "--on", *(on[-1:] or [given["on"] or made_from.where(nodes)])]
     for flag in ("config", "depth", "seq_len", "scaling", "micro_batch"):
         words += ["--" + flag.replace("_", "-"), str(given[flag])] if given[flag] is not None else []
     batch = plan.workload.accumulated(strategy.accumulation).train.global_batch
@@ -321,10 +323,14 @@ class Basis:
     setting: ClusterModel
     note: str
     nodes: str  # default of --nodes
-    on: str  # where the printed command would run
+    on: str  # the machines that were measured; a hosts file to write where none were
     known: int = 0  # how many nodes are known one by one; 0: all are alike
     how: str = "measured"  # or "named"
     profile: Profile | None = None
+
+    def where(self, nodes: int) -> str:
+        """Return where a training on so many nodes would run: the measured machines, if they are as many."""
+        return self.on if self.profile is None or nodes == self.known else HOSTS
 
 
 def basis(given: dict[str, Any]) -> Basis:
@@ -335,15 +341,15 @@ def basis(given: dict[str, Any]) -> Basis:
         setting = make_cluster_model(link, machines, given["ranks_per_node"], overrides)
         note = f"{describe(link, machines, setting)}; measure yours with shoal probe"
         named = len(machines) if len(machines) > 1 else 0
-        return Basis(setting, note, f"1..{named}" if named else NODES, given["on"] or HOSTS, named, "named")
+        return Basis(setting, note, f"1..{named}" if named else NODES, HOSTS, named, "named")
     _refuse_beside_profile(given)
-    return _measured(given["profile"], given["link"], given["on"], overrides)
+    return _measured(given["profile"], given["link"], overrides)
 
 
-def _measured(path: Path, link: str | None, on: str | None, overrides: SheetOverrides) -> Basis:
+def _measured(path: Path, link: str | None, overrides: SheetOverrides) -> Basis:
     # Imported here: a plan without a profile would spend a tenth of its time on importing the schema.
     from shoal.config.load import read_profile
-    from shoal.cost.measured import cluster_model_of
+    from shoal.cost.measured import cluster_model_of, link_factors
 
     profile = read_profile(path)
     setting = replace(cluster_model_of(profile), ranks_per_node=_ranks_per_node(profile))
@@ -353,10 +359,12 @@ def _measured(path: Path, link: str | None, on: str | None, overrides: SheetOver
         sheet = ring(other_link, stack_of(()), overrides)
         setting = replace(setting, network=sheet)
         note += f"; but over {other_link.name} by data sheet, {format_si(sheet.bytes_per_s, 'B/s')}"
+    elif link_factors(profile):
+        note += "; fewer nodes than measured exchange over the links of the first ones"
     if profile.calibration is not None:
         note += f"; learned from {profile.calibration.runs} runs"
     last = len(profile.nodes)
-    return Basis(setting, note, "1" if last == 1 else f"1..{last}", on or profile.on, last, profile=profile)
+    return Basis(setting, note, "1" if last == 1 else f"1..{last}", profile.on, last, profile=profile)
 
 
 def on_devices(made_from: Basis, given: dict[str, Any]) -> Basis:

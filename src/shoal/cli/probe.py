@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.cells import cell_len
 from rich.markup import escape
 
-from shoal.cli.output import make_console, print_json, print_paragraph, print_table, shown, stdout_console
+from shoal.cli.output import GAP, make_console, print_json, print_paragraph, print_table, shown, stdout_console
 from shoal.config.presets import depth_overrides
 from shoal.errors import DataError, UsageError
 from shoal.units import format_change, format_duration, format_number, format_percent, format_si
@@ -34,7 +36,8 @@ def probe(
         "profile.toml"
     ),
     budget: Annotated[
-        float, typer.Option(min=5, help="Seconds it may take; slow links are measured with smaller messages.")
+        float,
+        typer.Option(min=5, help="Seconds to aim at; starting ranks and the shortest measurements may take longer."),
     ] = 60.0,
     model: Annotated[
         list[str] | None, typer.Option(help="Also time this model: a preset, or depth:N; may be repeated.")
@@ -100,6 +103,9 @@ def _find_model(name: str) -> ModelConfig:
 def print_profile(profile: Profile) -> None:
     console = stdout_console()
     for titles, rows in _tables(profile):
+        if console.is_terminal and not titles[-1] and _table_width(titles, rows) > console.width:
+            # Bars without the sizes beside them mean nothing.
+            titles, rows = titles[:-1], [row[:-1] for row in rows]
         right = [number for number, title in enumerate(titles) if number and title not in _TEXT_TITLES]
         print_table(titles, rows, right, console)
         console.print()
@@ -107,6 +113,10 @@ def print_profile(profile: Profile) -> None:
         print_paragraph(escape(line), console)
     for note in profile.notes:
         print_paragraph(f"[yellow]note[/]: {escape(note)}", console)
+
+
+def _table_width(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    return sum(max(map(cell_len, column)) + GAP for column in zip(titles, *rows, strict=True)) - GAP
 
 
 def _tables(profile: Profile) -> list[TitlesAndRows]:
@@ -151,7 +161,7 @@ def verdicts(profile: Profile) -> list[str]:
 def _fit_line(entry: CollectiveProfile) -> str:
     from shoal.cost.network import format_buffer_size
 
-    gbps = f", {8e-9 / entry.beta_s_per_byte:.3g} Gbit/s" if entry.beta_s_per_byte else ""
+    gbps = f", {_gbps(8e-9 / entry.beta_s_per_byte)}" if entry.beta_s_per_byte else ""
     line = (
         f"{entry.op} of {entry.world_size} ranks takes {format_duration(entry.alpha_s)} + bytes × "
         f"{1e9 * entry.beta_s_per_byte:.3g} ns{gbps}"

@@ -14,7 +14,7 @@ import typer
 from shoal import __version__
 from shoal.cli.output import Depth, advising_flags, given_settings, print_json, print_note, refuse_given
 from shoal.cli.train import BALANCE_DEFAULT, BALANCE_HELP, DROP_HELP, PROFILE
-from shoal.config.defaults import DEFAULT_CLAIM, DEFAULT_MEMORY, DEFAULT_PRESET, GRACE_S, MOUNT
+from shoal.config.defaults import DEFAULT_CLAIM, DEFAULT_PRESET, GRACE_S, MOUNT
 from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_mean
 from shoal.config.sync_choice import SYNC_HELP, WIRE_HELP
 from shoal.errors import ShoalError, UsageError
@@ -363,7 +363,9 @@ def k8s(
     ] = None,
     image: Annotated[str, typer.Option(help="A container image that has shoal.")] = f"shoal:{__version__}",
     claim: Annotated[str, typer.Option(help=f"The volume claim that the pods share at {MOUNT}.")] = DEFAULT_CLAIM,
-    memory: Annotated[str, typer.Option(help="Memory per pod.")] = DEFAULT_MEMORY,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory per pod.", show_default="what its ranks need, as shoal plan estimates it")
+    ] = None,
     python: Annotated[str, typer.Option(help="The Python that has shoal, in the image.")] = "python3",
     json: Json = False,
 ) -> None:

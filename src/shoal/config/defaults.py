@@ -42,7 +42,7 @@ LAB_LINKS = {
     "wan": (50e6, 15e-3, 0.001),
 }
 
-# The volume of a Kubernetes job: where the pods mount it, and its claim; and the memory of a pod.
+# The volume of a Kubernetes job: where the pods mount it, and its claim; and the least memory of a pod, in GiB.
 MOUNT = Path("/data")
 DEFAULT_CLAIM = "shoal"
-DEFAULT_MEMORY = "4Gi"
+LEAST_POD_GIB = 4

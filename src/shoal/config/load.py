@@ -321,7 +321,7 @@ def read_profile(path: Path) -> Profile:
     document = _read_profile_document(path)
     version = document.get("shoal_profile")
     if version is None:
-        raise DataError(f"{path} is no profile of a cluster", why="it has no shoal_profile", fix=_probe_command(path))
+        raise DataError(f"{path} is no profile of a cluster", why="it has no shoal_profile", fix=_probe_elsewhere(path))
     if version != VERSION:
         is_newer = isinstance(version, int) and version > VERSION
         why = "a newer shoal wrote it" if is_newer else f"this shoal reads version {VERSION}"
@@ -359,7 +359,12 @@ def check_profile_writable(path: Path) -> None:
 
 
 def _read_profile_document(path: Path) -> dict[str, Any]:
-    return _read_document(path, DataError, "profile", _probe_command(path), _probe_command(path))
+    return _read_document(path, DataError, "profile", _probe_command(path), _probe_elsewhere(path))
+
+
+def _probe_elsewhere(path: Path) -> str:
+    """Return the command for a file that is no profile: a probe does not replace it."""
+    return _probe_command(path.with_name(f"{path.stem}-profile.toml"))
 
 
 def _probe_command(path: Path) -> str:

@@ -217,7 +217,31 @@ def measured_network(profile: Profile, backend: Backend = "gloo") -> Network:
             size: LinearFit(learned * entry.alpha_s, learned * entry.beta_s_per_byte) for size, entry in entries.items()
         },
         cores={size: entry.cores for size, entry in entries.items()},
+        link_factors=link_factors(profile) if backend == "gloo" else {},
     )
+
+
+def link_factors(profile: Profile) -> dict[int, float]:
+    """Return by number of ranks how much less a byte costs over the links of the first nodes than over all links.
+
+    A number of ranks is missing where it needs all nodes, only one of them, or a link that was not measured.
+    """
+    gbps = {(link.source, link.target): link.gbps_4_streams for link in profile.links}
+    names = [node.name for node in profile.nodes]
+
+    def slowest(count: int) -> float | None:
+        ring = zip(names[:count], [*names[1:count], names[0]], strict=True)
+        rates = [gbps.get(pair) for pair in ring]
+        return None if None in rates else min(rate for rate in rates if rate is not None)
+
+    factors, ranks, of_all = {}, 0, slowest(len(names))
+    for count, node in enumerate(profile.nodes[:-1], start=1):
+        own = slowest(count) if count > 1 else None
+        for rank_count in range(ranks + 1, ranks + node.ranks + 1):
+            if own is not None and of_all is not None and own > of_all:
+                factors[rank_count] = of_all / own
+        ranks += node.ranks
+    return factors
 
 
 def spare_cores(profile: Profile, node: NodeProfile) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from shoal.errors import ConfigError
@@ -256,12 +256,17 @@ class NodesNetwork:
 
 @dataclass(frozen=True)
 class MeasuredNetwork:
-    """Times measured among `world_size` ranks; other sizes by the arithmetic of the ring."""
+    """Times measured among `world_size` ranks; other sizes by the arithmetic of the ring.
+
+    The slowest link bounds a ring. Fewer ranks may not need it.
+    """
 
     world_size: int
     # By bytes of an element: gloo adds up fp16 by another path than fp32.
     lines: dict[float, LinearFit]
     cores: dict[float, float]
+    # By number of ranks: the slowest link of all over the slowest link of theirs. 1 where it is missing.
+    link_factors: dict[int, float] = field(default_factory=dict)
 
     def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: float) -> ExchangeCost:
         if world_size == 1:
@@ -270,6 +275,7 @@ class MeasuredNetwork:
         rounds = (world_size - 1) / (self.world_size - 1)
         payload = payload_factor(world_size) / payload_factor(self.world_size)
         latency_s = rounds * line.alpha_s
+        payload *= self.link_factors.get(world_size, 1.0)
         seconds = latency_s + payload * line.beta_s_per_byte * buffer_bytes
         return ExchangeCost(seconds, self.cores.get(element_bytes, self.cores.get(4, 0.0)), latency_s)
 

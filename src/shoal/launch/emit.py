@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -14,12 +15,15 @@ from string import Template
 from typing import Any
 
 from shoal.cluster.node import Node
-from shoal.config.defaults import DEFAULT_CLAIM, DEFAULT_MEMORY, MOUNT
+from shoal.config.defaults import DEFAULT_CLAIM, LEAST_POD_GIB, MOUNT
 from shoal.config.load import build_config, parse_set
 from shoal.config.presets import PRESETS
 from shoal.config.schema import Config
 from shoal.control.rank_env import SAFE_PATH
+from shoal.cost import memory as memory_model
 from shoal.cost.batch_plan import micro_batch, rank_weights
+from shoal.cost.strategy import strategy_of_config
+from shoal.cost.workload import workload_of
 from shoal.errors import ConfigError, UsageError
 from shoal.units import pluralize
 
@@ -313,7 +317,7 @@ done"""
 class Pods:
     image: str  # has shoal installed
     claim: str = DEFAULT_CLAIM  # a volume claim that all pods can write to
-    memory: str = DEFAULT_MEMORY  # of each pod
+    memory: str | None = None  # of each pod; None: what its ranks need
 
 
 def k8s_text(job: EmitJob, pods: Pods) -> str:
@@ -339,6 +343,7 @@ def k8s_text(job: EmitJob, pods: Pods) -> str:
     shape = _by_number([f"ranks={node.slots} threads={_threads_on(job, node) or 1}" for node in job.nodes])
     script = _node_script(job, "$JOB_COMPLETION_INDEX", str(len(job.nodes)), [*shape, _WAIT_FOR_FIRST_POD])
     gpus = {"nvidia.com/gpu": _slots_per_node(job)} if job.needs_gpus else {}
+    memory = pods.memory or pod_memory(job)
     manifest = Template(_JOB).substitute(
         name=name,
         nodes=len(job.nodes),
@@ -347,12 +352,21 @@ def k8s_text(job: EmitJob, pods: Pods) -> str:
         script=textwrap.indent(script, " " * 10),
         out=_quoted(str(job.out)),
         cores=_cores_per_node(job),
-        memory=_quoted(pods.memory),
-        limits=_quoted({"memory": pods.memory, **gpus}),
+        memory=_quoted(memory),
+        limits=_quoted({"memory": memory, **gpus}),
         claim=_quoted(pods.claim),
     )
     comments = [_comment(about), *(_comment(item, "- ") for item in needed)]
     return "\n".join([*comments, Template(_SERVICE).substitute(name=name) + "---", manifest])
+
+
+def pod_memory(job: EmitJob) -> str:
+    """Return the memory for the ranks of a pod by the estimate of `shoal plan`, with its reserve, in whole GiB."""
+    config = job.config
+    size = micro_batch(config.train, rank_weights(config.run, job.ranks))
+    rank_bytes = memory_model.needed(workload_of(config), strategy_of_config(config.sync), size, job.ranks).total
+    gib = math.ceil(_slots_per_node(job) * rank_bytes / memory_model.USABLE / 2**30)
+    return f"{max(LEAST_POD_GIB, gib)}Gi"
 
 
 def k8s_name(job: EmitJob) -> str:

@@ -152,9 +152,9 @@ def test_a_soak_runs_two_modes_in_turn(tmp_path: Path) -> None:
     ]
     assert len({fault["kind"] for mode in figures["modes"] for fault in mode["faults"]}) == 7
     assert (figures["finished"], figures["planned"], figures["survived"]) == (True, 10, 10)
-    failed = [name for name, _ in failed_assertions(figures)]
-    assert failed in ([], ["growth of an agent and of a rank was judged"])
-    assert done.returncode == (0 if all(item["ok"] for item in figures["assertions"]) else 1)
+    assert failed_assertions(figures) == []
+    assert figures["not_judged"].startswith("growth of an agent and a rank")
+    assert done.returncode == 0
     assert "survived" in done.stderr, "the progress is not shown"
     assert new_labs(before) == set()
     for mode in figures["modes"]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from shoal.cli.doctor import count_checks
+from shoal.errors import HostError, ShoalError
 from shoal.tools.doctor.checks import CHECK_MEANINGS, applicable_checks, judge
 from shoal.tools.doctor.facts import ClusterFacts
 from shoal.tools.doctor.run import Diagnosis
@@ -37,6 +39,22 @@ def test_more_machines_and_devices_make_more_checks_apply() -> None:
     assert applicable_checks(with_port) - alone == {"port.taken"}
     proved = replace(scene(count=1), proofs=[{"ok": True, "members": [0, 1], "node": "node1", "detail": ""}])
     assert applicable_checks(proved) - alone == {"proof.start", "proof.gloo"}
+
+
+def test_checks_of_machines_that_cannot_be_reached_are_not_counted_as_passed() -> None:
+    three = scene(count=3)
+    applied = len(applicable_checks(three))
+    errors: dict[str, ShoalError] = {node.name: HostError(f"{node.name} does not answer") for node in three.nodes}
+    none = count(replace(three, facts={}, unreached=errors, trials=[]))
+    total = len(applicable_checks(replace(three, facts={}, unreached=errors)))
+    assert none.startswith(f"0 of {total} checks passed, 3 errors, {total - 1} not made")
+    first = three.nodes[0].name
+    others = {name: error for name, error in errors.items() if name != first}
+    one = count(replace(three, facts={first: three.facts[first]}, unreached=others, trials=[]))
+    numbers = [int(number) for number in re.findall(r"\d+", one)]
+    assert f"of {applied} checks passed on 1 of 3 machines, 2 errors" in one
+    assert 0 < numbers[0] < applied
+    assert re.search(r"\d+ not made", one)
 
 
 def test_a_failed_check_is_not_counted_as_passed() -> None:

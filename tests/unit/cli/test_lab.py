@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shoal.cli.lab import split_exec_words
 from shoal.cli.main import run
 from shoal.cluster.lab import kernel
 from shoal.cluster.lab import lab as labs
@@ -21,6 +22,20 @@ class RecordingLab:
 
     def perform(self, change: Any) -> None:
         self.changes.append(change)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "command"),
+    [
+        ("-- hostname", None, "hostname"),
+        ("hostname", None, "hostname"),
+        ("--name wb -- hostname -f", "wb", "hostname -f"),
+        ("--name=wb hostname", "wb", "hostname"),
+        ("grep --name x", None, "grep --name x"),
+    ],
+)
+def test_exec_takes_the_name_of_the_lab_before_its_command(words: str, name: str | None, command: str) -> None:
+    assert split_exec_words(None, words.split()) == (name, command.split())
 
 
 @pytest.mark.parametrize(
@@ -41,7 +56,7 @@ class RecordingLab:
         ("cut node1 --name mine", "node1 is cut off from all others; undo it: shoal lab heal node1 --name mine"),
         (
             "firewall node1 --allow 22,29500",
-            "node1 accepts connections at 22,29500; undo it: shoal lab firewall node1 --off",
+            "node1 accepts connections only at 22,29500; undo it: shoal lab firewall node1 --off",
         ),
         ("firewall node1 --off", "node1 has no firewall"),
     ],

@@ -307,7 +307,7 @@ def test_distribution_is_not_advised_where_one_machine_is_faster(plan: Plan, cal
     assert advice["recommended"] is None
     _, out, _ = call("plan", "--link", "100mbit", "--nodes", "1..4")
     assert re.search(r"in every step: one machine is faster, with [\d,]+\s+tokens/s\.", out)
-    assert "to do that" not in out
+    assert "to do that on" not in out
     assert "train grammar --on hosts.toml --sync" in out
 
 
@@ -454,6 +454,34 @@ def test_a_plan_for_one_node_has_no_levers(call: Call) -> None:
     assert code == 0
     assert "One node: nothing is exchanged." in out
     assert "strategy" not in out
+    _, out, _ = call("plan", "--nodes", "1", "--ranks-per-node", "2")
+    assert "One node: its 2 ranks exchange gradients inside the machine." in out
+
+
+def test_every_recommendation_has_its_row_and_its_command_follows_it(call: Call) -> None:
+    _, out, _ = call("plan")
+    lines = out.splitlines()
+    best, other = (re.search(rf"(\d) nodes by ({words})", out) for words in ("ddp, int8", "streaming every 50 steps"))
+    assert best is not None
+    assert other is not None
+    assert any(line.startswith(f"ddp, int8 ({best[1]} nodes) ") for line in lines)
+    words = ("by streaming", "--sync streaming", "payload")
+    places = [next(number for number, line in enumerate(lines) if word in line) for word in words]
+    assert places == sorted(places)
+    assert f"to do that on {best[1]} machines (hosts.toml lists them):" in lines
+    assert f"to do that at its price on {other[1]} machines (hosts.toml lists them):" in lines
+
+
+def test_a_batch_that_was_enlarged_for_the_ranks_is_not_said_to_stay(call: Call) -> None:
+    _, out, _ = call("plan", "--nodes", "100")
+    assert "Another number of nodes changes neither" not in " ".join(out.split())
+    assert "more nodes need a larger one" in " ".join(out.split())
+
+
+def test_an_unknown_wire_format_is_refused_with_the_known_ones(call: Call) -> None:
+    code, _, err = call("plan", "--wire", "fp8")
+    assert code == 2
+    assert "fp32, fp16, bf16, int8, powersgd; with a number as in powersgd:4\n" in err
 
 
 def test_a_picture_is_written_on_request(call: Call, tmp_path: Path) -> None:

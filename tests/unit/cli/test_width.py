@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from shoal.cli.bench import parse_numbers, print_clusters, print_levers
 from shoal.cli.chaos import _print_list, _print_results
-from shoal.cli.doctor import _print_diagnosis
+from shoal.cli.doctor import _print_diagnosis, print_fix
 from shoal.cli.lab import _print_lab
 from shoal.cli.main import run
 from shoal.cli.output import print_note, print_run, print_table
@@ -75,7 +76,9 @@ def test_scaling(tmp_path: Path, lines: Lines) -> None:
     printed = lines()
     assert not too_wide(printed)
     assert sum("lab:2,link=100mbit" in line for line in printed) > 1, "the table has no second part"
-    assert {"p95", "wait", "efficiency"} <= {word for line in printed for word in line.split()}
+    assert "all-reduce p95" in " ".join(printed)
+    assert not any(re.search(r"\d{4} ms|\d{3}\.\d ms", line) for line in printed)
+    assert {"wait", "efficiency"} <= {word for line in printed for word in line.split()}
 
 
 def test_levers(lines: Lines) -> None:
@@ -88,6 +91,15 @@ def test_probe(lines: Lines) -> None:
     printed = lines()
     assert not too_wide(printed)
     assert "memory GB/s" in "\n".join(printed)
+    assert "▇" not in "".join(printed), "the bars do not fit beside their sizes"
+
+
+def test_a_fix_keeps_its_commands_whole(lines: Lines) -> None:
+    command = "python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'"
+    print_fix(f"see which cards there are, and their driver: nvidia-smi; {'then ' * 12}see: {command}", "  fix:    ")
+    printed = [line.strip() for line in lines()]
+    assert command in printed
+    assert [line for line in too_wide(printed) if line != command] == []
 
 
 def test_simulation(lines: Lines) -> None:
@@ -106,6 +118,9 @@ def test_lab(lines: Lines) -> None:
     document = {"name": "mine", "folder": "/run/shoal/labs/mine", "nodes": nodes, "cuts": [], **rest}
     _print_lab(document)
     assert not too_wide(lines())
+    _print_lab({**document, "ssh_config": "/run/shoal/labs/mine/ssh/config"})
+    ssh = "ssh: shoal lab exec --name mine switch -- ssh -F /run/shoal/labs/mine/ssh/config node1"
+    assert too_wide(lines()) == [ssh], "a command to paste is not broken"
 
 
 def test_the_summary_of_a_run(tmp_path: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.hosts.facts import refuse_shared_address
+from shoal.cluster.hosts.facts import refuse_one_machine_twice, refuse_shared_address
 from shoal.cluster.hosts.spec import DEFAULT_FOLDER, Host, HostsSpec, is_here, parse_hosts, read_hosts
 from shoal.cluster.hosts.ssh import (
     explain,
@@ -148,6 +148,20 @@ def test_two_hosts_with_one_address_are_refused() -> None:
         HostError, match=r"b and c in hosts\.toml are the same machine: both have the address 10\.0\.0\.1"
     ):
         refuse_shared_address({"a": "10.0.0.2", "b": "10.0.0.1", "c": "10.0.0.1"}, SPEC)
+
+
+def test_setup_refuses_this_machine_by_a_second_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(host: Host, spec: HostsSpec) -> str:
+        if host.name == "jump":
+            raise HostError("jump has no address")
+        return "127.0.0.1"
+
+    monkeypatch.setattr("shoal.cluster.hosts.facts._resolve", resolve)
+    here, alias, unknown = Host(host="localhost"), Host(host="alias"), Host(host="jump")
+    with pytest.raises(HostError, match="localhost in hosts\\.toml are the same machine"):
+        refuse_one_machine_twice(HostsSpec(path=Path("hosts.toml"), hosts=(here, alias)))
+    # ssh may know a way to a host whose name leads to no address.
+    refuse_one_machine_twice(HostsSpec(path=Path("hosts.toml"), hosts=(here, unknown)))
 
 
 def test_an_unreadable_hosts_file_is_refused(tmp_path: Path) -> None:

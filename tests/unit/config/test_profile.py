@@ -320,7 +320,7 @@ def test_the_tables_have_every_measurement(
     assert " ".join(row.split()) == "node1 95 3 28 1: 2,000, 2: 3,700 arithmetic"
     lines = verdicts(profile)
     assert lines[0].startswith(
-        "all-reduce of 2 ranks takes 1 ms + bytes × 8.33 ns, 0.96 Gbit/s; test on another size: 8 MiB"
+        "all-reduce of 2 ranks takes 1 ms + bytes × 8.33 ns, 960 Mbit/s; test on another size: 8 MiB"
     )
     assert "stack efficiency" in lines[1]
     assert lines[2].startswith("parallel gloo connections: 4 are enough")

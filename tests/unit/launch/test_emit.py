@@ -172,6 +172,16 @@ def manifest(*sets: str, nodes: tuple[Node, ...] = NODES) -> tuple[dict[str, Any
     return service, work
 
 
+@pytest.mark.parametrize(
+    ("preset", "ranks", "memory"), [("grammar", 2, "4Gi"), ("gpt2-124m", 1, "4Gi"), ("gpt2-124m", 2, "8Gi")]
+)
+def test_a_pod_has_the_memory_that_its_ranks_need(preset: str, ranks: int, memory: str) -> None:
+    one = (Node("big", "10.0.0.1", "eno1", ranks, 8),)
+    _, work = yaml.safe_load_all(k8s_text(job(preset=preset, nodes=one), Pods("reg/shoal:1")))
+    resources = work["spec"]["template"]["spec"]["containers"][0]["resources"]
+    assert (resources["requests"]["memory"], resources["limits"]["memory"]) == (memory, memory)
+
+
 def test_the_manifest_is_an_indexed_job_behind_a_headless_service() -> None:
     service, work = manifest()
     template = work["spec"]["template"]

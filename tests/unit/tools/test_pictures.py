@@ -146,3 +146,16 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_legible(name: str) -> None:
     assert problems(PICTURES[name]()) == []
+
+
+def test_rates_below_a_gigabit_are_drawn_in_megabits() -> None:
+    slow = probe_of()
+    links = tuple(
+        link.model_copy(update={"gbps": 0.00965, "gbps_4_streams": 0.0097, "together_gbps": 0.0097})
+        for link in slow.links
+    )
+    wire, _, bus, _ = draw_probe(slow.model_copy(update={"links": links})).axes
+    assert wire.get_xlabel() == "Mbit/s"
+    assert "9.65" in {text.get_text() for text in wire.texts}
+    fastest = max(point.bus_gbps for entry in slow.collectives for point in entry.points)
+    assert bus.get_ylabel() == ("Mbit/s" if fastest < 1 else "Gbit/s")

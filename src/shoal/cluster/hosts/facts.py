@@ -33,7 +33,7 @@ from shoal.cluster.hosts.ssh import (
     variables,
 )
 from shoal.cluster.node import LOOPBACK
-from shoal.errors import HostError, UsageError
+from shoal.errors import HostError, ShoalError, UsageError
 from shoal.host.facts import public_version, source_address
 
 _KNOWN_MINORS = range(8, 20)
@@ -264,6 +264,17 @@ def addresses(spec: HostsSpec) -> dict[str, str]:
     by_name = {host.name: {**remote, **local}[host.name] for host in spec.hosts}
     refuse_shared_address(by_name, spec)
     return by_name
+
+
+def refuse_one_machine_twice(spec: HostsSpec) -> None:
+    """Refuse hosts whose names lead to the same address. A name that leads to none is left out: it may be a mistake
+    that another check names, or a jump host that only ssh knows."""
+    remote_hosts = [host for host in spec.hosts if not is_here(host)]
+    results = on_each(remote_hosts, lambda host: host.address or _resolve(host, spec))
+    by_name = {name: address for name, address in results.items() if not isinstance(address, ShoalError)}
+    local = [host for host in spec.hosts if is_here(host)]
+    by_name |= {host.name: host.address or _local_address(list(by_name.values())) for host in local}
+    refuse_shared_address(by_name, spec)
 
 
 def _local_address(remote: list[str]) -> str:

@@ -16,8 +16,8 @@ from shoal.host.proc import fd_targets
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # A process must be observed at least this long: in a shorter time one reopened connection looks like growth.
-_LEAST_S = 240.0
-_LEAST_SHARE = 1 / 3
+LEAST_S = 240.0
+LEAST_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def sample_resources(run: Path, began: float, world: int) -> list[ResourceSample
 def growth(samples: Sequence[ResourceSample]) -> list[Growth]:
     """Return the growth of every process that was observed long enough: a starting rank grows for half a minute."""
     times = [sample.at_s for sample in samples]
-    least_s = max(_LEAST_S, (max(times) - min(times)) * _LEAST_SHARE) if times else _LEAST_S
+    least_s = max(LEAST_S, (max(times) - min(times)) * LEAST_SHARE) if times else LEAST_S
     complete_world = max((sample.world for sample in samples), default=0)
     by_pid: dict[int, list[ResourceSample]] = {}
     for sample in samples:

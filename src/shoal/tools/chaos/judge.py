@@ -40,7 +40,7 @@ def judge(
     much longer: the one that was interrupted is computed again, so two of them are allowed on top.
     """
     if ending.trouble:
-        return [Assertion(name="the scenario could be played", ok=False, seen=ending.trouble)]
+        return [Assertion(name="the scenario is played to its end", ok=False, seen=ending.trouble)]
     expect = scenario.expect
     return [
         *_judge_times(expect, measured, ending, 2 * (measured.step_s or 0.0) if is_script else 0.0),

@@ -241,7 +241,7 @@ class ScenarioPlayer:
         except ScenarioFailed as trouble:
             return self._ending(None, str(trouble))
         except ShoalError as error:
-            return self._ending(None, " ".join(filter(None, (error.seen, error.why))))
+            return self._ending(None, "; ".join(filter(None, (error.seen, error.why))))
         return self._ending(stop_s, "")
 
     def clear(self) -> None:

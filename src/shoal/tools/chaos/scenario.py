@@ -24,6 +24,7 @@ from shoal.tools.chaos.actions import (
     CorruptMemory,
     CutPower,
     FillDisk,
+    LimitCpu,
     PowerOn,
     RunShoal,
     Seconds,
@@ -116,6 +117,10 @@ class ChaosScenario(BaseModel):
     @property
     def cuts_power(self) -> bool:
         return any(isinstance(step, CutPower) for step in self.steps)
+
+    @property
+    def limits_cpu(self) -> bool:
+        return any(isinstance(part, LimitCpu) for step in self.steps for part in step.parts())
 
     @property
     def ends_by_itself(self) -> bool:

@@ -6,7 +6,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -26,7 +26,7 @@ from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.manage import StopResult, end_processes, stop_run
 from shoal.tools.bench.levers import parse_lever
 from shoal.tools.chaos.actions import describe
-from shoal.tools.chaos.growth import Growth, ResourceSample, growth, sample_resources
+from shoal.tools.chaos.growth import LEAST_S, Growth, ResourceSample, growth, sample_resources
 from shoal.tools.chaos.inject import Injector
 from shoal.tools.chaos.judge import Assertion, compare_digests, count_stale, longest_pause
 from shoal.tools.chaos.run import POLL_S, ScenarioWatch, Script, find_errors, start_run
@@ -34,6 +34,7 @@ from shoal.tools.chaos.scenario import ChaosScenario, Injection, ScenarioRecord,
 from shoal.tools.chaos.soak_plan import SOAK_KINDS, SoakBlock, SoakFault, plan_blocks
 from shoal.tools.chaos.testbed import TestBed, keep_checkpoints, opened
 from shoal.tools.report.commit_log import check_ledger
+from shoal.units import format_duration, pluralize
 
 FIGURES = "soak.json"
 ALL = "all"
@@ -63,6 +64,8 @@ TOLERANCE = 0.05
 OUTER_TOLERANCE = 0.15
 _WINDOW_STEPS = 50
 _STOPPED = 130
+# What a message suggests to judge growth: in half an hour some agent and some rank escape the faults for long enough.
+LONG_ENOUGH_MINUTES = 30
 # A leak grows with every membership change, several times a minute.
 _FILES_A_MINUTE = 1.0
 _RSS_MB_A_MINUTE = 5.0
@@ -126,6 +129,7 @@ class SoakResult(BaseModel):
 
     modes: list[ModeResult]
     assertions: list[Assertion]
+    not_judged: str = ""  # what the soak was too short for, and how to judge it
 
     @property
     def ok(self) -> bool:
@@ -321,6 +325,7 @@ def soak_document(
         "injected": sum(len(mode.faults) for mode in modes),
         "survived": sum(mode.survived for mode in modes),
         "assertions": [assertion.model_dump(mode="json") for assertion in result.assertions] if finished else [],
+        "not_judged": result.not_judged if finished else "",
         "modes": [
             {
                 "ok": mode.ok,
@@ -355,7 +360,7 @@ def _soak_mode(session: _Session, block: SoakBlock) -> ModeResult:
         except Interrupted:
             raise
         except ShoalError as error:
-            trouble = " ".join(filter(None, (error.seen, error.why)))
+            trouble = "; ".join(filter(None, (error.seen, error.why)))
             return broken_off(block.sync, session.outcomes, len(block.faults), trouble, time.monotonic() - began)
     record = faulty.watch.record
     equal, _ = compare_digests(record, _DIGEST_EVERY)
@@ -583,15 +588,15 @@ def judge_mode(
     described = {True: "yes", False: "no", None: "nothing to compare"}
     assertions = [
         Assertion(
-            name=f"went on after each of {planned} faults",
+            name="went on after every fault",
             ok=survived == planned,
-            seen=f"{survived}" + (f"; {skipped} could not be injected" if skipped else ""),
+            seen=f"{survived} of {planned}" + (f"; {skipped} could not be injected" if skipped else ""),
         ),
         Assertion(name=f"exit code {_STOPPED}", ok=exit_code == _STOPPED, seen=str(exit_code)),
         Assertion(name="every node trains at the end", ok=world == nodes, seen=f"{world} of {nodes}"),
         Assertion(name="every sample used once", ok=ledger.ok, seen=described[ledger.ok]),
         Assertion(name="shoal verify passes", ok=not errors, seen="; ".join(errors) or "yes"),
-        Assertion(name="stale commits: 0", ok=stale == 0, seen=str(stale)),
+        Assertion(name="no stale commits", ok=stale == 0, seen=f"{stale}"),
         Assertion(name="replicas equal to the bit", ok=replicas_equal is True, seen=described[replicas_equal]),
         *([_judge_loss(loss, reference_loss, compared, compared_faults, is_outer)] if judges_loss else ()),
         *(_judge_growth(name, most, growth) for name, most in _GROWTH_LIMITS if growth),
@@ -632,40 +637,56 @@ def _judge_loss(
         # Steps before the first fault are equal in any case and prove nothing.
         ok=is_near and compared >= _WINDOW_STEPS and compared_faults > 0,
         seen=f"{loss} and {reference_loss} over the {_WINDOW_STEPS} steps where {furthest}, of steps 1 to "
-        f"{compared}, with {compared_faults} faults",
+        f"{compared}, with {pluralize(compared_faults, 'fault')}",
     )
 
 
 def broken_off(sync: str, outcomes: Sequence[FaultOutcome], planned: int, trouble: str, seconds: float) -> ModeResult:
     """Return the result of a mode whose training could not be started or watched to its end."""
-    failed = Assertion(name="the training could be soaked", ok=False, seen=trouble)
+    failed = Assertion(name="the training starts and can be watched to its end", ok=False, seen=trouble)
     return ModeResult(sync=sync, planned=planned, faults=list(outcomes), assertions=[failed], seconds=round(seconds, 1))
 
 
 def judge_soak(modes: Sequence[ModeResult], planned: int) -> SoakResult:
-    """Judge all modes together. Growth must have been judged in at least one of them.
+    """Judge all modes together. Growth of an agent and of a rank must have been judged in at least one of them.
 
-    Where no process lived long enough, the soak is too short to detect a leak and must not claim that there is none.
+    Otherwise the soak is too short to detect a leak: that is no failure, but must not read as if there were none.
     """
     survived, held = sum(mode.survived for mode in modes), [mode.sync for mode in modes if mode.ok]
     parts = {"agent" if process.part == "agent" else "rank" for mode in modes for process in mode.growth}
-    judged = [mode.sync for mode in modes if mode.growth]
     missing = [mode.sync for mode in modes if not mode.ok]
     return SoakResult(
         modes=list(modes),
         assertions=[
-            Assertion(name=f"went on after each of {planned} faults", ok=survived == planned, seen=str(survived)),
+            Assertion(name="went on after every fault", ok=survived == planned, seen=f"{survived} of {planned}"),
             Assertion(
                 name="every sync mode held",
                 ok=bool(held) and not missing,
-                seen=f"held: {', '.join(held) or 'none'}" + (f"; not held: {', '.join(missing)}" if missing else ""),
-            ),
-            Assertion(
-                name="growth of an agent and of a rank was judged",
-                ok=parts == {"agent", "rank"},
-                seen=f"{', '.join(sorted(parts))} in {', '.join(judged)}" if judged else "no process lived long enough",
+                seen=(", ".join(held) or "none") + (f"; not held: {', '.join(missing)}" if missing else ""),
             ),
         ],
+        not_judged=_growth_not_judged({"agent", "rank"} - parts),
+    )
+
+
+def _growth_not_judged(missing: Collection[str]) -> str:
+    if not missing:
+        return ""
+    which = " and ".join(f"{'an' if part == 'agent' else 'a'} {part}" for part in sorted(missing))
+    return (
+        f"growth of {which}: none lived for {format_duration(LEAST_S)} and a third of the soak; "
+        f"to judge it, soak for longer: --minutes {LONG_ENOUGH_MINUTES}"
+    )
+
+
+def growth_warning(order: SoakOrder) -> str:
+    """Return a sentence for a soak in which no process can live long enough to judge its growth; otherwise nothing."""
+    longest_s = max(len(block.faults) + 1 for block in order.blocks()) * order.every_s
+    if longest_s >= LEAST_S:
+        return ""
+    return (
+        f"growth of memory, files and threads is judged in processes that live for {format_duration(LEAST_S)}: this "
+        f"soak is too short for that (--minutes {LONG_ENOUGH_MINUTES} judges it)"
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.cluster.lab.commands import read_groups
 from shoal.cluster.lab.lab import Lab, build_lab, set_frozen
 from shoal.cluster.lab.spec import LabSpec
 from shoal.cluster.target import LocalSpec, parse_on
@@ -86,6 +87,9 @@ def why_not(scenario: ChaosScenario, on: str) -> str:
             return "faults are played on a lab made for them (--on lab:3) or on this machine (--on local:3)"
     if scenario.disk_mb and os.geteuid() != 0:
         return "it needs root, to make a disk that can be filled"
+    if scenario.limits_cpu and read_groups().cpu is None:
+        needs_root = "" if os.geteuid() == 0 else "; as root it usually can"
+        return f"it needs a control group with a cpu controller, which this user cannot make here{needs_root}"
     return f"it needs {scenario.nodes} {kind}" if count < scenario.nodes else ""
 
 

@@ -253,7 +253,7 @@ def _costs(strategy: SyncStrategy) -> Iterator[str]:
 
 def explain_plan(plan: Plan, advice: Advice) -> list[str]:
     """Return one paragraph per topic, the verdict first."""
-    gains = (_larger_batch(plan, advice), _other_training(plan, advice))
+    gains = (_larger_batch(plan, advice), describe_other_training(plan, advice))
     lines = [verdict(plan, advice), _ratio(plan), *gains, _memory(plan, advice), learning_rate(plan)]
     return [line for line in lines if line]
 
@@ -293,7 +293,9 @@ def _unavailable(plan: Plan) -> str:
 
 def _stay_alone(plan: Plan, advice: Advice) -> str:
     if not plan.distributed_rows:
-        return "One node: nothing is exchanged."
+        ranks = plan.setting.ranks_per_node
+        inside = f"its {ranks} ranks exchange gradients inside the machine" if ranks > 1 else "nothing is exchanged"
+        return f"One node: {inside}."
     is_available = plan.strategy.is_available
     by, rows = "", plan.distributed_rows
     if not is_available:
@@ -351,7 +353,8 @@ def _larger_batch(plan: Plan, advice: Advice) -> str:
     )
 
 
-def _other_training(plan: Plan, advice: Advice) -> str:
+def describe_other_training(plan: Plan, advice: Advice) -> str:
+    """Return what the strategy that changes the training would gain, and its price; empty if it is not far ahead."""
     other = advice.other_training
     if other is None:
         return ""
@@ -404,8 +407,7 @@ def _compare_with_sharding(plan: Plan, options: tuple[PlanOption, ...], row: Pla
     return [
         f"Sharding it over {other.world_size} ranks (not in shoal yet) would take {format_si(memory.total, 'B')} each, "
         f"send {format_si(other.wire_bytes, 'B')} instead of {format_si(row.prediction.wire_bytes, 'B')} a step, "
-        f"and make the step {format_duration(other.step.step_s)} instead of "
-        f"{format_duration(row.prediction.step.step_s)}."
+        f"and {_compare_steps('make the step', other, row.prediction)}."
     ]
 
 
@@ -415,9 +417,14 @@ def _compare_with_ddp(plan: Plan, row: PlanRow) -> list[str]:
     other = make_row(plan.workload, plan.strategy.with_(sync="ddp"), plan.setting, row.nodes).prediction
     return [
         f"By DDP each rank would hold {format_si(other.memory.total, 'B')} and send {format_si(other.wire_bytes, 'B')} "
-        f"instead of {format_si(row.prediction.wire_bytes, 'B')} a step, and the step would take "
-        f"{format_duration(other.step.step_s)} instead of {format_duration(row.prediction.step.step_s)}."
+        f"instead of {format_si(row.prediction.wire_bytes, 'B')} a step, and "
+        f"{_compare_steps('the step would take', other, row.prediction)}."
     ]
+
+
+def _compare_steps(verb: str, other: Prediction, own: Prediction) -> str:
+    other_s, own_s = format_duration(other.step.step_s), format_duration(own.step.step_s)
+    return "the step would take as long" if other_s == own_s else f"{verb} {other_s} instead of {own_s}"
 
 
 def learning_rate(plan: Plan) -> str:
@@ -425,7 +432,9 @@ def learning_rate(plan: Plan) -> str:
     workload = plan.workload.accumulated(plan.strategy.accumulation)
     world_size = plan.rows[-1].prediction.world_size
     batch, train = workload.sequences(world_size), workload.train
-    if train.scaling == "strong":
+    if train.scaling == "strong" and batch <= world_size * (train.micro_batch or 1):
+        scaling = "Fewer nodes change neither, if they keep this batch (strong scaling); more nodes need a larger one."
+    elif train.scaling == "strong":
         scaling = "Another number of nodes changes neither: the global batch stays what it is (strong scaling)."
     else:
         scaling = (

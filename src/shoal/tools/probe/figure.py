@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,8 +57,10 @@ def _draw_links(axes: Axes, links: tuple[LinkProfile, ...]) -> None:
         "four streams": (_FOUR, [link.gbps_4_streams for link in chosen]),
         "four, all links of the ring at once": (_TOGETHER, [link.together_gbps or 0.0 for link in chosen]),
     }
-    for number, (label, (colour, values)) in enumerate(bars.items()):
+    unit, factor = _rate_unit([value for _, values in bars.values() for value in values])
+    for number, (label, (colour, gbps)) in enumerate(bars.items()):
         places = [place + 0.26 * (number - 1) for place in range(len(chosen))]
+        values = [factor * value for value in gbps]
         drawn = axes.barh(places, values, 0.25, color=colour, label=label)
         axes.bar_label(drawn, [format_number(value) if value else "" for value in values], padding=3, fontsize=8)
     axes.set_yticks(range(len(chosen)), names)
@@ -66,7 +69,12 @@ def _draw_links(axes: Axes, links: tuple[LinkProfile, ...]) -> None:
     # Below the axes: a bar may be as long as the axis.
     axes.legend(frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.11), handlelength=1)
     _title(axes, "The wire: raw TCP payload" + (", slowest links" if len(links) > _MOST_LINKS else ""))
-    axes.set_xlabel("Gbit/s")
+    axes.set_xlabel(unit)
+
+
+def _rate_unit(gbps: Sequence[float]) -> tuple[str, float]:
+    """Return the unit of an axis, and the factor from Gbit/s: Mbit/s where all rates are below 1 Gbit/s."""
+    return ("Mbit/s", 1e3) if max(gbps) < 1 else ("Gbit/s", 1.0)
 
 
 def _draw_times(axes: Axes, entry: CollectiveProfile) -> None:
@@ -91,13 +99,15 @@ def _draw_times(axes: Axes, entry: CollectiveProfile) -> None:
 def _draw_bus(axes: Axes, profile: Profile) -> None:
     entries = [entry for entry in profile.collectives if entry.backend == "gloo"]
     colours = zip(entries, (MEASURED, *_NODES[1:]), _MARKS, strict=False)
+    rates = [point.bus_gbps for entry in entries for point in entry.points]
+    unit, factor = _rate_unit([*rates, profile.summary.wire_gbps or 0.0])
     for entry, colour, mark in colours:
-        values = [point.bus_gbps for point in entry.points]
+        values = [factor * point.bus_gbps for point in entry.points]
         axes.plot([point.bytes for point in entry.points], values, marker=mark, ms=5, color=colour, label=entry.label)
     if wire := profile.summary.wire_gbps:
-        axes.axhline(wire, color=IDEAL, linestyle="--", label=f"the wire: {format_si(1e9 * wire, 'bit/s')}")
+        axes.axhline(factor * wire, color=IDEAL, linestyle="--", label=f"the wire: {format_si(1e9 * wire, 'bit/s')}")
     sizes = [point.bytes for point in entries[0].points]
-    axes.set(xscale="log", xlabel="size of the buffer", ylabel="Gbit/s", ylim=(0, None))
+    axes.set(xscale="log", xlabel="size of the buffer", ylabel=unit, ylim=(0, None))
     axes.set_xticks(sizes, [format_buffer_size(size) for size in sizes], rotation=35, ha="right", fontsize=8)
     axes.minorticks_off()
     axes.grid(alpha=0.25)

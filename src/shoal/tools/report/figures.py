@@ -247,7 +247,7 @@ def step_unit(longest_s: float) -> tuple[str, float]:
 
 
 def set_log_ticks(axis: Axis, low: float, high: float) -> None:
-    """Set at least two numbered ticks: powers of ten alone may give one or none."""
+    """Set at least three numbered ticks: powers of ten alone may give one or none."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     axis.set_major_locator(FixedLocator(log_ticks(low, high)))
@@ -271,7 +271,7 @@ def log_ticks(low: float, high: float) -> list[float]:
         ticks = [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
         if len(ticks) > 2:
             return ticks
-    return [low, high]
+    return [low, math.sqrt(low * high), high]
 
 
 def _draw_speed(axes: Axes, points: list[ScalingPoint]) -> None:

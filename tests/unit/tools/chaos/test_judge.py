@@ -227,7 +227,7 @@ def test_a_failed_expectation_is_named_with_the_measured_value(expect: dict[str,
         (ended(0, True, 3, torn=(".step-00000050.tmp",)), "no torn checkpoint left"),
         (ended(0, True, 3, verified=("commits.jsonl: was cut",)), "shoal verify passes"),
         (ended(0, True, 3, verified=None), "shoal verify passes"),
-        (ended(0, True, 3, trouble="the run ended before"), "the scenario could be played"),
+        (ended(0, True, 3, trouble="the run ended before"), "the scenario is played to its end"),
     ],
 )
 def test_the_ending_of_a_run_is_always_checked(ending: RunEnding, name: str) -> None:

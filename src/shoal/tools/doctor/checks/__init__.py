@@ -246,3 +246,17 @@ def applicable_checks(cluster: ClusterFacts) -> set[str]:
         return whole(cluster) if whole else all(need(cluster) for need in needs)
 
     return {check_id for check_id in CHECK_MEANINGS if applies(check_id)}
+
+
+def checks_not_made(cluster: ClusterFacts) -> set[str]:
+    """Return the ids of the checks that apply, but for which too few machines could be reached."""
+
+    def needs_several(check_id: str) -> bool:
+        need = _NEEDS.get(check_id) or _NEEDS.get(check_id.partition(".")[0] + ".")
+        return need is _has_several_machines
+
+    applicable = applicable_checks(cluster) - {"reach.host"}
+    if not cluster.facts:
+        return applicable
+    is_alone = len(cluster.facts) < 2 <= len(cluster.nodes)
+    return {check_id for check_id in applicable if needs_several(check_id)} if is_alone else set()
