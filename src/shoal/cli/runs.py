@@ -393,10 +393,12 @@ def stop(
 
 
 def print_resume(folder: RunFolder) -> None:
-    """Print the command that resumes a run, if it has a checkpoint."""
+    """Print the command that resumes a run, if it has a checkpoint; where a machine joined, how it goes on."""
     from shoal.runs.supervisor import is_script
 
-    if any(folder.checkpoints.glob("step-*")):
+    if advice := folder.rejoin_advice():
+        sys.stdout.write(f"next: {advice}\n")
+    elif any(folder.checkpoints.glob("step-*")):
         verb = "run" if is_script(folder) else "train"
         sys.stdout.write(f"next: {command(verb, '--resume', shown(folder.path))}\n")
 

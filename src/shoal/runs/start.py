@@ -137,6 +137,7 @@ def resume_training(
         world_size = rank_count(parse_on(config.run.on))
         check_shares(config, world_size)
         notes = [f"changed for the rest of the run: {'; '.join(changed)}"] if changed else []
+        notes += alone_note(run)
         notes += rate_note(load_config(run.config), config, world_size, done)
         reopen_run(path, config, lineage, changed)
         return notes
@@ -153,7 +154,7 @@ def _refuse_script(run: RunFolder) -> None:
             why="shoal train has no model and no data for it",
             fix=f"shoal run --resume {shlex.quote(str(run.path))}"
             if is_script(run)
-            else f'start the script again with shoal.Session(..., out="{run.path}")',
+            else run.rejoin_advice() or f'start the script again with shoal.Session(..., out="{run.path}")',
         )
 
 
@@ -195,6 +196,16 @@ def _last_step(log: RankLog) -> int:
     if log.ended is not None and isinstance(log.end.get("step"), int):
         return int(log.end["step"])
     return int(log.steps[-1]) if len(log.steps) else 0
+
+
+def alone_note(run: RunFolder) -> list[str]:
+    """Warn where a machine that joined a run resumes it: that is a training of its own, with one rank."""
+    if not (host := run.joined_host()):
+        return []
+    return [
+        f"this machine joined the run of {host}; it now goes on alone, apart from that run. "
+        f"To go on with the others, stop this and do instead: {run.rejoin_advice()}"
+    ]
 
 
 def rate_note(before: Config, after: Config, world_size: int, done: int | None) -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 
 from shoal.cli import lab, runs
 from shoal.cli.report import refuse_without_checkpoint
+from shoal.cli.runs import print_resume
 from shoal.config.load import build_config
 from shoal.config.presets import Overrides
 from shoal.errors import DataError, ShoalError, UsageError
@@ -19,7 +20,7 @@ from shoal.events import Event, EventLog
 from shoal.run_folder import RunFolder
 from shoal.runs import start, supervisor
 from shoal.runs.manage import StopResult
-from shoal.runs.start import rate_note, refuse_finished, resume_script, resume_training
+from shoal.runs.start import alone_note, rate_note, refuse_finished, resume_script, resume_training
 from shoal.runs.supervisor import RunJob, find_unused_options
 from shoal.step_line import StepLine
 from tests.support.programs import read_jsonl
@@ -97,6 +98,21 @@ def test_a_long_check_is_announced(
 
 
 # Notes
+
+
+def test_a_machine_that_joined_is_warned_that_it_goes_on_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", all_events())
+    (run.checkpoints / "step-00000100").mkdir(parents=True)
+    assert alone_note(run) == []
+    print_resume(run)
+    assert "train --resume" in capsys.readouterr().out
+    run.joined.write_text('{"host": "192.0.2.7", "node": "node1"}')
+    [note] = alone_note(run)
+    assert "it now goes on alone, apart from that run" in note
+    print_resume(run)
+    assert capsys.readouterr().out == f"next: {run.rejoin_advice()}\n"
 
 
 def test_no_learning_rate_is_named_for_a_step_beyond_the_last() -> None:
