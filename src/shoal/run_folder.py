@@ -185,6 +185,12 @@ class RunFolder:
             write_atomically(path, secrets.token_hex(4))
         return path.read_text(encoding="ascii").strip()
 
+    def has_begun(self) -> bool:
+        """Return whether the training of this folder has done a step, or has a checkpoint."""
+        if any(self.checkpoints.glob("step-*")) or (self.commits.is_file() and self.commits.stat().st_size):
+            return True
+        return any(event["event"] == "step" for event in self.read_all_events())
+
     def discard(self) -> None:
         """Remove a folder whose run could not be created: the next attempt with this name must not be refused."""
         shutil.rmtree(self.path, ignore_errors=True)

@@ -193,7 +193,7 @@ class Launch:
         while waiting := [agent for agent in self.agents if agent.ready is None]:
             self._poll()
             if self.interrupts:
-                raise Interrupted("interrupted before the ranks were started", fix="start anew")
+                raise interrupted_early(self.run, is_script=self.grace_s is not None)
             if time.monotonic() > deadline:
                 raise ControlError(
                     f"the agent on {waiting[0].node.name} did not answer within {READY_WITHIN_S:.0f} s",
@@ -673,11 +673,10 @@ def _try_script(
         members=rules if session.members.on_loss == "go-on" else None,
     )
     ends = drop_survived(launch.ends) if launch.is_elastic else launch.ends
-    logs = run.path / "logs"
     if launch.interrupts:
         killed = [rank for end in launch.ends if end.by_agent for rank in end.ranks]
         late = f"{rank_list(killed)} had to be ended" if killed else ""
-        raise Interrupted("interrupted", why=late, fix=f"what the ranks printed is in {logs}")
+        raise Interrupted("interrupted", why=late, fix=resume_script_advice(run))
     faults = script_faults(ends, lambda end: read_end(Path(end.log), 1000, 1 << 16), job.is_consequence)
     # An error of a session has an exit code of its own; an exception of the script ends a rank with 1.
     own_codes = {rank for end in ends if end.code in (UsageError.exit_code, ShoalError.exit_code) for rank in end.ranks}
@@ -692,7 +691,7 @@ def _try_script(
     if launch.is_elastic and (failure := _group_failure(launch)):
         return launch, failure
     if any(end.code == Interrupted.exit_code for end in ends):
-        raise Interrupted("a rank reports that it was interrupted", fix=f"look at {logs}")
+        raise Interrupted("a rank reports that it was interrupted", fix=resume_script_advice(run))
     _refuse_killed(ends)
     if launch.ranks > 1 and launch.store_keys == 0 and not launch.noted_unjoined and not launch.is_elastic:
         log.write("note", text=no_rank_ever_joined(launch.ranks))
@@ -720,13 +719,30 @@ def _refuse_killed(ends: Iterable[ProcessEnd]) -> None:
         )
 
 
+def interrupted_early(run: RunFolder, is_script: bool) -> Interrupted:
+    folder = shlex.quote(str(run.path))
+    fix = "start anew"
+    if run.config.is_file() and (not is_script or any(run.checkpoints.glob("step-*"))):
+        fix = f"start it again: shoal {'run' if is_script else 'train'} --resume {folder}"
+    elif run.job.is_file():
+        fix = f"the same command with another --out; or delete this folder first: shoal runs --delete {folder}"
+    return Interrupted("interrupted before the ranks were started", fix=fix)
+
+
+def resume_script_advice(run: RunFolder) -> str:
+    """Name the command that continues a script whose session has saved a checkpoint."""
+    if any(run.checkpoints.glob("step-*")):
+        return f"go on from the last checkpoint: shoal run --resume {shlex.quote(str(run.path))}"
+    return f"what the ranks printed is in {run.path / 'logs'}"
+
+
 def _interrupted(run: RunFolder, at_once: bool) -> Interrupted:
+    folder = shlex.quote(str(run.path))
     if not run.checkpoints.is_dir():
-        return Interrupted("interrupted before the first checkpoint", fix="start anew with another --out")
+        again = "start anew with another --out" if run.has_begun() else f"start it again: shoal train --resume {folder}"
+        return Interrupted("interrupted before the first checkpoint", fix=again)
     how = "ended at once" if at_once else "saved what was done"
-    return Interrupted(
-        f"interrupted: {how}", fix=f"go on from the last checkpoint: shoal train --resume {shlex.quote(str(run.path))}"
-    )
+    return Interrupted(f"interrupted: {how}", fix=f"go on from the last checkpoint: shoal train --resume {folder}")
 
 
 def _tail_ranks(run: RunFolder, cluster: Cluster) -> list[EventTail]:
