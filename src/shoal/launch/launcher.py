@@ -128,6 +128,7 @@ class Launch:
     ends: list[ProcessEnd] = field(default_factory=list)
     refused: ShoalError | None = None
     interrupts: int = 0
+    stopped_by: str = ""  # the node that asked all others to stop, where it was not this launcher
     is_elastic: bool = False
     broken: str = ""  # the first rank that could not join the process group, and why
     state_lost: ShoalError | None = None
@@ -354,6 +355,8 @@ class Launch:
                 # Enough for an agent whose own journal does not arrive: its ranks ended, and it was no failure.
                 for other in self.agents:
                     other.finished |= other.node.name == event["node"]
+            case "stop-asked" if not self.interrupts:
+                self.stopped_by = self.stopped_by or node
             case "joined-group":
                 self._joined[node] = event
                 self._note_unjoined()
@@ -561,7 +564,7 @@ def run_ranks(
         raise error
     if any(end.code == Interrupted.exit_code for end in ends):
         # A rank itself got a signal, and all ranks agreed to stop.
-        raise _interrupted(run, at_once=False)
+        raise _interrupted(run, at_once=False, why=asked_by(launch))
     _refuse_killed(ends)
     return sum(len(end.ranks) for end in ends)
 
@@ -691,7 +694,7 @@ def _try_script(
     if launch.is_elastic and (failure := _group_failure(launch)):
         return launch, failure
     if any(end.code == Interrupted.exit_code for end in ends):
-        raise Interrupted("a rank reports that it was interrupted", fix=resume_script_advice(run))
+        raise Interrupted("a rank reports that it was interrupted", why=asked_by(launch), fix=resume_script_advice(run))
     _refuse_killed(ends)
     if launch.ranks > 1 and launch.store_keys == 0 and not launch.noted_unjoined and not launch.is_elastic:
         log.write("note", text=no_rank_ever_joined(launch.ranks))
@@ -736,13 +739,18 @@ def resume_script_advice(run: RunFolder) -> str:
     return f"what the ranks printed is in {run.path / 'logs'}"
 
 
-def _interrupted(run: RunFolder, at_once: bool) -> Interrupted:
+def asked_by(launch: Launch) -> str:
+    return f"{launch.stopped_by} asked all machines to stop: Ctrl-C or a signal there" if launch.stopped_by else ""
+
+
+def _interrupted(run: RunFolder, at_once: bool, why: str = "") -> Interrupted:
     folder = shlex.quote(str(run.path))
     if not run.checkpoints.is_dir():
         again = "start anew with another --out" if run.has_begun() else f"start it again: shoal train --resume {folder}"
-        return Interrupted("interrupted before the first checkpoint", fix=again)
+        return Interrupted("interrupted before the first checkpoint", why=why, fix=again)
     how = "ended at once" if at_once else "saved what was done"
-    return Interrupted(f"interrupted: {how}", fix=f"go on from the last checkpoint: shoal train --resume {folder}")
+    fix = f"go on from the last checkpoint: shoal train --resume {folder}"
+    return Interrupted(f"interrupted: {how}", why=why, fix=fix)
 
 
 def _tail_ranks(run: RunFolder, cluster: Cluster) -> list[EventTail]:

@@ -646,7 +646,12 @@ def _raise_failure(joined: JoinedRun) -> None:
         )
     codes = {event["name"]: event["code"] for event in journal if event["event"] == "ended"}
     if any(code == Interrupted.exit_code for code in codes.values()):
-        raise Interrupted("the run was stopped; what was done is saved")
+        asked_here = any(event["event"] == "stop-asked" for event in journal)
+        raise Interrupted(
+            "the run was stopped; what was done is saved",
+            why=f"{'this' if asked_here else 'the host or another'} machine asked all of them to stop",
+            fix=joined.run.rejoin_advice(),
+        )
     for name, code in codes.items():
         if code:
             log = joined.run.log(joined.node, name)

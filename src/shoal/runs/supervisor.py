@@ -233,7 +233,13 @@ def _supervise(run: RunFolder, job: RunJob, log: EventLog) -> None:
             if not log.is_removed():
                 write_derived_files(run)
         raise
-    write_derived_files(run, judge_replicas(run))
+    try:
+        replicas = judge_replicas(run)
+    except ShoalError:
+        # The training itself is done: its manifest has everything but the comparison.
+        write_derived_files(run)
+        raise
+    write_derived_files(run, replicas)
 
 
 def _sum_up_session(run: RunFolder, log: EventLog) -> None:

@@ -6,18 +6,19 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import pytest
 
 from shoal.cli import lab, runs
 from shoal.cli.report import refuse_without_checkpoint
 from shoal.cli.runs import print_resume
+from shoal.cluster.cluster import LocalCluster
 from shoal.config.load import build_config
 from shoal.config.presets import Overrides
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.events import Event, EventLog
-from shoal.launch.launcher import interrupted_early, resume_script_advice
+from shoal.launch.launcher import AgentHandle, Launch, asked_by, interrupted_early, resume_script_advice
 from shoal.run_folder import RunFolder
 from shoal.runs import start, supervisor
 from shoal.runs.manage import StopResult
@@ -133,6 +134,19 @@ def test_an_interrupted_session_names_the_command_that_continues_it(tmp_path: Pa
     assert resume_script_advice(run) == f"what the ranks printed is in {run.path / 'logs'}"
     (run.checkpoints / "step-00000010").mkdir(parents=True)
     assert resume_script_advice(run) == f"go on from the last checkpoint: shoal run --resume {run.path}"
+
+
+def test_the_host_names_the_machine_that_asked_to_stop(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [])
+    launch = Launch(run, LocalCluster(1), EventLog(run.supervisor, 0))
+    agent = cast(AgentHandle, SimpleNamespace(node=SimpleNamespace(name="node2")))
+    assert asked_by(launch) == ""
+    launch._handle(agent, {"event": "stop-asked", "at_once": False})
+    assert asked_by(launch) == "node2 asked all machines to stop: Ctrl-C or a signal there"
+    # An agent that passes on the launcher's own request has not asked.
+    other = Launch(run, LocalCluster(1), EventLog(run.supervisor, 0), interrupts=1)
+    other._handle(agent, {"event": "stop-asked", "at_once": False})
+    assert asked_by(other) == ""
 
 
 def test_a_long_check_is_announced(
