@@ -306,6 +306,8 @@ def print_script_end(run: RunFolder, detach: bool, json: bool = False) -> None:
     elif (manifest := read_manifest(run)) is not None:
         # The script trained with shoal.Session. Its stdout is its own.
         print_run(run, manifest, stderr=True)
+    else:
+        sys.stderr.write(f"run folder: {shown(run.path)}\n")
 
 
 @app.command()
