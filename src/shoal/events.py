@@ -484,6 +484,7 @@ AGENT_EVENTS: Schema = {
     "group-failed": {"name": _is_text, "why": _is_text},
     "lost": {"node": _is_text, "how": _is_text},
     "peer-ended": {"node": _is_text, "failed": _is_bool},
+    "stop-asked": {"at_once": _is_bool},
     "session": {},
     "generation": {"members": _is_texts},
     "refused": _ERROR,

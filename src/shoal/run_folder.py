@@ -186,6 +186,12 @@ class RunFolder:
             write_atomically(path, secrets.token_hex(4))
         return path.read_text(encoding="ascii").strip()
 
+    def has_begun(self) -> bool:
+        """Return whether the training of this folder has done a step, or has a checkpoint."""
+        if any(self.checkpoints.glob("step-*")) or (self.commits.is_file() and self.commits.stat().st_size):
+            return True
+        return any(event["event"] == "step" for event in self.read_all_events())
+
     def discard(self) -> None:
         """Remove a folder whose run could not be created: the next attempt with this name must not be refused."""
         shutil.rmtree(self.path, ignore_errors=True)
@@ -233,6 +239,18 @@ class RunFolder:
         except (OSError, ValueError, LookupError, TypeError):
             return ""
         return host if isinstance(host, str) and host.isprintable() and not self.job.is_file() else ""
+
+    def rejoin_advice(self) -> str:
+        """Return how a machine that joined goes on with the others after the run's end; nothing elsewhere.
+
+        To resume the run in this folder would train on alone, apart from the host's run.
+        """
+        if not (host := self.joined_host()):
+            return ""
+        verb = "run" if self.script.is_file() else "train"
+        # A run that this machine joined later does not wait for it: the host has to invite it again.
+        invite = ", then shoal host RUN" if json.loads(self.joined.read_bytes()).get("late") is True else ""
+        return f"on {host}: shoal {verb} --resume RUN{invite}; then here the shoal join command that it prints"
 
     def joined_on(self) -> str:
         """Return where a machine's run takes place that joined, in place of the `--on` of the host."""

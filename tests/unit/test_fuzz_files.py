@@ -193,6 +193,7 @@ OF_AGENTS: dict[str, dict[str, Any]] = {
             "group-failed": {"name": "rank-0", "why": "x"},
             "lost": {"member": 1, "node": "node1", "how": "x"},
             "peer-ended": {"node": "node1", "failed": True},
+            "stop-asked": {"at_once": False},
             "joined-group": {"met": [0], "missing": [1], "after_s": 60.5},
             "script-store-keys": {"keys": 3},
             "state-lost": {"error": "RunFailed", "seen": "x"},

@@ -366,6 +366,7 @@ class Agent:
             self._on_interrupt()
 
     async def _stop_everywhere(self, at_once: bool) -> None:
+        self._write("stop-asked", at_once=at_once)
         await self._stop(at_once)
         await self._mesh.broadcast({"type": "stopping", "at_once": at_once})
 

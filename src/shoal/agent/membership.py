@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from shoal.agent.kv_store import KvStoreClient
 from shoal.agent.local_ranks import LocalRank, LocalRanks
@@ -519,11 +520,11 @@ class ShutdownTracker:
 
 
 def _state_lost(run: str) -> RunFailed:
+    resume = RunFolder(Path(run)).rejoin_advice() or f"go on from the last checkpoint: shoal train --resume {run}"
     return RunFailed(
         "no machine that can be reached has the training's state any more",
         why="the others are out of reach from here, their ranks were killed, or the run has ended meanwhile",
-        fix=f"if they still train, come back when they can be reached: shoal join {run}; if none does, go on from "
-        f"the last checkpoint: shoal train --resume {run}",
+        fix=f"if they still train, come back when they can be reached: shoal join {run}; if none does, {resume}",
     )
 
 

@@ -181,9 +181,9 @@ def print_detached(run: RunFolder, json: bool) -> None:
 
 def run_rows(manifest: Manifest) -> list[tuple[str, str]]:
     rows = [
-        ("loss", _loss(manifest)),
+        *([("loss", _loss(manifest))] if manifest.trains == "gpt" or manifest.final_loss is not None else []),
         *((name, format_value(value)) for name, value in list(manifest.logged.items())[:_MOST_LOGGED]),
-        ("speed", "–" if manifest.speed is None else format_speed(manifest.speed, Unit(manifest.unit))),
+        *([("speed", format_speed(manifest.speed, Unit(manifest.unit)))] if manifest.speed is not None else []),
     ]
     if manifest.world_size > 1:
         rows += [

@@ -371,7 +371,11 @@ def sample(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same texts.")] = SEED,
     json: Annotated[bool, typer.Option("--json", help="Print the texts as JSON on stdout.")] = False,
 ) -> None:
-    """Generate text with a trained model, from its newest checkpoint."""
+    """Generate text with a trained model, from its newest checkpoint.
+
+    A model of the sentences that shoal generates writes one sentence a line. A model of another text writes --length
+    tokens with their line ends; a line of dashes separates the texts.
+    """
     folder = RunFolder.open(run)
     refuse_script(folder)
     refuse_without_checkpoint(folder)

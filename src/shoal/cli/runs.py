@@ -311,6 +311,8 @@ def print_script_end(run: RunFolder, detach: bool, json: bool = False) -> None:
     elif (manifest := read_manifest(run)) is not None:
         # The script trained with shoal.Session. Its stdout is its own.
         print_run(run, manifest, stderr=True)
+    else:
+        sys.stderr.write(f"run folder: {shown(run.path)}\n")
 
 
 @app.command()
@@ -399,10 +401,12 @@ def stop(
 
 
 def print_resume(folder: RunFolder) -> None:
-    """Print the command that resumes a run, if it has a checkpoint."""
+    """Print the command that resumes a run, if it has a checkpoint; where a machine joined, how it goes on."""
     from shoal.runs.supervisor import is_script
 
-    if folder.has_checkpoint():
+    if advice := folder.rejoin_advice():
+        sys.stdout.write(f"next: {advice}\n")
+    elif folder.has_checkpoint():
         verb = "run" if is_script(folder) else "train"
         sys.stdout.write(f"next: {command(verb, '--resume', shown(folder.path))}\n")
 

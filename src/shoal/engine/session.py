@@ -589,5 +589,6 @@ def _check_same_data(world: World, source: Source) -> None:
     raise UsageError(
         seen,
         why="each sample of an epoch is used once by one rank, so all ranks must have the same data in the same order",
-        fix="give every rank the whole dataset: shoal divides it",
+        fix="give every rank the whole dataset: shoal divides it; data made at random needs the same seed on every "
+        "rank: torch.manual_seed(…) before it is made",
     )

@@ -128,6 +128,7 @@ class Launch:
     ends: list[ProcessEnd] = field(default_factory=list)
     refused: ShoalError | None = None
     interrupts: int = 0
+    stopped_by: str = ""  # the node that asked all others to stop, where it was not this launcher
     is_elastic: bool = False
     broken: str = ""  # the first rank that could not join the process group, and why
     state_lost: ShoalError | None = None
@@ -193,7 +194,7 @@ class Launch:
         while waiting := [agent for agent in self.agents if agent.ready is None]:
             self._poll()
             if self.interrupts:
-                raise Interrupted("interrupted before the ranks were started", fix="start anew")
+                raise interrupted_early(self.run, is_script=self.grace_s is not None)
             if time.monotonic() > deadline:
                 raise ControlError(
                     f"the agent on {waiting[0].node.name} did not answer within {READY_WITHIN_S:.0f} s",
@@ -354,6 +355,8 @@ class Launch:
                 # Enough for an agent whose own journal does not arrive: its ranks ended, and it was no failure.
                 for other in self.agents:
                     other.finished |= other.node.name == event["node"]
+            case "stop-asked" if not self.interrupts:
+                self.stopped_by = self.stopped_by or node
             case "joined-group":
                 self._joined[node] = event
                 self._note_unjoined()
@@ -561,7 +564,7 @@ def run_ranks(
         raise error
     if any(end.code == Interrupted.exit_code for end in ends):
         # A rank itself got a signal, and all ranks agreed to stop.
-        raise _interrupted(run, at_once=False)
+        raise _interrupted(run, at_once=False, why=asked_by(launch))
     _refuse_killed(ends)
     return sum(len(end.ranks) for end in ends)
 
@@ -673,11 +676,10 @@ def _try_script(
         members=rules if session.members.on_loss == "go-on" else None,
     )
     ends = drop_survived(launch.ends) if launch.is_elastic else launch.ends
-    logs = run.path / "logs"
     if launch.interrupts:
         killed = [rank for end in launch.ends if end.by_agent for rank in end.ranks]
         late = f"{rank_list(killed)} had to be ended" if killed else ""
-        raise Interrupted("interrupted", why=late, fix=f"what the ranks printed is in {logs}")
+        raise Interrupted("interrupted", why=late, fix=resume_script_advice(run))
     faults = script_faults(ends, lambda end: read_end(Path(end.log), 1000, 1 << 16), job.is_consequence)
     # An error of a session has an exit code of its own; an exception of the script ends a rank with 1.
     own_codes = {rank for end in ends if end.code in (UsageError.exit_code, ShoalError.exit_code) for rank in end.ranks}
@@ -692,7 +694,7 @@ def _try_script(
     if launch.is_elastic and (failure := _group_failure(launch)):
         return launch, failure
     if any(end.code == Interrupted.exit_code for end in ends):
-        raise Interrupted("a rank reports that it was interrupted", fix=f"look at {logs}")
+        raise Interrupted("a rank reports that it was interrupted", why=asked_by(launch), fix=resume_script_advice(run))
     _refuse_killed(ends)
     if launch.ranks > 1 and launch.store_keys == 0 and not launch.noted_unjoined and not launch.is_elastic:
         log.write("note", text=no_rank_ever_joined(launch.ranks))
@@ -720,13 +722,35 @@ def _refuse_killed(ends: Iterable[ProcessEnd]) -> None:
         )
 
 
-def _interrupted(run: RunFolder, at_once: bool) -> Interrupted:
+def interrupted_early(run: RunFolder, is_script: bool) -> Interrupted:
+    folder = shlex.quote(str(run.path))
+    fix = "start anew"
+    if run.config.is_file() and (not is_script or any(run.checkpoints.glob("step-*"))):
+        fix = f"start it again: shoal {'run' if is_script else 'train'} --resume {folder}"
+    elif run.job.is_file():
+        fix = f"the same command with another --out; or delete this folder first: shoal runs --delete {folder}"
+    return Interrupted("interrupted before the ranks were started", fix=fix)
+
+
+def resume_script_advice(run: RunFolder) -> str:
+    """Name the command that continues a script whose session has saved a checkpoint."""
+    if any(run.checkpoints.glob("step-*")):
+        return f"go on from the last checkpoint: shoal run --resume {shlex.quote(str(run.path))}"
+    return f"what the ranks printed is in {run.path / 'logs'}"
+
+
+def asked_by(launch: Launch) -> str:
+    return f"{launch.stopped_by} asked all machines to stop: Ctrl-C or a signal there" if launch.stopped_by else ""
+
+
+def _interrupted(run: RunFolder, at_once: bool, why: str = "") -> Interrupted:
+    folder = shlex.quote(str(run.path))
     if not run.checkpoints.is_dir():
-        return Interrupted("interrupted before the first checkpoint", fix="start anew with another --out")
+        again = "start anew with another --out" if run.has_begun() else f"start it again: shoal train --resume {folder}"
+        return Interrupted("interrupted before the first checkpoint", why=why, fix=again)
     how = "ended at once" if at_once else "saved what was done"
-    return Interrupted(
-        f"interrupted: {how}", fix=f"go on from the last checkpoint: shoal train --resume {shlex.quote(str(run.path))}"
-    )
+    fix = f"go on from the last checkpoint: shoal train --resume {folder}"
+    return Interrupted(f"interrupted: {how}", why=why, fix=fix)
 
 
 def _tail_ranks(run: RunFolder, cluster: Cluster) -> list[EventTail]:

@@ -244,11 +244,15 @@ async def _introduce(channel: Channel, invitation: Invitation, out: Path, script
     welcome = await _receive(channel, "welcome")
     try:
         joined = await _prepare(channel, _read(_Welcome, welcome), address, out, script)
-        write_atomically(joined.run.joined, json.dumps({"host": invitation.address, "node": joined.node}))
+        write_atomically(joined.run.joined, _joined_json(invitation, joined))
         return joined
     except ShoalError as error:
         await channel.send({"type": "failed", **error.as_dict()})
         raise
+
+
+def _joined_json(invitation: Invitation, joined: JoinedRun) -> str:
+    return json.dumps({"host": invitation.address, "node": joined.node, "late": joined.late})
 
 
 async def _prepare(channel: Channel, welcome: _Welcome, address: str, out: Path, script: Sequence[str]) -> JoinedRun:
@@ -642,7 +646,12 @@ def _raise_failure(joined: JoinedRun) -> None:
         )
     codes = {event["name"]: event["code"] for event in journal if event["event"] == "ended"}
     if any(code == Interrupted.exit_code for code in codes.values()):
-        raise Interrupted("the run was stopped; what was done is saved")
+        asked_here = any(event["event"] == "stop-asked" for event in journal)
+        raise Interrupted(
+            "the run was stopped; what was done is saved",
+            why=f"{'this' if asked_here else 'the host or another'} machine asked all of them to stop",
+            fix=joined.run.rejoin_advice(),
+        )
     for name, code in codes.items():
         if code:
             log = joined.run.log(joined.node, name)
@@ -709,7 +718,7 @@ def _choose_node(run: RunFolder, wanted: str | None) -> str:
         raise UsageError(
             f"no machine of {run.path} is left that could let another one in",
             why=f"all of them were here, and the agents of {', '.join(dead)} have died",
-            fix=f"go on from the newest checkpoint: shoal train --resume {shown}",
+            fix=run.rejoin_advice() or f"go on from the newest checkpoint: shoal train --resume {shown}",
         )
     if wanted is not None or len(dead) == 1:
         return wanted or dead[0]
@@ -728,7 +737,7 @@ def _choose_node(run: RunFolder, wanted: str | None) -> str:
     raise UsageError(
         f"nothing of {run.path} can come back on this machine",
         why="only a machine whose agent was killed while the others went on; after its end a run is resumed",
-        fix=f"shoal train --resume {shown}",
+        fix=run.rejoin_advice() or f"shoal train --resume {shown}",
     )
 
 

@@ -372,6 +372,7 @@ def raise_recorded_end(run: RunFolder, config: EngineConfig) -> None:
     resume = f'start it again with shoal.Session(..., out="{run.path}")'
     if isinstance(config, Config):
         resume = f"shoal train --resume {shlex.quote(str(run.path))}"
+    resume = run.rejoin_advice() or resume
     match summary.status:
         case "failed":
             error = from_dict(summary.faults[0])

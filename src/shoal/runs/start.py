@@ -40,7 +40,7 @@ from shoal.config.schema import Config, EngineConfig
 from shoal.cost.batch_plan import learning_rate, scaled_lr
 from shoal.data.prepare import check_shares, create_run, reopen_run
 from shoal.errors import DataError, RunFailed, UsageError
-from shoal.events import Event
+from shoal.events import Event, read_events
 from shoal.launch.logs import LogFollower, LogLine
 from shoal.run_folder import RunFolder
 from shoal.runs.confirm import require_terminal
@@ -118,6 +118,7 @@ def resume_training(
 ) -> tuple[RunFolder, Manifest | None]:
     """Resume a run from its newest checkpoint, or from the newest of `lineage`. Return like `train_new`.
 
+    A run that has done no step is started from the beginning.
     `changes` are settings for the rest of the run. A run that has done all its steps is resumed only with more of them,
     or from another lineage.
     """
@@ -133,15 +134,30 @@ def resume_training(
         if "weights" in (changes or {}).get("run", {}):
             check_shares(config, rank_count(parse_on(config.run.on)))
         # Before the cluster is checked: a finished run needs none.
-        done = None if lineage else refuse_finished(run, config.train.steps)
+        if not lineage:
+            refuse_finished(run, config.train.steps)
         world_size = rank_count(parse_on(config.run.on))
         check_shares(config, world_size)
         notes = [f"changed for the rest of the run: {'; '.join(changed)}"] if changed else []
-        notes += rate_note(load_config(run.config), config, world_size, done)
+        notes += alone_note(run)
+        if not has_begun:
+            notes.append("the run has done no step yet: it starts from the beginning")
+        saved = None if lineage else _newest_checkpoint(run)
+        notes += rate_note(load_config(run.config), config, world_size, saved)
         reopen_run(path, config, lineage, changed)
         return notes
 
-    return run, _train(run, watch, RunJob(resume=True, confirm=confirm), detach, prepare)
+    # A run that was interrupted before its first step has no checkpoint, and needs none.
+    has_begun = bool(lineage) or _has_begun(run)
+    return run, _train(run, watch, RunJob(resume=has_begun, confirm=confirm), detach, prepare)
+
+
+def _has_begun(run: RunFolder) -> bool:
+    """Return whether the run may have done a step. The files of hosts arrive here late, or not at all."""
+    if run.has_begun():
+        return True
+    has_hosts = isinstance(parse_on(load_config(run.config).run.on), HostsSpec)
+    return has_hosts and any(event["event"] == "running" for event in read_events(run.supervisor))
 
 
 def _refuse_script(run: RunFolder) -> None:
@@ -153,12 +169,12 @@ def _refuse_script(run: RunFolder) -> None:
             why="shoal train has no model and no data for it",
             fix=f"shoal run --resume {shlex.quote(str(run.path))}"
             if is_script(run)
-            else f'start the script again with shoal.Session(..., out="{run.path}")',
+            else run.rejoin_advice() or f'start the script again with shoal.Session(..., out="{run.path}")',
         )
 
 
-def refuse_finished(run: RunFolder, steps: int, verb: str = "train") -> int:
-    """Refuse to resume a run that has already done `steps` steps or more; return how many it has done.
+def refuse_finished(run: RunFolder, steps: int, verb: str = "train") -> None:
+    """Refuse to resume a run that has already done `steps` steps or more.
 
     A finished run with missing or damaged files is resumed: it writes them again from a checkpoint.
     """
@@ -179,7 +195,6 @@ def refuse_finished(run: RunFolder, steps: int, verb: str = "train") -> int:
             fix=f"continue it with more steps: shoal {verb} --resume {folder} --steps {2 * done}\n"
             f"or look at it: shoal report {folder}",
         )
-    return done
 
 
 def _is_whole(run: RunFolder) -> bool:
@@ -197,19 +212,38 @@ def _last_step(log: RankLog) -> int:
     return int(log.steps[-1]) if len(log.steps) else 0
 
 
-def rate_note(before: Config, after: Config, world_size: int, done: int | None) -> list[str]:
-    """Describe what another number of steps means for the learning rate; `done` is None if it is unknown."""
+def alone_note(run: RunFolder) -> list[str]:
+    """Warn where a machine that joined a run resumes it: that is a training of its own, with one rank."""
+    if not (host := run.joined_host()):
+        return []
+    return [
+        f"this machine joined the run of {host}; it now goes on alone, apart from that run. "
+        f"To go on with the others, stop this and do instead: {run.rejoin_advice()}"
+    ]
+
+
+def _newest_checkpoint(run: RunFolder) -> int | None:
+    """Return the step of the newest checkpoint in this folder; None without any."""
+    names = (path.name.removeprefix("step-") for path in run.checkpoints.glob("step-*"))
+    return max((int(name) for name in names if name.isdecimal()), default=None)
+
+
+def rate_note(before: Config, after: Config, world_size: int, saved: int | None) -> list[str]:
+    """Describe what another number of steps means for the learning rate.
+
+    `saved` is the step of the checkpoint from which the run goes on; None if it is unknown.
+    """
     steps = after.train.steps
-    if before.train.steps == steps or (done is not None and done >= steps):
+    if before.train.steps == steps or (saved is not None and saved >= steps):
         return []
     note = f"the learning rate follows one schedule over {pluralize(steps, 'step')} from here on"
-    if done is None:
+    if saved is None:
         return [note]
     peak = scaled_lr(after.train, world_size, after.sync.accumulate)
-    was, now = (learning_rate(done + 1, peak, config.train) for config in (before, after))
-    return [
-        f"{note}: at step {done + 1} it is {now:.3g}, and not {was:.3g} as with {pluralize(before.train.steps, 'step')}"
-    ]
+    was, now = (f"{learning_rate(saved + 1, peak, config.train):.3g}" for config in (before, after))
+    if was == now:
+        return [note]
+    return [f"{note}: at step {saved + 1} it is {now}, and not {was} as with {pluralize(before.train.steps, 'step')}"]
 
 
 def _train(
@@ -222,7 +256,7 @@ def _train(
     with contextlib.ExitStack() as stack:
         lock_scope = stack.enter_context(contextlib.ExitStack())
         lock = lock_scope.enter_context(run.held())
-        job = replace(job, commands=(*(_earlier_commands(run) if job.resume else ()), command_line(sys.argv)))
+        job = replace(job, commands=(*_earlier_commands(run), command_line(sys.argv)))
         notes = prepare()
         config = load_config(run.config)
         rank_events, log = RunEvents(run), SupervisorLog.from_now(run)

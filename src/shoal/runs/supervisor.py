@@ -33,9 +33,9 @@ from shoal.config.schema import RunConfig
 from shoal.control.processes import make_marks, remove_own_marks, restore_signals
 from shoal.control.rank_env import find_danger
 from shoal.data.prepare import facts_to_json, read_data_facts
-from shoal.errors import DataError, Interrupted, RunFailed, ShoalError
+from shoal.errors import DataError, RunFailed, ShoalError
 from shoal.events import EventLog
-from shoal.launch.launcher import ScriptJob, SessionSettings, run_ranks, run_script
+from shoal.launch.launcher import ScriptJob, SessionSettings, interrupted_early, run_ranks, run_script
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.confirm import PipeConfirm
 from shoal.tools.explain.explain import add_explanation, is_consequence
@@ -167,7 +167,7 @@ def main(folder: Path) -> int:
     except ShoalError as raised:
         error = raised
     except KeyboardInterrupt:
-        error = Interrupted("interrupted before the ranks were started", fix="start anew")
+        error = interrupted_early(run, is_script(run))
     except Exception as raised:
         traceback.print_exc()
         error = RunFailed(
@@ -233,7 +233,13 @@ def _supervise(run: RunFolder, job: RunJob, log: EventLog) -> None:
             if not log.is_removed():
                 write_derived_files(run)
         raise
-    write_derived_files(run, judge_replicas(run))
+    try:
+        replicas = judge_replicas(run)
+    except ShoalError:
+        # The training itself is done: its manifest has everything but the comparison.
+        write_derived_files(run)
+        raise
+    write_derived_files(run, replicas)
 
 
 def _sum_up_session(run: RunFolder, log: EventLog) -> None:

@@ -1,4 +1,4 @@
-"""`python -m shoal.train.sample RUN`: generate sentences from a run's newest checkpoint."""
+"""`python -m shoal.train.sample RUN`: generate texts from a run's newest checkpoint."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from shoal.config.defaults import SEED
 from shoal.config.load import load_config
+from shoal.config.schema import Config
 from shoal.control.rank_env import use_private_caches
 from shoal.data.tokenizer import Tokenizer, load_tokenizer
 from shoal.engine.checkpoint import CheckpointFolder
@@ -21,6 +22,8 @@ from shoal.model.gpt import GPT
 from shoal.run_folder import RunFolder
 from shoal.terminal import protect_terminal
 from shoal.train.worker import report_error
+
+_RULE = "-" * 20  # between texts of several lines
 
 
 def main() -> int:
@@ -37,10 +40,12 @@ def main() -> int:
     options = parser.parse_args()
     try:
         use_private_caches()
-        sentences = write_sentences(RunFolder.open(options.run), options)
+        run = RunFolder.open(options.run)
+        texts = write_texts(run, options)
+        between = "\n" if has_sentences(load_config(run.config)) else f"\n{_RULE}\n"
     except ShoalError as error:
         return report_error(error, options.width)
-    text = json.dumps({"sentences": sentences}, ensure_ascii=False) if options.json else "\n".join(sentences)
+    text = json.dumps({"sentences": texts}, ensure_ascii=False) if options.json else between.join(texts)
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -49,8 +54,13 @@ def main() -> int:
     return 0
 
 
-def write_sentences(run: RunFolder, options: argparse.Namespace) -> list[str]:
-    """Generate sentences that start a line and end with it, or after `length` tokens.
+def has_sentences(config: Config) -> bool:
+    """Return whether the run trained on the sentences that shoal generates, one a line."""
+    return config.data.path is None and config.data.builtin == "grammar"
+
+
+def write_texts(run: RunFolder, options: argparse.Namespace) -> list[str]:
+    """Generate texts that start a line and have `length` tokens; those of the generated sentences end with the line.
 
     A tokenizer without a newline has no line start: there the first token of the vocabulary replaces it, not shown.
     """
@@ -65,7 +75,9 @@ def write_sentences(run: RunFolder, options: argparse.Namespace) -> list[str]:
     generator = torch.Generator().manual_seed(options.seed)
     rows = model.generate(start.repeat(options.count, 1), options.length, options.temperature, generator)
     texts = (tokenizer.decode(row.tolist()[hidden_tokens:]).removeprefix("\n") for row in rows)
-    return [_printable(text.split("\n")[0]) for text in texts]
+    if has_sentences(config):
+        return [_printable(text.split("\n")[0]) for text in texts]
+    return [_printable(text.rstrip("\n")) for text in texts]
 
 
 def _line_start(tokenizer: Tokenizer) -> str:
@@ -78,7 +90,7 @@ def _line_start(tokenizer: Tokenizer) -> str:
 
 def _printable(text: str) -> str:
     """Replace unprintable characters: a byte-level model can write those that control a terminal."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+    return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text)
 
 
 if __name__ == "__main__":

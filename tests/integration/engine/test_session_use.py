@@ -399,6 +399,7 @@ def test_wrong_use_is_refused_with_a_reason(
         assert kind == UsageError.__name__, text
         assert words in text
         assert "next:" in text
+        assert ("torch.manual_seed" in text) == (program is other_samples or program is other_length)
         assert code == 2
 
 

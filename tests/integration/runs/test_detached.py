@@ -351,7 +351,8 @@ def test_an_interrupt_before_the_ranks_start_is_reported(tmp_path: Path) -> None
         wait_until(lambda: find_supervisor(run))
         first.process.send_signal(signal.SIGINT)
         assert first.code() == 130
-        assert first.err.endswith("error: interrupted before the ranks were started\n  next: start anew\n")
+        assert "error: interrupted before the ranks were started\n" in first.err
+        assert first.err.endswith(f"delete this folder first: shoal runs --delete {run}\n")
         assert find_processes(run) == []
 
 

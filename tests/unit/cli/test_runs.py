@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 
 from shoal.cli.main import run
+from shoal.cli.output import run_rows
 from shoal.cli.run import misplaced_note
+from shoal.cli.runs import print_script_end
 from shoal.config.load import build_config, to_toml
+from shoal.run_folder import RunFolder
+from shoal.tools.report.manifest import current_manifest
+from tests.support.run_samples import make_session_run
 
 
 @pytest.fixture
@@ -124,3 +129,17 @@ def test_a_killed_run_has_its_own_steps_and_not_those_of_an_older_manifest(
     entries = {entry["run"]: entry for entry in listed(capsys)}
     assert (entries["runs/killed"]["step"], entries["runs/new"]["step"]) == (17, 20)
     assert entries["runs/killed"]["loss"] == 1.25
+
+
+def test_a_plain_script_ends_with_its_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder.create(tmp_path / "run", is_training=False)
+    print_script_end(folder, detach=False)
+    output = capsys.readouterr()
+    assert (output.out, output.err) == ("", f"run folder: {folder.path}\n")
+
+
+def test_rows_without_a_value_are_left_out(tmp_path: Path) -> None:
+    manifest = current_manifest(make_session_run(tmp_path / "run"))
+    assert {"loss", "speed"} <= dict(run_rows(manifest)).keys()
+    empty = manifest.model_copy(update={"final_loss": None, "samples_per_sec": {}})
+    assert not {"loss", "speed"} & dict(run_rows(empty)).keys()

@@ -273,6 +273,20 @@ def test_lines_written_twice_by_a_joined_machine_pass(tmp_path: Path) -> None:
     assert any("not in order" in text for text in wrong_in(run_of(tmp_path / "swapped", events, whole, on="join:3")))
 
 
+def test_a_machine_that_joined_anew_has_the_earlier_steps_in_another_folder(tmp_path: Path) -> None:
+    events = [*resumed(1, 20, "3-0"), *steps(1, 21, 30)]
+    lines = [*commit_records(1, 20, "1-0"), *commit_records(21, 30, "3-0", lineage="3-0")]
+    run = run_of(tmp_path / "run", events, lines, on="local:1")
+    assert not any("lacks step" in text for text in wrong_in(run))
+    [text] = [finding.text for finding in verify_run(run).findings if finding.file == "events/rank-1.jsonl"]
+    assert text.startswith("step 1 to ")
+    # A step that it did in this folder must be there.
+    gap = [event for event in events if not (event["event"] == "step" and event["step"] == 22)]
+    assert "events/rank-1.jsonl: lacks step 22, which the ledger has for rank 1" in wrong_in(
+        run_of(tmp_path / "gap", gap, lines, on="local:1")
+    )
+
+
 def test_the_loss_is_compared_only_with_the_events_of_all_ranks(tmp_path: Path) -> None:
     """Rank 1 did step 20 when the others were lost, and never received the world's loss for it."""
     events = two_ranks(20, loss=1.0)

@@ -50,6 +50,21 @@ def test_a_run_without_any_machine_left_is_resumed_instead(tmp_path: Path, node:
     assert refused.value.fix.endswith(f"shoal train --resume {run.path}")
 
 
+@pytest.mark.parametrize(("late", "invite"), [(False, ""), (True, ", then shoal host RUN")])
+def test_a_machine_that_joined_goes_on_with_the_host(tmp_path: Path, late: bool, invite: str) -> None:
+    run = make_folder(tmp_path / "run", "node1", "node2")
+    run.joined.write_text(json.dumps({"host": "192.0.2.7", "node": "node1", "late": late}))
+    # Once the run was resumed here, it is a training of this machine's own.
+    assert run.rejoin_advice() == ""
+    run.job.unlink()
+    run.config.touch()
+    with pytest.raises(UsageError) as refused:
+        rejoin(run.path, None)
+    assert refused.value.fix == (
+        f"on 192.0.2.7: shoal train --resume RUN{invite}; then here the shoal join command that it prints"
+    )
+
+
 def test_a_machine_elsewhere_may_still_train(tmp_path: Path) -> None:
     run = make_folder(tmp_path / "run", "node1", "node2", "node3")
     with pytest.raises(UsageError, match=r"several nodes of .* could come back: node1, node2"):

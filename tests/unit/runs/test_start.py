@@ -6,24 +6,27 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import pytest
 
 from shoal.cli import lab, runs
 from shoal.cli.report import refuse_without_checkpoint
+from shoal.cli.runs import print_resume
+from shoal.cluster.cluster import LocalCluster
 from shoal.config.load import build_config
 from shoal.config.presets import Overrides
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.events import Event, EventLog
+from shoal.launch.launcher import AgentHandle, Launch, asked_by, interrupted_early, resume_script_advice
 from shoal.run_folder import RunFolder
 from shoal.runs import start, supervisor
 from shoal.runs.manage import StopResult
-from shoal.runs.start import rate_note, refuse_finished, resume_script, resume_training
+from shoal.runs.start import alone_note, rate_note, refuse_finished, resume_script, resume_training
 from shoal.runs.supervisor import RunJob, find_unused_options
 from shoal.step_line import StepLine
 from tests.support.programs import read_jsonl
-from tests.support.run_samples import all_events, make_run, make_session_run, session_events
+from tests.support.run_samples import all_events, make_run, make_session_run, session_events, step
 
 
 def never(*args: object) -> NoReturn:
@@ -84,6 +87,68 @@ def test_another_lineage_of_a_finished_run_may_be_resumed(
         resume_training(run.path, never, lineage="1-0")
 
 
+@pytest.mark.parametrize(
+    ("on", "events", "is_resumed"),
+    [
+        ("local:2", [], False),
+        ("local:2", [*all_events(steps=0)[:1], step(1)], True),
+        # The events of hosts may not have arrived here.
+        ("hosts.toml", [], True),
+    ],
+)
+def test_a_run_without_a_step_is_started_from_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: str, events: list[Event], is_resumed: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hosts.toml").write_text('[[host]]\nhost = "node1"\n[[host]]\nhost = "node2"\n')
+    run = make_run(tmp_path / "run", events, "train.steps=40", f"run.on={on}")
+    run.supervisor.write_text('{"event": "running", "time": 1.0}\n')
+    jobs: list[RunJob] = []
+    monkeypatch.setattr(start, "_train", lambda run, watch, job, detach, prepare: jobs.append(job))
+    resume_training(run.path, never)
+    assert [job.resume for job in jobs] == [is_resumed]
+
+
+def test_the_learning_rate_is_named_for_the_step_after_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed run has done more steps than its newest checkpoint has."""
+    run = make_run(tmp_path / "run", [event for event in all_events() if event["event"] != "end"], "train.steps=200")
+    (run.checkpoints / "step-00000050").mkdir(parents=True)
+    monkeypatch.setattr(start, "reopen_run", lambda *args: None)
+    notes: list[str] = []
+    monkeypatch.setattr(start, "_train", lambda run, watch, job, detach, prepare: notes.extend(prepare()))
+    resume_training(run.path, never, {"train": {"steps": 400}})
+    assert "at step 51 it is" in notes[-1]
+
+
+def test_a_run_interrupted_before_its_ranks_started_names_a_command(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [])
+    assert interrupted_early(run, is_script=False).fix == f"start it again: shoal train --resume {run.path}"
+    run.job.write_text("{}")
+    assert interrupted_early(run, is_script=True).fix.endswith(f"shoal runs --delete {run.path}")
+
+
+def test_an_interrupted_session_names_the_command_that_continues_it(tmp_path: Path) -> None:
+    run = make_session_run(tmp_path / "run")
+    assert resume_script_advice(run) == f"what the ranks printed is in {run.path / 'logs'}"
+    (run.checkpoints / "step-00000010").mkdir(parents=True)
+    assert resume_script_advice(run) == f"go on from the last checkpoint: shoal run --resume {run.path}"
+
+
+def test_the_host_names_the_machine_that_asked_to_stop(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [])
+    launch = Launch(run, LocalCluster(1), EventLog(run.supervisor, 0))
+    agent = cast(AgentHandle, SimpleNamespace(node=SimpleNamespace(name="node2")))
+    assert asked_by(launch) == ""
+    launch._handle(agent, {"event": "stop-asked", "at_once": False})
+    assert asked_by(launch) == "node2 asked all machines to stop: Ctrl-C or a signal there"
+    # An agent that passes on the launcher's own request has not asked.
+    other = Launch(run, LocalCluster(1), EventLog(run.supervisor, 0), interrupts=1)
+    other._handle(agent, {"event": "stop-asked", "at_once": False})
+    assert asked_by(other) == ""
+
+
 def test_a_long_check_is_announced(
     finished: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,11 +164,29 @@ def test_a_long_check_is_announced(
 # Notes
 
 
+def test_a_machine_that_joined_is_warned_that_it_goes_on_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", all_events())
+    (run.checkpoints / "step-00000100").mkdir(parents=True)
+    assert alone_note(run) == []
+    print_resume(run)
+    assert "train --resume" in capsys.readouterr().out
+    run.joined.write_text('{"host": "192.0.2.7", "node": "node1"}')
+    [note] = alone_note(run)
+    assert "it now goes on alone, apart from that run" in note
+    print_resume(run)
+    assert capsys.readouterr().out == f"next: {run.rejoin_advice()}\n"
+
+
 def test_no_learning_rate_is_named_for_a_step_beyond_the_last() -> None:
     forty, one, eighty = (build_config(sets=[f"train.steps={steps}"]) for steps in (40, 1, 80))
     assert rate_note(eighty, forty, 2, 40) == []
     [note] = rate_note(eighty, forty, 2, 30)
     assert "over 40 steps from here on: at step 31 it is" in note
+    # In the warm-up both schedules may have one rate: it is not named.
+    [note] = rate_note(forty, eighty, 2, 0)
+    assert note == "the learning rate follows one schedule over 80 steps from here on"
     [note] = rate_note(one, forty, 2, 1)
     assert note.endswith(" as with 1 step")
     assert rate_note(forty, eighty, 2, None) == ["the learning rate follows one schedule over 80 steps from here on"]

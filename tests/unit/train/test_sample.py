@@ -13,20 +13,34 @@ from shoal.engine.checkpoint import Checkpoint, CheckpointFolder, Progress
 from shoal.engine.training_state import StateTree, TrainingState
 from shoal.model.gpt import GPT
 from shoal.run_folder import RunFolder
-from shoal.train.sample import write_sentences
+from shoal.train.sample import write_texts
 
 
-@pytest.mark.parametrize(("prompt", "begins"), [("", ""), ("sea", "sea")])
-def test_a_model_of_a_text_without_line_ends_generates_samples(tmp_path: Path, prompt: str, begins: str) -> None:
-    run = RunFolder.create(tmp_path / "run")
-    tokenizer = build_tokenizer("char", "she sells sea shells", bpe_vocab=300)
+def make_model(folder: Path, text: str, *sets: str) -> RunFolder:
+    """Make a run with an untrained model of single characters."""
+    run = RunFolder.create(folder)
+    tokenizer = build_tokenizer("char", text, bpe_vocab=300)
     shape = ("layers=1", "heads=1", "width=8", "seq_len=4", f"vocab_size={tokenizer.vocab_size}")
-    config = build_config(sets=[f"model.{setting}" for setting in shape])
+    config = build_config(sets=[*(f"model.{setting}" for setting in shape), *sets])
     run.config.write_text(to_toml(config), encoding="utf-8")
     save_tokenizer(tokenizer, run.tokenizer)
     state = Checkpoint(Progress(1, 1), TrainingState(GPT(config.model)).weights(), StateTree({}, None))
     CheckpointFolder(run.checkpoints, keep=1).save(state)
-    options = Namespace(prompt=prompt, count=3, length=6, temperature=1.0, seed=1)
-    sentences = write_sentences(run, options)
+    return run
+
+
+@pytest.mark.parametrize(("prompt", "begins"), [("", ""), ("sea", "sea")])
+def test_a_model_of_a_text_without_line_ends_generates_samples(tmp_path: Path, prompt: str, begins: str) -> None:
+    run = make_model(tmp_path / "run", "she sells sea shells")
+    sentences = write_texts(run, Namespace(prompt=prompt, count=3, length=6, temperature=1.0, seed=1))
     assert [len(sentence) for sentence in sentences] == [len(prompt) + 6] * 3
     assert all(sentence.startswith(begins) and set(sentence) <= set("she sells sea shells") for sentence in sentences)
+
+
+def test_only_a_model_of_generated_sentences_ends_a_text_with_its_line(tmp_path: Path) -> None:
+    options = Namespace(prompt="a", count=3, length=200, temperature=1.0, seed=1)
+    sentences = write_texts(make_model(tmp_path / "grammar", "a\nb"), options)
+    assert all("\n" not in sentence for sentence in sentences)
+    for name, source in (("own", f"data.path={tmp_path}/play.txt"), ("plays", "data.builtin=shakespeare")):
+        texts = write_texts(make_model(tmp_path / name, "a\nb", source), options)
+        assert all("\n" in text and len(text) > 100 for text in texts)

@@ -49,6 +49,8 @@ _NEGLIGIBLE = 0.03
 _PLAUSIBLE_EXCESS = 0.05
 # An exchange that differs by more than this part from the expected one used a slower or faster link than probed.
 _OTHER_LINK_SPEED = 0.1
+# Of a smaller payload the headers of the packets are a large part.
+_SMALL_PAYLOAD_BYTES = 64e3
 _NO_PHASES = "(sync.measure=off)"
 
 
@@ -110,6 +112,11 @@ def _explain_bytes(summary: RunSummary) -> str:
     if not theory:
         return f"Gradients went through shared memory. {sent} over the network for other purposes."
     formula = "2(N−1)/N·S" if summary.start.get("inside", "gloo") == "gloo" else "one ring between the machines"
+    round_steps = summary.start.get("round_steps")
+    if isinstance(round_steps, int) and round_steps > 1 and summary.steps_done < 2 * round_steps:
+        return f"{sent}; the run is too short to compare that with {formula}: a round has {round_steps} steps."
+    if theory < _SMALL_PAYLOAD_BYTES:
+        return f"{sent}, mostly headers: {formula} is {format_si(theory, 'B')}."
     return f"{sent}, {format_change(measured / theory - 1)} against the {format_si(theory, 'B')} of {formula}."
 
 

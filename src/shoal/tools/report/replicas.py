@@ -67,9 +67,10 @@ def compare_replicas(
     missing = sorted(set(members) - files.keys())
     if missing or not files:
         who = f"{rank_list(missing)} wrote" if files else "this run has"
+        name = f"state-rank-{missing[0] if files and len(missing) == 1 else 'N'}.safetensors"
         resume = f": shoal train --resume {shlex.quote(str(folder))}" if folder else ""
         raise DataError(
-            f"{who} no state-rank-N.safetensors, so there is nothing to compare",
+            f"{who} no {name}, so there is nothing to compare",
             why="each rank writes its state when the run ends; this run is still going or ended early",
             fix=f"finish it, then verify again{resume}",
         )
@@ -112,7 +113,22 @@ def judge_replicas(run: RunFolder) -> ReplicaReport:
         if digests.keys() >= set(members):
             report = compare_digests({rank: digests[rank] for rank in members})
             return report.model_copy(update={"elsewhere": list(away)})
+        if not shares_disk and files and (absent := sorted(set(members) - files.keys())):
+            raise _not_sent(run, absent, on)
     return compare_replicas(files, members, run.path)
+
+
+def _not_sent(run: RunFolder, ranks: list[int], on: str) -> DataError:
+    """Return the error for ranks on other machines whose states are not in this folder."""
+    names = ", ".join(run.state(rank).name for rank in ranks)
+    why = "its machine did not send its files: the connection was lost before the run ended"
+    if on.startswith("join"):
+        why = "the machine that joined did not send its files: its shoal join ended before the run did"
+    return DataError(
+        f"{names} did not arrive here, so the replicas cannot be compared",
+        why=why,
+        fix="compare the digests: shoal verify ITS-RUN-FOLDER, on that machine",
+    )
 
 
 def final_digests(events: Iterable[Event]) -> dict[int, str]:

@@ -377,7 +377,8 @@ def _check_ledger_lines(folder: _Folder) -> None:
 def _check_recorded_steps(folder: _Folder) -> None:
     """Check that a rank's events have every step that the ledger attributes to it.
 
-    The last steps of a generation may be missing: a rank that was lost during a step never recorded it.
+    The last steps of a generation may be missing: a rank that was lost during a step never recorded it. A machine that
+    joined anew after the host's resume has the steps before in its earlier folder.
     """
     by_generation: dict[str, list[tuple[int, list[Any]]]] = {}
     for record in folder.commits:
@@ -389,11 +390,23 @@ def _check_recorded_steps(folder: _Folder) -> None:
             highest = max(step for step, _ in lines)
             expected = {step for step, members in lines if rank in members and step <= highest - folder.lag}
             lacking |= expected - done
-        if lacking:
+        earlier = _first_resumed_from(folder.events[rank]) if folder.is_joined else 0
+        if before := {step for step in lacking if step <= earlier}:
+            folder.unknown(
+                folder.run.events(rank),
+                f"step {format_spans(to_spans(before))}: recorded before this machine joined with this folder",
+            )
+        if lacking := lacking - before:
             folder.wrong(
                 folder.run.events(rank),
                 f"lacks step {format_spans(to_spans(lacking))}, which the ledger has for rank {rank}",
             )
+
+
+def _first_resumed_from(events: list[Event]) -> int:
+    """Return the step after which a rank first started in this folder."""
+    first = next((event.get("resumed_from") for event in events if event.get("event") == "start"), 0)
+    return first if is_step(first) else 0
 
 
 def _check_ledger_order(folder: _Folder) -> None:

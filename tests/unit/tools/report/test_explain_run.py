@@ -141,6 +141,18 @@ def test_the_parts_always_add_up(
     assert explain_scaling([comparison.base, comparison.point])
 
 
+def test_bytes_are_compared_only_where_they_tell_something() -> None:
+    def explain(**fields: object) -> str:
+        events = [event | fields if event["event"] == "start" else event for event in all_events()]
+        return explain_step_time(summarize(events))
+
+    assert ", mostly headers: 2(N−1)/N·S is 44 B." in explain(grad_bytes=44)
+    assert "% against the" in explain(round_steps=50)
+    short = explain(round_steps=60)
+    assert "; the run is too short to compare that with 2(N−1)/N·S: a round has 60 steps." in short
+    assert "% against the" not in short
+
+
 def test_a_run_is_explained_from_its_own_numbers() -> None:
     text = explain_step_time(summarize(all_events()))
     assert text.startswith("On two ranks a step took 99 ms")

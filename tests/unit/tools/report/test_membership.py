@@ -187,6 +187,16 @@ def test_each_machine_compares_the_states_it_has(tmp_path: Path, here: tuple[int
     assert current_manifest(run).status == "finished"
 
 
+def test_a_machine_that_joined_and_did_not_send_its_state_is_named(tmp_path: Path) -> None:
+    """Its `shoal join` was killed, and its agent and rank trained on to the end."""
+    events = [event for event in joined_later() if event["rank"] == 0]
+    run = make_run(tmp_path / "run", events, "run.on=join:2")
+    save_file({"w": np.ones(3, np.float32)}, run.state(0))
+    with pytest.raises(DataError, match=r"state-rank-1\.safetensors did not arrive here") as caught:
+        judge_replicas(run)
+    assert "its shoal join ended" in caught.value.why
+
+
 def test_a_launch_rank_without_events_is_missed(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [event for event in joined_later() if event["rank"] == 0])
     save_file({"w": np.ones(3, np.float32)}, run.state(0))
