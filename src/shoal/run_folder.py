@@ -188,7 +188,7 @@ class RunFolder:
 
     def has_begun(self) -> bool:
         """Return whether the training of this folder has done a step, or has a checkpoint."""
-        if any(self.checkpoints.glob("step-*")) or (self.commits.is_file() and self.commits.stat().st_size):
+        if self.has_checkpoint() or (self.commits.is_file() and self.commits.stat().st_size):
             return True
         return any(event["event"] == "step" for event in self.read_all_events())
 

@@ -409,7 +409,7 @@ def refuse_without_checkpoint(run: RunFolder) -> None:
     """Refuse a running training that has no checkpoint yet."""
     from shoal.config.load import load_config
 
-    if any(run.checkpoints.glob("step-*")) or not find_processes(run.path):
+    if run.has_checkpoint() or not find_processes(run.path):
         return
     train = load_config(run.config).train
     first = min(train.checkpoint_every, train.steps)

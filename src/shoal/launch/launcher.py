@@ -725,7 +725,7 @@ def _refuse_killed(ends: Iterable[ProcessEnd]) -> None:
 def interrupted_early(run: RunFolder, is_script: bool) -> Interrupted:
     folder = shlex.quote(str(run.path))
     fix = "start anew"
-    if run.config.is_file() and (not is_script or any(run.checkpoints.glob("step-*"))):
+    if run.config.is_file() and (not is_script or run.has_checkpoint()):
         fix = f"start it again: shoal {'run' if is_script else 'train'} --resume {folder}"
     elif run.job.is_file():
         fix = f"the same command with another --out; or delete this folder first: shoal runs --delete {folder}"
@@ -734,7 +734,7 @@ def interrupted_early(run: RunFolder, is_script: bool) -> Interrupted:
 
 def resume_script_advice(run: RunFolder) -> str:
     """Name the command that continues a script whose session has saved a checkpoint."""
-    if any(run.checkpoints.glob("step-*")):
+    if run.has_checkpoint():
         return f"go on from the last checkpoint: shoal run --resume {shlex.quote(str(run.path))}"
     return f"what the ranks printed is in {run.path / 'logs'}"
 

@@ -343,7 +343,7 @@ def resume_script(
     with run.held():
         # Before the checks below: what they say about an ended run is not true of a running one.
         pass
-    if not any(run.checkpoints.glob("step-*")):
+    if not run.has_checkpoint():
         raise UsageError(
             f"{path} has no checkpoint to continue from",
             why="the script has no shoal.Session, or ended before its first checkpoint",

@@ -194,7 +194,7 @@ def _run(options: argparse.Namespace, placement: Placement, stop: StopRequest) -
         run = RunFolder.open(options.folder or options.out)
         if world is not None and placement.restarts:
             # Ranks that torchrun restarts before the first checkpoint start anew.
-            has_checkpoint = run.checkpoints.is_dir() and any(run.checkpoints.glob("step-*"))
+            has_checkpoint = run.has_checkpoint()
             resume |= bool(broadcast_integers(world, 0, [has_checkpoint])[0])
         config = load_config(run.config)
         start = SessionStart(

@@ -56,7 +56,7 @@ def test_assertions_that_hold_pass_and_others_are_reported(tmp_path: Path) -> No
     words = ("interrupt", tmp_path / "wrong.toml", "--on", "local:2", "--out", out)
     done = shoal("chaos", "run", *words, timeout_s=280)
     assert done.returncode == 1, done.stderr
-    assert "wrong 1: regrouped within 1 s: never" in done.stdout
+    assert "wrong 1: expected: regrouped within 1 s; seen: never" in done.stdout
     interrupted, wrong = figures(out)["runs"]
     assert failed_assertions(interrupted) == []
     assert failed_assertions(wrong) == [("regrouped within 1 s", "never")]
