@@ -280,5 +280,6 @@ def test_states_of_an_earlier_end_are_never_compared(tmp_path: Path) -> None:
     resumed.send_signal(signal.SIGINT)
     assert resumed.wait(10) == 130
     done = shoal("verify", run)
-    assert done.returncode == 2
+    # An interrupted run is verified up to its last step.
+    assert done.returncode == 0, done.stdout
     assert "identical" not in done.stdout
