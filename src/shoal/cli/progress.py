@@ -33,6 +33,8 @@ _TEXT_WIDTH = 66
 _LEAST_BAR, _MOST_BAR = 6, 40
 # Values of a program's own in one line.
 _MOST_VALUES = 8
+# Longer rounds than any training has steps.
+_NEVER_STEPS = 10**8
 
 
 class PlainDisplay:
@@ -171,8 +173,11 @@ def describe_training(config: EngineConfig) -> str:
 
 def _sync_text(config: EngineConfig) -> str:
     accumulated = f" with {config.sync.accumulate} times the batch" if config.sync.accumulate > 1 else ""
-    mode = config.sync.mode
-    return (mode if mode in ("auto", "stock") else str(config.sync.expected_choice)) + accumulated
+    mode, choice = config.sync.mode, config.sync.expected_choice
+    if choice.is_outer and choice.every > _NEVER_STEPS:
+        # The upper bound of `shoal bench levers`.
+        return "none: no gradients are exchanged"
+    return (mode if mode in ("auto", "stock") else str(choice)) + accumulated
 
 
 class EventPrinter:

@@ -209,10 +209,13 @@ def test_the_header_names_the_text_the_sync_method_and_the_place(
     monkeypatch.setenv("COLUMNS", "200")
     make_display(build_config("grammar", sets=["data.path=notes.txt"]))
     make_display(build_config("grammar", sets=["sync.mode=diloco", "sync.wire=int8"]), title="diloco+int8 (2 of 6)")
+    make_display(build_config("grammar", sets=["sync.mode=local", "sync.every=1000000000"]), title="no exchange")
     assert capsys.readouterr().err.splitlines() == [
         "notes: notes.txt; 100 steps on local:2; sync ddp in fp32",
         "diloco+int8 (2 of 6): English sentences that shoal generates; 100 steps on local:2; "
         "sync diloco every 50 steps in int8",
+        "no exchange: English sentences that shoal generates; 100 steps on local:2; "
+        "sync none: no gradients are exchanged",
     ]
 
 
