@@ -20,10 +20,7 @@ from shoal.config.load import build_config, parse_set
 from shoal.config.presets import PRESETS
 from shoal.config.schema import Config
 from shoal.control.rank_env import SAFE_PATH
-from shoal.cost import memory as memory_model
 from shoal.cost.batch_plan import micro_batch, rank_weights
-from shoal.cost.strategy import strategy_of_config
-from shoal.cost.workload import workload_of
 from shoal.errors import ConfigError, UsageError
 from shoal.units import pluralize
 
@@ -362,6 +359,11 @@ def k8s_text(job: EmitJob, pods: Pods) -> str:
 
 def pod_memory(job: EmitJob) -> str:
     """Return the memory for the ranks of a pod by the estimate of `shoal plan`, with its reserve, in whole GiB."""
+    # Imported here: only a pod needs it.
+    from shoal.cost import memory as memory_model
+    from shoal.cost.strategy import strategy_of_config
+    from shoal.cost.workload import workload_of
+
     config = job.config
     size = micro_batch(config.train, rank_weights(config.run, job.ranks))
     rank_bytes = memory_model.needed(workload_of(config), strategy_of_config(config.sync), size, job.ranks).total
