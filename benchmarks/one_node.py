@@ -59,7 +59,7 @@ def make_variant(chosen: argparse.Namespace, folder: Path) -> tuple[Callable[[],
     """The step, its floating-point operations, and what our training chose, once it has done a step."""
     name, sets, _ = MODELS[chosen.model]
     batch = [f"train.global_batch={chosen.batch}", f"train.micro_batch={chosen.batch}"]
-    sets = [*sets, *batch, f"model.dropout={chosen.dropout}", *STEPS_ONLY, *chosen.settings]
+    sets = [*sets, *batch, f"model.dropout={chosen.dropout}", "train.device=cpu", *STEPS_ONLY, *chosen.settings]
     run = create_run(build_config(name, sets=sets), folder / "run", world_size=1)
     config = load_config(run.config)
     model = config.model
@@ -120,7 +120,8 @@ class Variant:
     def __init__(self, name: str, settings: list[str], chosen: argparse.Namespace) -> None:
         flags = [f"--{flag}={getattr(chosen, flag)}" for flag in ("model", "steps", "threads", "batch", "dropout")]
         words = [sys.executable, __file__, "--child", name, *flags, "--settings", *settings]
-        env = {**os.environ, **({} if name in (NANO, COMPILED_NANO, PEAK) else KEEP_MEMORY)}
+        # Where there is a GPU, it is not used.
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **({} if name in (NANO, COMPILED_NANO, PEAK) else KEEP_MEMORY)}
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self.first = self._read()
         self.last: dict[str, float] = {}
