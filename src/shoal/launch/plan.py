@@ -12,8 +12,13 @@ from shoal.control.rank_env import MEASURE, SAFE_PATH, Placement
 from shoal.errors import ConfigError
 
 # The next step asks again for the memory that a step freed. Where torch brings mimalloc, as its ARM wheels do, that
-# gives it back to the system after 10 ms, and every page is cleared and mapped again: up to a fifth of a step.
-KEEP_MEMORY = {"MIMALLOC_PURGE_DELAY": "-1"}
+# gives it back to the system after 10 ms, and every page is cleared and mapped again: up to a fifth of a step. On x86
+# glibc does so at once with blocks of more than 32 MB, and with the end of its heap.
+_GLIBC = {"mmap_max": 0, "trim_threshold": 1 << 40, "top_pad": 64 << 20, "hugetlb": 1}
+KEEP_MEMORY = {
+    "MIMALLOC_PURGE_DELAY": "-1",
+    "GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in _GLIBC.items()),
+}
 
 TRAINING = "shoal.train.worker"
 
