@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from shoal.config.schema import ModelConfig
 from shoal.cost.model_size import HEAD_CHUNK
-from shoal.model.kernels import add_norm, attention, gelu, has_triton
+from shoal.model.kernels import Dropout, add_norm, attention, gelu, has_triton
 
 # Receives the head's part of the gradient of the tied weight. Backward continues with the returned tensor, if any.
 TakeGradient = Callable[[Tensor], Tensor | None]
@@ -53,7 +53,7 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.feedforward_norm = nn.LayerNorm(config.width)
         self.feedforward = Feedforward(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     @property
     def takes_any_batch(self) -> bool:
@@ -90,7 +90,7 @@ class GPT(nn.Module):
         self.rows_per_sample = config.seq_len
         self.token = nn.Embedding(config.vocab_size, config.width)
         self.position = nn.Embedding(config.seq_len, config.width)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         # The type in which matrices are multiplied. Weights and losses stay in fp32, and on a CPU everything between

@@ -53,7 +53,7 @@ _SLOWEST_FLOPS = {"cpu": 5e9, "cuda": 5e12}
 # The time of what does not work or was not tried.
 NEVER = math.inf
 
-_TRIALS_VERSION = 1
+_TRIALS_VERSION = 2
 _MAX_TRIALS = 64
 # A block is timed at least twice, and then until the runs or the seconds are used up.
 _MAX_RUNS = 5

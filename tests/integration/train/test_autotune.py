@@ -159,10 +159,10 @@ WHOLE = {"plain_s": 0.1, "bf16_s": None, "compiled_s": 0.05, "compile_s": 20.0, 
         "[]",
         "\udce4".encode("utf-8", "surrogateescape").decode("latin-1"),
         "[" * 100_000,
-        json.dumps({"version": 2, "trials": {"here": WHOLE}}),
-        json.dumps({"version": 1, "trials": [WHOLE]}),
+        json.dumps({"version": 1, "trials": {"here": WHOLE}}),
+        json.dumps({"version": 2, "trials": [WHOLE]}),
         *(
-            json.dumps({"version": 1, "trials": {"here": entry}})
+            json.dumps({"version": 2, "trials": {"here": entry}})
             for entry in (
                 None,
                 "fast",
