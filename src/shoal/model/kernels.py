@@ -82,6 +82,9 @@ def _use_gpu_kernels(x: Tensor) -> bool:
 
 
 def gelu(x: Tensor) -> Tensor:
+    if torch.compiler.is_compiling() and x.device.type == "cpu" and x.dtype == torch.float32:
+        # Compiled for x86 it takes half the time of a tanh.
+        return x * torch.sigmoid(x * (_A + _B * (x * x)))
     if not _use_own_kernels(x):
         return F.gelu(x, approximate="tanh")
     if torch.is_grad_enabled() and x.requires_grad:
