@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,11 +216,9 @@ class RowWorld:
 
 def measure(rows: list[Row], rounds: int, seconds: float) -> None:
     with ExitStack() as held:
-        worlds = []
-        for row in rows:
-            worlds.append(RowWorld(row, held))
-            # One world warms up at a time; the next ones import torch meanwhile.
+        worlds = [RowWorld(row, held) for row in rows]
         steps = []
+        # One world warms up at a time; the next ones import torch meanwhile.
         for row, world in zip(rows, worlds, strict=True):
             world.ask(WARM_UP)
             took = world.answer()

@@ -455,6 +455,7 @@ RANK_EVENTS: Schema = {
     "shard": {"size": _is_int, "total": _is_int, "first": _is_text},
     "choice": {"step": _is_int, "why": _is_text},
     "shares": {"step": _is_int, "why": _is_text},
+    "trial": {"step": _is_int, "why": _is_text},
     "aligned": {"step": _is_int, "why": _or_none(_is_text)},
     "eval": {"step": _is_int, "val_loss": _is_number},
     "log": {"step": _is_int},

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.cluster.node import Rendezvous, local_node
 from shoal.config.schema import RunConfig
-from shoal.engine.start_training import pin
+from shoal.engine.machine_trial import CorePins, choose_cores
 from shoal.host.facts import Core, cores_for_rank, usable_cores
 from shoal.host.proc import parse_cpu_list
 from shoal.launch.plan import KEEP_MEMORY, plan_ranks, plan_script
@@ -96,4 +96,6 @@ def test_ranks_keep_freed_memory_and_scripts_get_no_allocator_settings() -> None
 
 def pin_each(world: World, wish: str, allowed: list[int]) -> tuple[tuple[int, ...] | None, list[int]]:
     os.sched_setaffinity(0, allowed)
-    return pin(world, wish), sorted(os.sched_getaffinity(0))
+    pins = CorePins(choose_cores(world, wish))
+    pins.set(is_pinned=True)
+    return pins.cpus, sorted(os.sched_getaffinity(0))

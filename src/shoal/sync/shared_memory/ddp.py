@@ -39,8 +39,8 @@ AsBucket = Callable[[Tensor], Bucket]
 
 # Two ranks never write to one cache line (64 bytes, 128 on some machines), for elements of two bytes and more.
 _LINE_ELEMENTS = 64
-# Of each thread. The parts of all rows and their sum stay in the cache. A call takes some microseconds: blocks of 128 kB,
-# which a core's own cache would hold, took 1.7 times as long in all (measured, four ranks).
+# For each thread. The parts of all rows and their sum stay in the cache. A call takes some microseconds: blocks of 128
+# kB, which a core's own cache would hold, took 1.7 times as long in all (measured, four ranks).
 BLOCK_BYTES = 1 << 20
 # Each chunk costs two barriers, which wake every rank: with 2 MB a sum of 64 MB took 1.6 times the processor time
 # (measured, four ranks on two cores), with 16 MB a tenth less.
