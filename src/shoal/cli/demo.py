@@ -74,13 +74,13 @@ def demo(
     process that uses all cores. A fourth training loses a rank to kill -9 and is verified afterwards. All of it runs
     on this machine, without root, in under two minutes on two cores.
     """
-    from shoal.host.facts import physical_cores
+    from shoal.host.topology import this_topology, threads_for
     from shoal.tools.bench.scaling import measure_scaling, scaling_document
     from shoal.tools.report.manifest import write_derived_files
     from shoal.tools.report.page import write_report
     from shoal.tools.report.verify import verify_run
 
-    began, cores, folder = time.monotonic(), physical_cores(), out or default_out("demo")
+    began, cores, folder = time.monotonic(), threads_for(this_topology(), 1), out or default_out("demo")
     config = _demo_config(context, steps, set_ or [])
     titles = _titles(cores)
     make_console(stderr=True).print(f"A small GPT learns English verb forms, in {len(titles) + 1} trainings:")

@@ -29,9 +29,10 @@ from shoal.engine.recorder import Recorder
 from shoal.engine.resume import NewestCheckpoint, resume_training
 from shoal.engine.state_transfer import fill_ledger_gaps
 from shoal.engine.training_state import TrainingState, digest_tensors
-from shoal.host.facts import boot_id, cores_for_rank, cpu_name, physical_cores, usable_cores
+from shoal.host.facts import boot_id, cpu_name
 from shoal.host.node_stats import NodeWatch
 from shoal.host.proc import environment_of, parent_of
+from shoal.host.topology import cores_for_rank, this_topology
 from shoal.run_folder import RunFolder
 from shoal.sync.fence import Fence, OpenFence
 from shoal.sync.replicas import broadcast_tensors, gather_integers, have_equal_digests
@@ -188,7 +189,7 @@ def pin(world: World, setting: str) -> tuple[int, ...] | None:
     if world.device.type != "cpu":
         return None
     neighbours = [rank for rank, machine in enumerate(machines) if machine == machines[world.rank]]
-    cores = cores_for_rank(usable_cores(), neighbours.index(world.rank), len(neighbours), torch.get_num_threads())
+    cores = cores_for_rank(this_topology(), neighbours.index(world.rank), len(neighbours), torch.get_num_threads())
     if cores is None or (setting == "auto" and len(neighbours) == 1):
         return None
     return pin_to(cores, setting)
@@ -214,9 +215,11 @@ def _machine_ids(world: World) -> list[int]:
 
 
 def describe_hardware() -> dict[str, Any]:
+    topology = this_topology()
     return {
         "cpu": cpu_name(),
-        "cores": physical_cores(),
+        "cores": topology.usable,
+        "quota": topology.quota and topology.quota.cores,
         "memory_bytes": psutil.virtual_memory().total,
         "arch": platform.machine(),
         "os": f"{platform.system()} {platform.release()}",

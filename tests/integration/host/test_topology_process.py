@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.host.facts import usable_cores
+from shoal.host.topology import this_topology
 from tests.support.ranks import run_ranks
-from tests.unit.host.test_facts import pin_each
+from tests.unit.host.test_topology import pin_each
 
 
 @pytest.mark.parametrize(("wish", "ranks"), [("off", 2), ("auto", 1), ("auto", 99)])
@@ -21,7 +21,7 @@ def test_affinity_is_unchanged_when_pinning_is_off_or_useless(wish: str, ranks: 
         assert now == allowed
 
 
-@pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
+@pytest.mark.skipif(this_topology().usable < 2, reason="needs two cores")
 def test_ranks_of_one_machine_are_pinned_to_different_cores(tmp_path: Path) -> None:
     allowed = sorted(os.sched_getaffinity(0))
     (first, now_first), (second, now_second) = run_ranks(pin_each, 2, tmp_path, "auto", allowed)
