@@ -53,6 +53,7 @@ from shoal.engine.training_state import Stateful, TrainingState, check_trainable
 from shoal.errors import PeerLost, RunFailed, ShoalError, UsageError
 from shoal.events import LOG_FIELDS, STEP_FIELDS
 from shoal.host.facts import link_mbps
+from shoal.host.topology import this_topology
 from shoal.sync.fence import GenerationEnded, StepBoundary
 from shoal.sync.kv_store_client import AgentStore
 from shoal.sync.membership_client import AgentConnection, MembershipClient
@@ -364,6 +365,7 @@ class Session:
         """Join a generation that trains already, on the cores of this rank's last start: its neighbours keep theirs."""
         engine = membership.engine
         cpus = last_event(membership.run.events(engine.world.id), "start").get("cpus")
+        this_topology()  # read before pinning: it has the cores that the machine gives this process
         pinned = pin_to(tuple(cpus) if cpus else None, engine.config.train.pin)
         membership.has_state = False
         engine.between_steps = membership.chooser.after_step
