@@ -117,9 +117,11 @@ def test_cores_of_one_kind_are_equal_although_some_have_a_higher_clock(tmp_path:
     assert machine_topology("desktop_siblings_adjacent", tmp_path).core_speeds == ()
 
 
-def test_cores_without_a_capacity_are_told_apart_by_their_clock(tmp_path: Path) -> None:
+def test_cores_of_equal_capacity_are_told_apart_by_their_clock(tmp_path: Path) -> None:
     """AMD's compact cores, for instance: the same design with a lower clock."""
     cpus = write_tree("desktop", tmp_path)
+    for cpu in cpus:
+        (tmp_path / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity").write_text("1024\n")
     for cpu in (4, 5, 6, 7):
         (tmp_path / f"sys/devices/system/cpu/cpu{cpu}/cpufreq/cpuinfo_max_freq").write_text("3300000\n")
     topology = read_topology(tmp_path / "sys", tmp_path / "proc", cpus)
