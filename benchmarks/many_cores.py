@@ -29,7 +29,8 @@ from _common import median_ratio
 from shoal.cluster.node import Rendezvous, local_node, reserve_port
 from shoal.config.load import build_config, load_config
 from shoal.data.prepare import create_run
-from shoal.host.facts import cpu_name, physical_cores
+from shoal.host.facts import cpu_name
+from shoal.host.topology import this_topology
 from shoal.launch.plan import plan_ranks
 from shoal.run_folder import RunFolder
 
@@ -277,7 +278,7 @@ def main() -> None:
     if chosen.rank_of:
         rank_main(chosen.rank_of, chosen.model)
         return
-    cores = physical_cores()
+    cores = this_topology().usable
     models = ["grammar"] if chosen.quick else chosen.only or list(MODELS)
     ranks = {1, 2} if chosen.quick else {1, *chosen.ranks} if chosen.ranks else {1, 2, 4, 8}
     rows = [row for row in [*table(cores), *chosen.extra] if row.model in models and row.ranks in ranks]

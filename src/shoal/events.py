@@ -472,6 +472,7 @@ AGENT_EVENTS: Schema = {
         "script_port": _or_none(_is_between(0, _PORT_LIMIT)),
         "interface": _or_none(_is_text),
         "cores": _is_between(1, 2**16),
+        "core_speeds": _or_none(_is_ranks),
         "cpu_only": _is_bool,
         "incarnation": _is_between(0, 2**31),
         "highest_generation": _is_between(0, 2**53),

@@ -51,7 +51,8 @@ from shoal.control.rank_env import MEASURE, torch_caches
 from shoal.control.rank_messages import RankReady, ToAgent
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
-from shoal.host.facts import boot_clock, interface_for, physical_cores, this_machine_is_cpu_only
+from shoal.host.facts import boot_clock, interface_for, this_machine_is_cpu_only
+from shoal.host.topology import this_topology
 from shoal.run_folder import RunFolder, write_durably
 from shoal.units import format_duration
 
@@ -467,7 +468,8 @@ async def get_ready(orders: MeetOrder, run: RunFolder, mesh: Mesh) -> tuple[dict
         "port": port,
         "script_port": listener and listener.getsockname()[1],
         "interface": interface,
-        "cores": physical_cores(),
+        "cores": this_topology().usable,
+        "core_speeds": this_topology().core_speeds,
         "cpu_only": this_machine_is_cpu_only(),
         "incarnation": orders.life,
         "highest_generation": VoteFile(run.votes(orders.node)).load().highest,

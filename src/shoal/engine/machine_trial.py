@@ -31,7 +31,8 @@ from shoal.cost.machine_setup import (
 from shoal.engine import trial_memory
 from shoal.engine.auto_sync import SyncChooser
 from shoal.engine.engine import Engine, shapes_of
-from shoal.host.facts import boot_id, cores_for_rank, cpu_name, physical_cores, usable_cores
+from shoal.host.facts import boot_id, cpu_name
+from shoal.host.topology import cores_for_rank, this_topology, threads_for
 from shoal.sync.replicas import gather_integers
 from shoal.sync.world import World, barrier
 
@@ -47,7 +48,8 @@ class CorePins:
     def __init__(self, own: tuple[int, ...] | None) -> None:
         self.own = own  # None if this rank cannot have cores of its own
         self.is_pinned = False
-        self.usable_cores = physical_cores()
+        # Read before pinning: it has the cores that the machine gives this process.
+        self.all_threads = threads_for(this_topology(), 1)
         self._all = os.sched_getaffinity(0) if own else set()
         # gloo's threads exist by now and stay free: they run on any idle core.
         self._free_threads = _thread_ids() - {threading.get_native_id()}
@@ -90,7 +92,7 @@ def choose_cores(world: World, setting: str) -> tuple[int, ...] | None:
     neighbours = [rank for rank, machine in enumerate(machines) if machine == machines[world.rank]]
     if setting == "auto" and len(neighbours) == 1:
         return None
-    return cores_for_rank(usable_cores(), neighbours.index(world.rank), len(neighbours), torch.get_num_threads())
+    return cores_for_rank(this_topology(), neighbours.index(world.rank), len(neighbours), torch.get_num_threads())
 
 
 def machine_ids(world: World) -> list[int]:
@@ -122,7 +124,7 @@ class MachineTrial:
         """Compute with all cores that this process may use, as if no other rank were on its machine."""
         was_pinned, threads = self._pins.is_pinned, torch.get_num_threads()
         self._pins.set(is_pinned=False)
-        torch.set_num_threads(self._pins.usable_cores)
+        torch.set_num_threads(self._pins.all_threads)
         try:
             yield
         finally:
@@ -267,6 +269,6 @@ class MachineTrial:
         shapes = hashlib.sha256(repr(shapes_of(engine.state)).encode()).hexdigest()[:16]
         own = self._machines[engine.world.rank]
         here = ranks if len(set(self._machines)) == 1 else self._machines.count(own)
-        machine = f"{cpu_name()} ({platform.machine()}), {self._pins.usable_cores} cores, torch {torch.__version__}"
+        machine = f"{cpu_name()} ({platform.machine()}), {self._pins.all_threads} cores, torch {torch.__version__}"
         model = f"model {shapes}{' compiled' if self._is_compiled else ''}, batch {engine.global_batch}"
         return f"setup: {machine}, {model}, {engine.config.sync.mode}, {here} of {ranks} ranks"

@@ -46,9 +46,10 @@ from shoal.control.processes import RUN_MARK
 from shoal.control.rank_env import SETTINGS, Placement
 from shoal.errors import Interrupted, RunFailed
 from shoal.events import EventLog, to_stderr
-from shoal.host.facts import WireCounter, boot_id, cpu_name, physical_cores
+from shoal.host.facts import WireCounter, boot_id, cpu_name
 from shoal.host.node_stats import NodeWatch, cpu_wait_s
 from shoal.host.proc import environment_of
+from shoal.host.topology import this_topology
 from shoal.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -580,9 +581,11 @@ def hide_own_frames(error: BaseException) -> None:
 
 
 def main(words: Sequence[str]) -> None:
+    topology = this_topology()
     hardware = {
         "cpu": cpu_name(),
-        "cores": physical_cores(),
+        "cores": topology.usable,
+        "quota": topology.quota and topology.quota.cores,
         "arch": platform.machine(),
         "os": f"{platform.system()} {platform.release()}",
         "boot_id": boot_id(),

@@ -25,9 +25,10 @@ from shoal.engine.recorder import Recorder
 from shoal.engine.resume import NewestCheckpoint, resume_training
 from shoal.engine.state_transfer import fill_ledger_gaps
 from shoal.engine.training_state import TrainingState, digest_tensors
-from shoal.host.facts import boot_id, cpu_name, physical_cores
+from shoal.host.facts import boot_id, cpu_name
 from shoal.host.node_stats import NodeWatch
 from shoal.host.proc import environment_of, parent_of
+from shoal.host.topology import this_topology
 from shoal.run_folder import RunFolder
 from shoal.sync.fence import Fence, OpenFence
 from shoal.sync.replicas import broadcast_tensors, have_equal_digests
@@ -171,9 +172,11 @@ def _make_timer(config: EngineConfig, world: World) -> StepTimer:
 
 
 def describe_hardware() -> dict[str, Any]:
+    topology = this_topology()
     return {
         "cpu": cpu_name(),
-        "cores": physical_cores(),
+        "cores": topology.usable,
+        "quota": topology.quota and topology.quota.cores,
         "memory_bytes": psutil.virtual_memory().total,
         "arch": platform.machine(),
         "os": f"{platform.system()} {platform.release()}",

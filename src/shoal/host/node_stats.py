@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.host.proc import read_number, read_text
+from shoal.host.topology import cpu_groups, is_on_battery
 
 SAMPLE_S = 3.0
 # A thread that sleeps this long notices when its process stood still. Shorter stops are not noticed.
@@ -72,7 +73,7 @@ class NodeCounters:
     def __init__(self, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:
         self._proc = proc
         self._sys = sys
-        self._cgroups = list(_cpu_stat_files(proc, sys))
+        self._cgroups = [path for folder in cpu_groups(sys, proc) if (path := folder / "cpu.stat").is_file()]
         cpus = sys / "devices/system/cpu"
         self._clocks = sorted(cpus.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))
         self._heat = sorted(cpus.glob("cpu[0-9]*/thermal_throttle/core_throttle_count"))
@@ -116,10 +117,7 @@ class NodeCounters:
         return None if not total or available is None else 1 - available / total
 
     def is_on_battery(self) -> bool:
-        """Return whether a power cable could be in, and is not."""
-        supplies = (self._sys / "class/power_supply").glob("*")
-        mains = [path for path in supplies if read_text(path / "type") == "Mains"]
-        return bool(mains) and all(read_number(path / "online") == 0 for path in mains)
+        return is_on_battery(self._sys)
 
     def process_times(self) -> dict[int, float]:
         """Return the CPU seconds of every process that this machine shows."""
@@ -140,21 +138,6 @@ def _some_total_us(text: str) -> int | None:
         if line.startswith("some ") and "total=" in line:
             return int(line.rpartition("total=")[2])
     return None
-
-
-def _cpu_stat_files(proc: Path, sys: Path) -> Iterable[Path]:
-    """Yield the cpu.stat of this process's control group and of those above it, of both versions."""
-    for line in read_text(proc / "self/cgroup").splitlines():
-        _, controllers, name = [*line.split(":", 2), "", ""][:3]
-        names = controllers.split(",")
-        if controllers and "cpu" not in names:
-            continue
-        for root in (sys / "fs/cgroup", sys / "fs/cgroup" / (controllers or "unified"), sys / "fs/cgroup/cpu"):
-            folder = root / name.strip("/")
-            while folder != root.parent and folder.is_relative_to(root):
-                if (folder / "cpu.stat").is_file():
-                    yield folder / "cpu.stat"
-                folder = folder.parent
 
 
 def _throttled_s(text: str) -> float | None:

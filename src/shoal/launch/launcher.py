@@ -206,8 +206,10 @@ class Launch:
     def _start_ranks(self, plan: Plan, members: MakeMembership | None) -> None:
         ready = [agent.ready or {} for agent in self.agents]
         for agent, facts in zip(self.agents, ready, strict=True):
-            cores = agent.node.cores or facts["cores"]
-            agent.node = replace(agent.node, interface=facts["interface"], cores=cores, cpu_only=facts["cpu_only"])
+            agent.node = replace(agent.node, interface=facts["interface"], cpu_only=facts["cpu_only"])
+            if agent.node.cores is None:
+                speeds = tuple(facts.get("core_speeds") or ())
+                agent.node = replace(agent.node, cores=facts["cores"], core_speeds=speeds)
         nodes = [agent.node for agent in self.agents]
         rendezvous = Rendezvous(nodes[0].address, ready[0]["script_port"] or ready[0]["port"])
         self._rendezvous = rendezvous

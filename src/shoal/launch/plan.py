@@ -259,7 +259,7 @@ def _placement(rank: int, ranks: int, slot: int, node_rank: int, node: Node, ren
 
 
 def _common_env(run: RunConfig, node: Node) -> dict[str, str]:
-    threads = run.threads or node.threads or max(1, (node.cores or 1) // node.slots)
+    threads = run.threads or node.rank_threads or 1
     env = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     if node.interface is not None:
         # NCCL reads a variable of its own; ranks with a GPU use this interface too.

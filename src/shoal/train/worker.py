@@ -39,7 +39,7 @@ from shoal.engine.faults import as_fault, record_fault
 from shoal.engine.session import Session
 from shoal.engine.session_start import SessionStart
 from shoal.errors import Interrupted, PeerLost, RunFailed, ShoalError, UsageError
-from shoal.host.facts import physical_cores
+from shoal.host.topology import this_topology, threads_for
 from shoal.run_folder import RunFolder
 from shoal.sync.replicas import broadcast_integers
 from shoal.sync.world import choose_device, common_attempt, join_world
@@ -178,7 +178,7 @@ def _run(options: argparse.Namespace, placement: Placement, stop: StopRequest) -
     torch.set_flush_denormal(True)
     if placement.launcher != "shoal":
         # shoal's own launcher has divided the node's cores already; torchrun sets one thread on any machine.
-        torch.set_num_threads(config.run.threads or max(1, physical_cores() // placement.local_world_size))
+        torch.set_num_threads(config.run.threads or threads_for(this_topology(), placement.local_world_size))
     note_fault = partial(_record_exception, options, placement)
     with contextlib.ExitStack() as held:
         world, resume = None, options.resume

@@ -33,7 +33,7 @@ try:
     ready = make_ready(read_hosts(Path(sys.argv[1])), Path(sys.argv[2]) if sys.argv[2] else None, files)
 except ShoalError as error:
     sys.exit(error.render())
-keys = ("here", "address", "interface", "cores", "python", "pythonpath", "project", "files", "runs")
+keys = ("here", "address", "interface", "python", "pythonpath", "project", "files", "runs")
 print(json.dumps([{"name": state.host.name, **{key: getattr(state, key) for key in keys}} for state in ready]))
 """
 

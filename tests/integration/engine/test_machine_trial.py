@@ -14,7 +14,7 @@ from shoal.control.rank_env import DEFAULT_THREADS
 from shoal.engine.engine import Engine
 from shoal.engine.machine_trial import CorePins, MachineTrial
 from shoal.engine.recorder import last_event
-from shoal.host.facts import physical_cores
+from shoal.host.topology import this_topology
 from shoal.sync.helper_threads import compute_alone
 from shoal.sync.world import World
 from tests.support.ranks import run_ranks
@@ -60,7 +60,7 @@ def train_with_trial(world: World, path: Path, cache: Path, faked_s: dict[str, f
 def test_the_fastest_setup_is_kept_and_remembered(tmp_path: Path) -> None:
     """Two ranks with one thread: gloo is made the fastest. The next run begins with it, without a trial."""
     cache, fastest = tmp_path / "cache", {"1 thread, pinned, gloo between the ranks": 0.5}
-    can_pin = physical_cores() >= 2
+    can_pin = this_topology().usable >= 2
     if not can_pin:
         fastest = {"1 thread, not pinned, gloo between the ranks": 0.5}
     first = run_ranks(train_with_trial, 2, tmp_path, make_run(tmp_path / "a", 2, *STEPS).path, cache, fastest)

@@ -15,7 +15,7 @@ import pytest
 
 import shoal
 from shoal.host import proc
-from shoal.host.facts import Core, installed_version
+from shoal.host.facts import installed_version
 from shoal.tools.doctor.collect import machine
 from shoal.tools.doctor.collect import machine as collector_processes
 from shoal.tools.doctor.collect import network as collector_names
@@ -193,27 +193,11 @@ POWER = {
 
 
 @pytest.mark.parametrize("case", POWER)
-def test_power_supplies_are_read(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_power_supplies_are_read(case: str, tmp_path: Path) -> None:
     supplies, on_battery = POWER[case]
     for supply, files in supplies.items():
-        (tmp_path / supply).mkdir()
+        folder = tmp_path / "class/power_supply" / supply
+        folder.mkdir(parents=True)
         for name, text in files.items():
-            (tmp_path / supply / name).write_text(f"{text}\n")
-    monkeypatch.setattr(machine, "_SUPPLIES", tmp_path)
-    assert machine.power().get("on_battery") == on_battery
-
-
-@pytest.mark.parametrize(
-    ("cores", "counts"),
-    [
-        ([Core((0, 4), 1), Core((1,), 1)], {"threads": 3, "physical": 2}),
-        ([Core((0, 1), 1), Core((2,), 0), Core((3,), 0)], {"threads": 4, "physical": 3, "fast": 1, "slow": 2}),
-        ([], {"threads": os.cpu_count(), "physical": os.cpu_count()}),
-    ],
-    ids=["equal", "fast and slow", "not listed by the system"],
-)
-def test_cores_are_counted_by_speed(cores: list[Core], counts: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "usable_cores", lambda: cores)
-    counted = machine.cores()
-    del counted["quota"]
-    assert counted == counts
+            (folder / name).write_text(f"{text}\n")
+    assert machine.power(tmp_path).get("on_battery") == on_battery

@@ -48,8 +48,8 @@ from shoal.cluster.node import Node
 from shoal.config.defaults import LAB_NAME
 from shoal.config.presets import did_you_mean
 from shoal.errors import LabError, UsageError
-from shoal.host.facts import physical_cores
 from shoal.host.proc import start_ticks
+from shoal.host.topology import this_topology, threads_for
 
 _STEP_TIMEOUT_S = 10.0
 _POLL_S = 0.005
@@ -174,13 +174,13 @@ def _missing(name: str) -> UsageError:
 
 
 def as_nodes(spec: LabSpec) -> list[Node]:
-    machine_cores = physical_cores()
+    topology = this_topology()
     nodes = []
     for node in spec.nodes:
         # Nodes without a limit share the machine. More threads than cores would only wait for each other.
-        cores = machine_cores // len(spec.nodes) if node.cpu is None else round(node.cpu)
+        share = threads_for(topology, len(spec.nodes))
+        cores = share if node.cpu is None else max(1, min(int(node.cpu), topology.usable))
         link_mbps = round(node.link.rate_bps / 1e6) if node.link.rate_bps else None
-        cores = max(1, min(cores, machine_cores))
         nodes.append(Node(node.name, node.address, INTERFACE, node.slots, cores=cores, link_mbps=link_mbps))
     return nodes
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -160,12 +160,19 @@ def read_scaling(run: RunFolder) -> list[ScalingPoint]:
 
 
 def _cores(summary: RunSummary) -> int | None:
-    """Return the cores of all machines; None if any is unknown. Emulated nodes share those of their machine."""
-    cores: dict[str, int | None] = {}
+    """Return the cores of all machines; None if any is unknown. Emulated nodes share those of their machine, except
+    where each has a quota of its own."""
+    machines: dict[str, dict[str, Mapping[str, Any]]] = {}
     for rank in summary.ranks.values():
-        cores[str(rank.hardware.get("boot_id") or rank.node)] = rank.hardware.get("cores")
-    known = [count for count in cores.values() if isinstance(count, int)]
-    return sum(known) if known and len(known) == len(cores) else None
+        machines.setdefault(str(rank.hardware.get("boot_id") or rank.node), {})[rank.node] = rank.hardware
+    total = 0
+    for nodes in machines.values():
+        cores = {node: count for node, facts in nodes.items() if isinstance(count := facts.get("cores"), int)}
+        if len(cores) < len(nodes):
+            return None
+        shared = [cores[node] for node, facts in nodes.items() if facts.get("quota") is None]
+        total += max(shared) if shared else sum(cores.values())
+    return total or None
 
 
 def _processors(summary: RunSummary) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -362,15 +363,18 @@ def test_clusters_are_compared_with_the_first_that_is_given() -> None:
 
 
 def test_emulated_nodes_share_the_cores_of_their_machine() -> None:
-    def started(node: str, boot: str) -> Event:
-        hardware = {"cpu": "A CPU", "cores": 2, "boot_id": boot, "gpu": None}
-        return start(0, node=node, hardware=hardware)
+    def points(boots: str, cores: Sequence[int | None], quotas: Sequence[float | None]) -> ScalingPoint:
+        events = []
+        for rank in range(2):
+            hardware = {"cpu": "A CPU", "cores": cores[rank], "quota": quotas[rank], "boot_id": boots[rank]}
+            started = {"node": f"node{rank}", "hardware": {**hardware, "gpu": None}}
+            events += [event | (started if event["event"] == "start" else {}) for event in rank_events(rank)]
+        return make_scaling_point(summarize(events), "lab:2")
 
-    for boots, cores in ((("a", "a"), 2), (("a", "b"), 4)):
-        events = [
-            event | ({"hardware": started(f"node{rank}", boots[rank])["hardware"]} if event["event"] == "start" else {})
-            for rank in range(2)
-            for event in rank_events(rank)
-        ]
-        made = make_scaling_point(summarize(events), "lab:2")
-        assert (made.cores, made.processors, made.name) == (cores, "A CPU", "lab:2")
+    made = points("aa", (2, 2), (None, None))
+    assert (made.cores, made.processors, made.name) == (2, "A CPU", "lab:2")
+    assert points("ab", (2, 2), (None, None)).cores == 4
+    # Each node has a quota of its own, or one of them.
+    assert points("aa", (1, 1), (1.0, 1.5)).cores == 2
+    assert points("aa", (1, 2), (0.3, None)).cores == 2
+    assert points("ab", (1, None), (0.3, None)).cores is None
