@@ -307,7 +307,8 @@ class Measurement:
             hardware={**self._hardware, "gpu": torch.cuda.get_device_name() if is_cuda else None},
         )
         self._began, self._waited_s = time.perf_counter(), cpu_wait_s()
-        self._watch = NodeWatch(lambda pid: RUN_MARK in environment_of(pid), self._keep_sample)
+        threads = torch.get_num_threads()
+        self._watch = NodeWatch(lambda pid: RUN_MARK in environment_of(pid), self._keep_sample, threads=threads)
         self._watch.start()
         if place.local_rank == 0:
             self._wire, self._wire_read_at = WireCounter(interface), self._step

@@ -80,7 +80,8 @@ def _watch_node(recorder: Recorder, world: World) -> NodeWatch:
         # Under torchrun and the like, the ranks of a machine have one parent.
         return RUN_MARK in environment_of(pid) or parent_of(pid) == os.getppid()
 
-    watch = NodeWatch(is_own, recorder.sample if world.is_node_main else lambda sample: None)
+    keep = recorder.sample if world.is_node_main else lambda sample: None
+    watch = NodeWatch(is_own, keep, threads=torch.get_num_threads())
     watch.start()
     return watch
 

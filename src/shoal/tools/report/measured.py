@@ -6,6 +6,7 @@ the same data end equal too. So the number of all-reduces counts as well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields
 from statistics import median
@@ -21,6 +22,8 @@ from shoal.tools.report.rank_log import RankLog, as_float, is_number
 from shoal.units import format_ms, rank_list
 
 _MIN_STEPS = 12
+# What a session records of `NodeStats` at its end.
+_DEMAND = ("wanted", "waited", "cpus", "run_cpus", "threads")
 
 
 def is_measured(logs: Logs) -> bool:
@@ -89,11 +92,25 @@ def find_stragglers(logs: Logs) -> Iterator[Event]:
 
 def _rank_times(log: RankLog, ready_s: float) -> RankTimes:
     """Return what a rank recorded at its end of its machine and its own work."""
-    machine = log.end.get("machine")
-    is_whole = isinstance(machine, list) and len(machine) == len(fields(NodeStats)) and all(map(is_number, machine))
     return RankTimes(
         ready_s,
         gc_s=as_float(log.end.get("gc_s"), 0.0),
         starved=as_float(log.end.get("starved"), 0.0),
-        node=NodeStats(*machine) if is_whole and isinstance(machine, list) else NodeStats(),
+        node=node_stats(log),
     )
+
+
+def node_stats(log: RankLog) -> NodeStats:
+    """Return what a rank recorded of its machine: all that `--measure` samples, or only its demand for processors.
+
+    Runs of earlier versions recorded less.
+    """
+    machine = log.end.get("machine")
+    if isinstance(machine, list) and len(machine) <= len(fields(NodeStats)) and all(map(_is_amount, machine)):
+        return NodeStats(*machine)
+    recorded = log.end | {"threads": log.start.get("threads")}
+    return NodeStats(**{name: recorded[name] for name in _DEMAND if _is_amount(recorded.get(name))})
+
+
+def _is_amount(value: object) -> bool:
+    return is_number(value) and 0 <= value < math.inf
