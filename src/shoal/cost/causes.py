@@ -27,6 +27,9 @@ _MIN_OTHER_CORES = 0.25
 # Threads have too few processors if they want this many times as many as there are, and wait such a part of their time.
 # (One thread a rank and a core: 1.0 to 1.15 and 3 to 12%; twice as many threads as cores: 1.9 and 50%.)
 _MIN_WANTED, _MIN_WAITED = 1.3, 0.2
+# Other programs lengthen the waits of short-lived work too. They explain what is lost from such a part on of what is
+# wanted too much. (Three ranks on two cores beside eight busy programs wanted 4.0, and not 3.1.)
+_DISTURBING = 0.25
 # More threads than torch computes with want a processor: by such a factor.
 _BESIDE = 1.4
 
@@ -71,6 +74,10 @@ class Demand:
     def is_too_high(self) -> bool:
         """Whether these threads alone want more processors than there are, and lose time by that."""
         return self.wanted >= _MIN_WANTED * self.cpus > 0 and self.waited_part >= _MIN_WAITED
+
+    def is_cause(self, other_cores: float) -> bool:
+        """Whether that costs time while programs outside the run use so many cores."""
+        return self.is_too_high and other_cores < _DISTURBING * (self.wanted - self.cpus)
 
     def describe(self, whose: str) -> str:
         """Return `its threads want 15.6 processors and may use 8: they wait for one 48% of the time`."""
@@ -157,7 +164,7 @@ def _candidates(late: RankTimes, others: Sequence[RankTimes], step_s: float, top
     # Where all ranks want too much alike, that is not why one of them is late.
     is_crowded = demand.is_too_high and _load(node) >= _MIN_WANTED * median(_load(other.node) for other in others)
     other_cores = node.other_cores - usual.other_cores
-    is_disturbed = other_cores >= max(_MIN_OTHER_CORES, (node.wanted - node.cpus) / 4)
+    is_disturbed = other_cores >= max(_MIN_OTHER_CORES, _DISTURBING * (node.wanted - node.cpus))
     has_slow_clock = 0 < node.clock < _SLOW_CLOCK * usual.clock
     clock_s = late.ready_s * (1 - node.clock / usual.clock) if has_slow_clock else 0.0
     hot = f"; it throttled because of heat {node.heat:.1f} times a second" if node.heat > usual.heat else ""

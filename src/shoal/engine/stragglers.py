@@ -226,10 +226,20 @@ class Stragglers:
         return sum(step.step_s for step in self._steps if step.number >= since)
 
     def _judge(self, window: list[_Step], work: Sequence[float], top_process: str) -> Iterator[tuple[str, SlowRank]]:
+        ranks = window[-1].ranks
+        verdicts = dict(self._judge_ranks(window, work, top_process)) if len(ranks) > 1 else {}
+        yield from verdicts.items()
+        yield from self._crowded_machines(ranks, known={*verdicts, *self._reported})
+        if len(ranks) > 1:
+            slow_links = list(self._slow_link(ranks, window, median(step.step_s for step in window)))
+            yield from slow_links
+            # Losses are counted over more steps than a slow link is judged by: those of a link that was slow are known.
+            yield from self._lossy_link(ranks, is_slow=bool(slow_links) or "link" in self._reported)
+
+    def _judge_ranks(
+        self, window: list[_Step], work: Sequence[float], top_process: str
+    ) -> Iterator[tuple[str, SlowRank]]:
         count = len(window[-1].ranks)
-        yield from self._crowded_machines(window[-1].ranks)
-        if count < 2:
-            return
         step_s = median(step.step_s for step in window)
         own_s = [median(step.ranks[rank].ready_s for step in window) for rank in range(count)]
         slowest = max(range(count), key=lambda rank: own_s[rank])
@@ -240,26 +250,21 @@ class Stragglers:
         elif self._follows_speed:
             slowed = list(self._slowed_rank(window, work, top_process))
             yield from slowed or self._collecting_rank(window, work)
-        ranks = window[-1].ranks
-        slow_links = list(self._slow_link(ranks, window, step_s))
-        yield from slow_links
-        # Losses are counted over more steps than a slow link is judged by: those of a link that was slow are known.
-        yield from self._lossy_link(ranks, is_slow=bool(slow_links) or "link" in self._reported)
 
     def _judge_long(self, top_process: str) -> Iterator[tuple[str, SlowRank]]:
         if len(self._names) > 1:
             yield from self._late_at_times(top_process)
             yield from self._slow_disk()
 
-    def _crowded_machines(self, ranks: Sequence[RankStats]) -> Iterator[tuple[str, SlowRank]]:
+    def _crowded_machines(self, ranks: Sequence[RankStats], known: set[str]) -> Iterator[tuple[str, SlowRank]]:
         """Report machines whose ranks have too few processors for their threads: all may be slow alike, and none late.
 
-        A machine whose rank was reported as late for the same reason is known already.
+        A machine whose rank is `known` to be late for the same reason is left out.
         """
         for machine, demand in machine_demands([rank.node for rank in ranks]).items():
             local = [number for number, rank in enumerate(ranks) if rank.node.machine == machine]
-            is_known = any(f"{self._names[number]}: {CROWDED}" in self._reported for number in local)
-            if demand.is_too_high and not is_known and _slows_itself([ranks[number] for number in local], demand):
+            is_known = any(f"{self._names[number]}: {CROWDED}" in known for number in local)
+            if not is_known and _slows_itself([ranks[number] for number in local], demand):
                 yield self._crowded(local, demand)
 
     def _crowded(self, local: Sequence[int], demand: Demand) -> tuple[str, SlowRank]:
@@ -537,14 +542,11 @@ def _mbps(bps: float) -> str:
 
 
 def _slows_itself(ranks: Sequence[RankStats], demand: Demand) -> bool:
-    """Tell whether these ranks of one machine lose time because each has several threads.
-
-    Programs outside the run are no reason to change it: it must want too much without them.
-    """
+    """Tell whether these ranks of one machine lose time because each has several threads."""
     return (
-        max(rank.node.wanted for rank in ranks) >= _SEVERAL_THREADS
+        demand.is_cause(max(rank.node.other_cores for rank in ranks))
+        and max(rank.node.wanted for rank in ranks) >= _SEVERAL_THREADS
         and median(rank.host.starved for rank in ranks) >= _MIN_STARVED
-        and max(rank.node.other_cores for rank in ranks) <= demand.wanted - demand.cpus
     )
 
 

@@ -47,8 +47,8 @@ def test_a_battery_is_named_with_its_remedy() -> None:
     assert find_cause(late(clock=0.4, on_battery=1.0), [ON_TIME], 0.18, STEP_S, "").fix == "plug in its power cable"
 
 
-# Captured: 16 threads in two teams on the 8 cores that a rank is pinned to; one thread a rank and a core; three ranks
-# on two cores; one thread a rank while other programs take half of the processors.
+# 16 threads in two teams on the 8 cores that a rank is pinned to; one thread a rank and a core; three ranks on two
+# cores; one thread a rank while other programs take half of the processors; four threads on two cores.
 TWO_TEAMS = NodeStats(wanted=15.6, waited=7.6, cpus=8, run_cpus=16, threads=8, machine=1)
 ORDINARY = NodeStats(wanted=1.1, waited=0.05, cpus=1, run_cpus=2, threads=1, machine=1)
 THREE_ON_TWO = NodeStats(wanted=0.95, waited=0.33, cpus=2, run_cpus=2, threads=1, machine=1)
@@ -72,6 +72,21 @@ FOUR_THREADS = NodeStats(wanted=3.9, waited=2.0, cpus=2, run_cpus=2, threads=4, 
 def test_ranks_that_want_more_processors_than_there_are(ranks: list[NodeStats], is_too_high: bool) -> None:
     [demand] = machine_demands(ranks).values()
     assert demand.is_too_high == is_too_high
+
+
+@pytest.mark.parametrize(
+    ("demand", "other_cores", "is_cause"),
+    [
+        (Demand(7.8, 5.8, 2, ranks=2, threads=4), 1.0, True),
+        (Demand(3.1, 1.1, 2, ranks=3, threads=1), 0.2, True),
+        # Captured on three ranks with one thread each, beside eight busy programs.
+        (Demand(4.0, 3.56, 2, ranks=3, threads=1), 1.5, False),
+    ],
+)
+def test_other_programs_that_use_the_processors_explain_the_waiting(
+    demand: Demand, other_cores: float, is_cause: bool
+) -> None:
+    assert demand.is_cause(other_cores) == is_cause
 
 
 def test_ranks_of_other_machines_do_not_count() -> None:

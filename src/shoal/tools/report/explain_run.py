@@ -152,15 +152,10 @@ def _explain_tail(summary: RunSummary) -> str:
 
 def _explain_demand(demand: Demand | None, other_load: float | None) -> str:
     """Explain that the run's threads want more processors than there are. Empty where they do not."""
-    if demand is None or not is_oversubscribed(demand, other_load):
+    if demand is None or not demand.is_cause(other_load or 0.0):
         return ""
     whose = "The threads of " + ("one rank" if demand.ranks == 1 else f"{name_ranks(demand.ranks)} on one machine")
     return f"{demand.describe(whose)}. To change that, {demand.fix}."
-
-
-def is_oversubscribed(demand: Demand | None, other_load: float | None) -> bool:
-    """Return whether threads of the run lose time to each other, and not to other programs."""
-    return demand is not None and demand.is_too_high and (other_load or 0.0) <= demand.wanted - demand.cpus
 
 
 def _wait_times(summary: RunSummary) -> dict[int, float]:
@@ -323,7 +318,7 @@ def _compute_reason(comparison: IdealComparison) -> str:
     took = f"they took {format_ms(point.compute_s)} where their share of the work gives {format_ms(ideal_s)}"
     if base.threads is None or point.threads is None or not (base.compute_s and point.compute_s):
         return took
-    if point.compute_s > ideal_s and is_oversubscribed(point.demand, point.other_load):
+    if point.compute_s > ideal_s and _explain_demand(point.demand, point.other_load):
         return f"{took}; their threads had too few processors"
     before, after = base.ranks * base.threads, point.ranks * point.threads
     per_rank = f"each rank computed with {pluralize(point.threads, 'thread')} ({base.threads} with {base.label})"

@@ -14,12 +14,12 @@ from statistics import median
 import numpy as np
 
 from shoal.config.defaults import MIN_WAIT_PART, SLOW_RATIO
-from shoal.cost.causes import UNKNOWN, RankTimes, find_cause
+from shoal.cost.causes import CROWDED, UNKNOWN, RankTimes, find_cause, machine_demands
 from shoal.events import Event
 from shoal.host.node_stats import NodeStats
 from shoal.tools.report.membership import Logs, logs_of_last_launch
 from shoal.tools.report.rank_log import RankLog, as_float, is_number
-from shoal.units import format_ms, rank_list
+from shoal.units import format_ms, name_ranks, rank_list
 
 _MIN_STEPS = 12
 # What a session records of `NodeStats` at its end.
@@ -54,6 +54,29 @@ def exchange_findings(logs: Logs) -> Iterator[tuple[str, bool]]:
 
 
 def find_stragglers(logs: Logs) -> Iterator[Event]:
+    """Yield warnings about the rank that the others wait for, or about machines whose ranks are all slow alike."""
+    late = list(_find_late_rank(logs))
+    yield from late
+    if all(warning["cause"] != CROWDED for warning in late):
+        yield from _find_crowded_machines(logs)
+
+
+def _find_crowded_machines(logs: Logs) -> Iterator[Event]:
+    """Yield a warning about each machine whose processors are too few for the threads of its ranks."""
+    nodes = {rank: node_stats(log) for rank, log in logs.items() if log.start.get("measured")}
+    for machine, demand in machine_demands(list(nodes.values())).items():
+        local = [rank for rank, node in nodes.items() if node.machine == machine]
+        if demand.is_cause(max(nodes[rank].other_cores for rank in local)):
+            whose = f"the threads of {name_ranks(demand.ranks)} on {logs[local[0]].start.get('node')}"
+            why = "a thread that waits for a processor holds up those it computes with"
+            yield _warning(local[0], demand.describe(whose), CROWDED, why, demand.fix)
+
+
+def _warning(rank: int, seen: str, cause: str, why: str, fix: str) -> Event:
+    return {"event": "warning", "rank": rank, "time": None, "seen": seen, "cause": cause, "why": why, "fix": fix}
+
+
+def _find_late_rank(logs: Logs) -> Iterator[Event]:
     """Yield a warning about the rank that the others wait for, by the median of its own part of a step."""
     parts_s, steps_s = {}, []
     for rank, log in logs.items():
@@ -75,19 +98,17 @@ def find_stragglers(logs: Logs) -> Iterator[Event]:
     late, top = _rank_times(logs[slowest], slow_s), logs[slowest].end.get("top_process")
     cause = find_cause(late, others, slow_s - others_s, median(steps_s), str(top or ""))
     is_known = cause.kind != UNKNOWN
-    yield {
-        "event": "warning",
-        "rank": slowest,
-        "time": None,
-        "seen": f"all ranks wait for rank {slowest} on {node}: it takes {slow_s / max(1e-6, others_s):.1f} times as "
+    yield _warning(
+        slowest,
+        f"all ranks wait for rank {slowest} on {node}: it takes {slow_s / max(1e-6, others_s):.1f} times as "
         f"long as the others for its part of a step ({format_ms(slow_s)}, and not {format_ms(others_s)})"
         + (f"; likely cause: {cause.evidence}" if is_known else ""),
-        "cause": cause.kind,
-        "why": "a step ends when the slowest rank has done its part",
-        "fix": cause.fix
+        cause.kind,
+        "a step ends when the slowest rank has done its part",
+        cause.fix
         if is_known
         else "see which programs compute there: top; give that rank less to do, or leave its machine out",
-    }
+    )
 
 
 def _rank_times(log: RankLog, ready_s: float) -> RankTimes:
