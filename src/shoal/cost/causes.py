@@ -25,7 +25,8 @@ _MIN_FAULTS = 20.0
 _SLOW_CLOCK = 0.9
 _MIN_OTHER_CORES = 0.25
 # Threads have too few processors if they want this many times as many as there are, and wait such a part of their time.
-# (One thread a rank and a core: 1.0 to 1.15 and 3 to 12%; twice as many threads as cores: 1.9 and 50%.)
+# (Beside eight busy programs, a rank of one thread wanted 1.05 to 1.2 processors. Two ranks of two threads each on two
+# cores wanted 1.35 times what there was, and a rank with eight threads too many 4.7 times.)
 _MIN_WANTED, _MIN_WAITED = 1.3, 0.2
 # Other programs lengthen the waits of short-lived work too. They explain what is lost from such a part on of what is
 # wanted too much. (Three ranks on two cores beside eight busy programs wanted 4.0, and not 3.1.)
@@ -163,6 +164,7 @@ def _candidates(late: RankTimes, others: Sequence[RankTimes], step_s: float, top
     demand = machine_demands([node, *(other.node for other in others)])[node.machine]
     # Where all ranks want too much alike, that is not why one of them is late.
     is_crowded = demand.is_too_high and _load(node) >= _MIN_WANTED * median(_load(other.node) for other in others)
+    waited = rank_demand(node).waited_part - median(rank_demand(other.node).waited_part for other in others)
     other_cores = node.other_cores - usual.other_cores
     is_disturbed = other_cores >= max(_MIN_OTHER_CORES, _DISTURBING * (node.wanted - node.cpus))
     has_slow_clock = 0 < node.clock < _SLOW_CLOCK * usual.clock
@@ -228,7 +230,7 @@ def _candidates(late: RankTimes, others: Sequence[RankTimes], step_s: float, top
             ),
         ),
         _Candidate(
-            max(starved_s, step_s * rank_demand(node).waited_part) if is_crowded else 0.0,
+            max(starved_s, step_s * waited) if is_crowded else 0.0,
             Cause(CROWDED, demand.describe(_whose(demand)), demand.fix),
         ),
         _Candidate(

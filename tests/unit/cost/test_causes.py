@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shoal.cost.causes import UNKNOWN, Demand, RankTimes, find_cause, machine_demands
@@ -41,6 +43,17 @@ def test_the_cause_that_explains_the_lateness_is_named(rank: RankTimes, kind: st
     assert cause.kind == kind
     assert evidence in cause.evidence
     assert cause.fix
+    # The same among ranks with two threads each on two cores, which all wait for processors.
+    crowd = {"wanted": 1.9, "waited": 1.0, "cpus": 2, "run_cpus": 2, "threads": 2, "machine": 1}
+    late_rank, other = (replace(times, node=replace(times.node, **crowd)) for times in (rank, ON_TIME))
+    same = find_cause(late_rank, [other, other], rank.ready_s - ON_TIME.ready_s, STEP_S, "yes (process 7)")
+    assert (same.kind, same.evidence) == (cause.kind, cause.evidence)
+    # Those that wait for the late one want less meanwhile.
+    waiting = replace(other, node=replace(other.node, wanted=1.2, waited=0.6))
+    late_s = rank.ready_s - ON_TIME.ready_s
+    assert find_cause(late_rank, [waiting, waiting], late_s, STEP_S, "yes (process 7)").kind == (
+        kind if kind != "processor time" else "oversubscription"
+    )
 
 
 def test_a_battery_is_named_with_its_remedy() -> None:

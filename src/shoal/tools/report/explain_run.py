@@ -150,11 +150,12 @@ def _explain_tail(summary: RunSummary) -> str:
     )
 
 
-def _explain_demand(demand: Demand | None, other_load: float | None) -> str:
-    """Explain that the run's threads want more processors than there are. Empty where they do not."""
+def _explain_demand(demand: Demand | None, other_load: float | None, label: str = "") -> str:
+    """Explain that the threads of the run, or of that on `label`, want more processors than there are, if they do."""
     if demand is None or not demand.is_cause(other_load or 0.0):
         return ""
-    whose = "The threads of " + ("one rank" if demand.ranks == 1 else f"{name_ranks(demand.ranks)} on one machine")
+    whose = "the threads of " + ("one rank" if demand.ranks == 1 else f"{name_ranks(demand.ranks)} on one machine")
+    whose = f"With {label}, {whose}" if label else whose.capitalize()
     return f"{demand.describe(whose)}. To change that, {demand.fix}."
 
 
@@ -228,6 +229,7 @@ def explain_scaling(points: list[ScalingPoint]) -> str:
             f"An efficiency above 100% ({join_words(above)}) is not plausible: something slowed down the run on "
             f"{base.label}. Measure again with --repeat 3."
         )
+    sentences.append(_explain_demand(base.demand, base.other_load, base.label))
     sentences.append(warn_of_load(points))
     return " ".join(sentence for sentence in sentences if sentence)
 
@@ -295,7 +297,7 @@ def _explain_point(comparison: IdealComparison) -> list[str]:
     if not same:
         no_cause = f"No single part stands out: each is under {format_percent(_NEGLIGIBLE)} of the step."
         return [verdict, against_ideal, no_cause]
-    demand = _explain_demand(point.demand, point.other_load) if lost_s > 0 else ""
+    demand = _explain_demand(point.demand, point.other_load, point.label) if lost_s > 0 else ""
     (cause, seconds), *further = same
     what = "cost" if seconds > 0 else "gain"
     amount = f"{format_ms(abs(seconds))} ({format_percent(abs(seconds) / point.step_s)} of the step)"

@@ -364,7 +364,7 @@ def test_a_fix_states_on_which_machine_to_run_it(id_: str, fix: str, place: str)
         (2, None, {}, None, ""),
         (2, 4, {}, None, ""),
         (2, 8, {}, Severity.WARNING, "2 ranks with 16 threads in all share 8 processors"),
-        (1, None, {"omp_num_threads": "16"}, Severity.WARNING, "1 rank with 16 threads in all share 8 processors"),
+        (1, None, {"omp_num_threads": "16"}, Severity.INFO, "1 rank with 16 threads in all share 8 processors"),
         # The number that the hosts file has wins over the variable.
         (1, 4, {"omp_num_threads": "16"}, None, ""),
         (1, None, {"omp_num_threads": "many"}, None, ""),

@@ -74,7 +74,9 @@ def test_threads_that_wait_for_each_other_are_the_cause_and_not_divided_computin
     text = explain_scaling([ONE, two])
     assert "divided the same computing power" not in text
     assert "where their share of the work gives 45 ms; their threads had too few processors" in text
-    assert "The threads of one rank want 15.6 processors and may use 8: they wait for one 49% of the time" in text
+    named = "the threads of one rank want 15.6 processors and may use 8: they wait for one 49% of the time"
+    assert f"With two ranks, {named}" in text
+    assert f"With one rank, {named}" in explain_scaling([ONE.model_copy(update={"demand": spinning}), two])
     assert "OMP_WAIT_POLICY=passive" in text
     # Other programs that use the processors are named instead, and threads that have enough are not.
     disturbed = two.model_copy(update={"other_load": 4.0})

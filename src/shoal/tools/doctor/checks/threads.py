@@ -23,21 +23,26 @@ def check_threads(cluster: ClusterFacts) -> Iterator[Finding]:
         others = sum(process["part"].startswith("rank-") for process in facts.get("processes", {}).get("marked", []))
         if threads + others <= cpus:
             continue
-        fair = max(1, int(cpus / ranks))
-        is_fault = threads > cpus and threads > ranks
+        is_set = threads > cpus and any(node.threads for node in nodes)
         more = f", and {pluralize(others, 'rank')} of other runs compute there now" if others else ""
         yield Finding(
             "speed.threads",
-            # More ranks than cores, and another run, are what was asked for; several threads a rank are a setting.
-            Severity.WARNING if is_fault else Severity.INFO,
+            # A number in the hosts file is a mistake. More ranks than cores, and another run, are what was asked for.
+            Severity.WARNING if is_set else Severity.INFO,
             nodes[0].name,
             f"{pluralize(ranks, 'rank')} with {pluralize(threads, 'thread')} in all share "
             f"{pluralize(cpus, 'processor')}{more}",
             "threads that wait for a processor hold up those that they compute with"
-            + (f": train with --threads {fair}, and take OMP_NUM_THREADS and `threads` out" if is_fault else ""),
-            "unset OMP_NUM_THREADS" if is_fault and _omp_threads(facts) else "",
+            + _describe_setting(is_set, _omp_threads(facts), max(1, int(cpus / ranks))),
+            "unset OMP_NUM_THREADS" if _omp_threads(facts) and not is_set else "",
             doctor_command(cluster),
         )
+
+
+def _describe_setting(is_set: bool, omp_threads: int, fair: int) -> str:
+    if is_set:
+        return f": write threads = {fair} in the hosts file, or start with --threads {fair}"
+    return f"; a script under shoal run gets OMP_NUM_THREADS={omp_threads} of the environment" if omp_threads else ""
 
 
 def _processors(machine: Facts) -> int:
@@ -47,7 +52,7 @@ def _processors(machine: Facts) -> int:
 
 
 def _threads(node: Node, facts: Facts) -> int:
-    """Return the threads of each rank, as a script gets them: a session of shoal train chooses its own."""
+    """Return the threads of each rank of a script. `shoal train` does not use the variable."""
     cores = node.cores or facts["machine"]["cores"]["physical"]
     return node.threads or _omp_threads(facts) or max(1, cores // node.slots)
 
