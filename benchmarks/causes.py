@@ -353,10 +353,11 @@ def main() -> None:
                     seen += not (has_too_many and verdict["cause"] == "oversubscription")
                     print(f"healthy, {nodes} nodes: {verdict['seen']}", file=sys.stderr)
             rows.append({"cause": f"none, {nodes} nodes", "rank": not seen, "verdict": not seen, "seen": ""})
-            for trouble in (one for one in chosen if one.nodes == nodes):
+            for number, trouble in enumerate(one for one in chosen if one.nodes == nodes):
+                if number:
+                    bench.wait_for_step(bench.step + CALM_STEPS)
                 rows.append(try_cause(bench, trouble))
                 print(f"{rows[-1]} (step {bench.step}, {1e3 * bench.step_s:.0f} ms)", file=sys.stderr)
-                bench.wait_for_step(bench.step + CALM_STEPS)
     if options.json:
         print(json.dumps(rows, indent=2))
         return
