@@ -121,6 +121,15 @@ def machine_demands(nodes: Sequence[NodeStats]) -> dict[float, Demand]:
     return {machine: _worst_demand(group) for machine, group in groups.items()}
 
 
+def other_cores_beside(nodes: Sequence[NodeStats]) -> float:
+    """Return the cores that other programs use beside these ranks of one machine, as far as any of them knows.
+
+    A container does not show the programs outside it, but its processors are busy.
+    """
+    own = sum(node.wanted - node.waited for node in nodes)
+    return max(0.0, max(node.busy for node in nodes) - own, max(node.other_cores for node in nodes))
+
+
 def _worst_demand(nodes: Sequence[NodeStats]) -> Demand:
     together = Demand(
         sum(node.wanted for node in nodes),
@@ -161,9 +170,12 @@ def _candidates(late: RankTimes, others: Sequence[RankTimes], step_s: float, top
     faults = node.major_faults - usual.major_faults
     stall_s = step_s * max(0.0, node.memory_stall - usual.memory_stall)
     memory_s = max(stall_s, step_s * faults * _FAULT_S) if faults >= _MIN_FAULTS else 0.0
-    demand = machine_demands([node, *(other.node for other in others)])[node.machine]
+    local = [node, *(other.node for other in others if other.node.machine == node.machine)]
+    demand = _worst_demand(local)
     # Where all ranks want too much alike, that is not why one of them is late.
-    is_crowded = demand.is_too_high and _load(node) >= _MIN_WANTED * median(_load(other.node) for other in others)
+    is_crowded = demand.is_cause(other_cores_beside(local)) and _load(node) >= _MIN_WANTED * median(
+        _load(other.node) for other in others
+    )
     waited = rank_demand(node).waited_part - median(rank_demand(other.node).waited_part for other in others)
     other_cores = node.other_cores - usual.other_cores
     is_disturbed = other_cores >= max(_MIN_OTHER_CORES, _DISTURBING * (node.wanted - node.cpus))

@@ -59,7 +59,7 @@ class LoadMeter:
         spent = {name: round(now - then, 3) for name, now, then in zip(names, self._read(), self._began, strict=True)}
         wanted, waited = self._threads.since_last()
         cpus, run_cpus = usable_cpus()
-        spent |= {"wanted": round(wanted, 3), "waited": round(waited, 3), "cpus": cpus, "run_cpus": run_cpus}
+        spent |= {"wanted": round(wanted, 3), "waited": round(waited, 3), "cpus": len(cpus), "run_cpus": len(run_cpus)}
         return {**spent, "peak_memory_bytes": _MAXRSS_UNIT_BYTES * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 
     def _read(self) -> tuple[float, float, float]:

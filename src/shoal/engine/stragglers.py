@@ -25,6 +25,7 @@ from shoal.cost.causes import (
     RankTimes,
     find_cause,
     machine_demands,
+    other_cores_beside,
 )
 from shoal.errors import ShoalError
 from shoal.sync.step_stats import RankStats
@@ -544,7 +545,7 @@ def _mbps(bps: float) -> str:
 def _slows_itself(ranks: Sequence[RankStats], demand: Demand) -> bool:
     """Tell whether these ranks of one machine lose time because each has several threads."""
     return (
-        demand.is_cause(max(rank.node.other_cores for rank in ranks))
+        demand.is_cause(other_cores_beside([rank.node for rank in ranks]))
         and max(rank.node.wanted for rank in ranks) >= _SEVERAL_THREADS
         and median(rank.host.starved for rank in ranks) >= _MIN_STARVED
     )

@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ class NodeStats:
     waited: float = 0.0
     cpus: float = 0.0  # processors that the rank's main thread may use: all, or those that it is pinned to
     run_cpus: float = 0.0  # processors that any of its threads may use: all that the run has on this machine
+    busy: float = 0.0  # how many of these were at work, for any program, also one that a container does not show
     threads: float = 0.0  # that torch computes with
     machine: float = 0.0  # a number that ranks of one machine have in common
 
@@ -108,6 +109,18 @@ class NodeCounters:
         user, nice, system, idle, iowait, irq, softirq, steal = (int(word) / _TICKS for word in line[1:9])
         busy = user + nice + system + irq + softirq
         return {"busy": busy, "steal": steal, "all": busy + idle + iowait + steal}
+
+    def read_busy_s(self, cpus: Set[int]) -> float:
+        """Return how long these processors have been at work, for any program."""
+        total = 0
+        for line in read_text(self._proc / "stat").splitlines()[1:]:
+            name, *words = line.split()
+            if not name.startswith("cpu"):
+                break
+            if name[3:].isdigit() and int(name[3:]) in cpus and len(words) > 6:
+                # user, nice and system; idle and iowait are not work; irq and softirq
+                total += sum(map(int, (*words[:3], *words[5:7])))
+        return total / _TICKS
 
     def read_clock(self) -> float | None:
         """Return the mean clock frequency of all cores as a part of their highest."""
@@ -238,17 +251,17 @@ def _tasks(process: Path) -> list[Path]:
         return []
 
 
-def usable_cpus() -> tuple[int, int]:
-    """Return how many processors the main thread of this process may use, and how many any of its threads may use."""
+def usable_cpus() -> tuple[set[int], set[int]]:
+    """Return the processors that the main thread of this process may use, and those that any of its threads may use."""
     if not hasattr(os, "sched_getaffinity"):
-        cpus = os.cpu_count() or 1
+        cpus = set(range(os.cpu_count() or 1))
         return cpus, cpus
     own = os.sched_getaffinity(os.getpid())
     anywhere = set(own)
     for task in _tasks(Path("/proc/self")):
         with contextlib.suppress(OSError):
             anywhere |= os.sched_getaffinity(int(task.name))
-    return len(own), len(anywhere)
+    return own, anywhere
 
 
 class NodeWatch:
@@ -269,6 +282,7 @@ class NodeWatch:
         self._write = write
         self._counters = counters or NodeCounters()
         self._thread_times = ThreadTimes()
+        self._busy_s = self._counters.read_busy_s(usable_cpus()[1])
         # Small enough for means of it to be exact.
         self._same = {"threads": threads, "machine": zlib.crc32((boot_id() or socket.gethostname()).encode())}
         self._recent: deque[NodeStats] = deque(maxlen=_RECENT)
@@ -341,6 +355,7 @@ class NodeWatch:
         throttled = min(1.0, spent.get("throttled", 0.0) / elapsed_s)
         wanted, waited = self._thread_times.since_last()
         cpus, run_cpus = usable_cpus()
+        busy_before, self._busy_s = self._busy_s, self._counters.read_busy_s(run_cpus)
         other_cores = self._other_cores(now, spent.get("busy", 0.0) / elapsed_s - (own[0] - self._own[0]) / elapsed_s)
         stats = NodeStats(
             throttled=throttled,
@@ -358,8 +373,9 @@ class NodeWatch:
             on_battery=float(self._counters.is_on_battery()),
             wanted=wanted,
             waited=waited,
-            cpus=cpus,
-            run_cpus=run_cpus,
+            cpus=len(cpus),
+            run_cpus=len(run_cpus),
+            busy=max(0.0, self._busy_s - busy_before) / elapsed_s,
             **self._same,
         )
         self._at, self._last, self._own = now, counters, own

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.cost.causes import UNKNOWN, Demand, RankTimes, find_cause, machine_demands
+from shoal.cost.causes import UNKNOWN, Demand, RankTimes, find_cause, machine_demands, other_cores_beside
 from shoal.host.node_stats import NodeStats
 
 STEP_S = 0.3
@@ -100,6 +100,15 @@ def test_other_programs_that_use_the_processors_explain_the_waiting(
     demand: Demand, other_cores: float, is_cause: bool
 ) -> None:
     assert demand.is_cause(other_cores) == is_cause
+
+
+def test_programs_that_a_container_does_not_show_count_by_the_processors_they_keep_busy() -> None:
+    """Values of three ranks on emulated nodes, beside programs that their own process tables lack."""
+    hidden = NodeStats(wanted=1.4, waited=1.2, cpus=2, run_cpus=2, threads=1, machine=1, busy=2.0)
+    assert other_cores_beside([hidden] * 3) == pytest.approx(1.4)
+    alone = replace(hidden, wanted=1.0, waited=0.34)
+    assert other_cores_beside([alone] * 3) == pytest.approx(0.02)
+    assert other_cores_beside([NodeStats(other_cores=0.7)]) == 0.7
 
 
 def test_ranks_of_other_machines_do_not_count() -> None:

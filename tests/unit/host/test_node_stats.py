@@ -181,6 +181,14 @@ def test_threads_that_run_or_wait_are_counted_with_those_of_child_processes(
     assert times.since_last() == (0, 0)
 
 
+def test_only_the_processors_of_the_run_count_as_busy(machine: Machine) -> None:
+    rows = ["cpu  1 1 1 1 1 1 1 1", *(f"cpu{cpu} {cpu}00 0 100 900 900 0 0 50 0 0" for cpu in (0, 1, 2, 12)), "intr 9"]
+    machine.write("proc/stat", "\n".join(rows) + "\n")
+    counters, ticks = machine.counters(), os.sysconf("SC_CLK_TCK")
+    assert counters.read_busy_s({1, 12}) == (200 + 1300) / ticks
+    assert counters.read_busy_s(set()) == 0
+
+
 def test_a_kernel_without_the_schedulers_counters_gives_nothing(machine: Machine) -> None:
     machine.write("proc/self/task/7/stat", "7 (python) R")
     assert ThreadTimes(machine.proc).since_last() == (0, 0)
@@ -200,7 +208,7 @@ def test_pinned_threads_do_not_hide_the_processors_of_the_run() -> None:
     is_running.wait()
     try:
         os.sched_setaffinity(0, cpus[:1])
-        assert usable_cpus() == (1, len(cpus))
+        assert usable_cpus() == ({cpus[0]}, set(cpus))
     finally:
         os.sched_setaffinity(0, cpus)
         end.set()

@@ -14,7 +14,7 @@ from statistics import median
 import numpy as np
 
 from shoal.config.defaults import MIN_WAIT_PART, SLOW_RATIO
-from shoal.cost.causes import CROWDED, UNKNOWN, RankTimes, find_cause, machine_demands
+from shoal.cost.causes import CROWDED, UNKNOWN, RankTimes, find_cause, machine_demands, other_cores_beside
 from shoal.events import Event
 from shoal.host.node_stats import NodeStats
 from shoal.tools.report.membership import Logs, logs_of_last_launch
@@ -66,7 +66,7 @@ def _find_crowded_machines(logs: Logs) -> Iterator[Event]:
     nodes = {rank: node_stats(log) for rank, log in logs.items() if log.start.get("measured")}
     for machine, demand in machine_demands(list(nodes.values())).items():
         local = [rank for rank, node in nodes.items() if node.machine == machine]
-        if demand.is_cause(max(nodes[rank].other_cores for rank in local)):
+        if demand.is_cause(other_cores_beside([nodes[rank] for rank in local])):
             whose = f"the threads of {name_ranks(demand.ranks)} on {logs[local[0]].start.get('node')}"
             why = "a thread that waits for a processor holds up those it computes with"
             yield _warning(local[0], demand.describe(whose), CROWDED, why, demand.fix)
