@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.host.proc import is_setuid
+from shoal.host.proc import environment_of, is_setuid
 from shoal.terminal import printable_line
 
 if TYPE_CHECKING:
@@ -46,6 +46,15 @@ def remove_own_marks() -> None:
 def make_marks(run: Path | str, part: str) -> dict[str, str]:
     """Return the variables by which a process is later identified, whatever its pid and parent are by then."""
     return {RUN_MARK: str(run), PART_MARK: part}
+
+
+def is_of_own_run(pid: int) -> bool:
+    """Tell whether a process has the mark of the run that this process is part of.
+
+    Folders of one name are one run: emulated nodes may have a copy each.
+    """
+    own, other = (environment_of(number).get(RUN_MARK, "") for number in (os.getpid(), pid))
+    return bool(own) and Path(own).name == Path(other).name
 
 
 def default_signals() -> None:

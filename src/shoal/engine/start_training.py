@@ -15,7 +15,7 @@ import torch
 
 import shoal
 from shoal.config.schema import EngineConfig
-from shoal.control.processes import RUN_MARK
+from shoal.control.processes import is_of_own_run
 from shoal.cost.batch_plan import BatchPlan, micro_batch, plan_global_batch, redivide_batch
 from shoal.engine.auto_sync import SyncChooser
 from shoal.engine.balance import Balance, describe_first_shares
@@ -27,7 +27,7 @@ from shoal.engine.state_transfer import fill_ledger_gaps
 from shoal.engine.training_state import TrainingState, digest_tensors
 from shoal.host.facts import boot_id, cpu_name
 from shoal.host.node_stats import NodeWatch
-from shoal.host.proc import environment_of, parent_of
+from shoal.host.proc import parent_of
 from shoal.host.topology import this_topology
 from shoal.run_folder import RunFolder
 from shoal.sync.fence import Fence, OpenFence
@@ -75,9 +75,10 @@ def _watch_node(recorder: Recorder, world: World) -> NodeWatch:
 
     def is_own(pid: int) -> bool:
         # Under torchrun and the like, the ranks of a machine have one parent.
-        return RUN_MARK in environment_of(pid) or parent_of(pid) == os.getppid()
+        return is_of_own_run(pid) or parent_of(pid) == os.getppid()
 
-    watch = NodeWatch(is_own, recorder.sample if world.is_node_main else lambda sample: None)
+    keep = recorder.sample if world.is_node_main else lambda sample: None
+    watch = NodeWatch(is_own, keep, threads=torch.get_num_threads())
     watch.start()
     return watch
 

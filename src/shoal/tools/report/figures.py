@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from shoal.cost.causes import Demand
 from shoal.errors import DataError, ShoalError
 from shoal.run_folder import RunFolder
 from shoal.tools.report.summary import RunSummary
@@ -85,6 +86,7 @@ class ScalingPoint(BaseModel):
     allreduce_p95_s: float | None = None
     hidden_s: float | None = None  # the part of the all-reduce hidden behind backward
     other_load: float | None = None  # cores that other programs kept busy
+    demand: Demand | None = None  # for processors, on the machine that has the fewest for it
 
     @property
     def compute_s(self) -> float:
@@ -121,6 +123,7 @@ def make_scaling_point(summary: RunSummary, name: str = "") -> ScalingPoint:
         allreduce_p95_s=summary.allreduce_s.p95 if summary.allreduce_s else None,
         hidden_s=summary.hidden_s,
         other_load=summary.other_load,
+        demand=summary.demand,
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.doctor import place_of
+from shoal.tools.doctor.checks import judge
 from shoal.tools.doctor.collect.machine import describe_cores
 from shoal.tools.doctor.facts import ClusterFacts, Facts, Finding, Severity
 from tests.support.doctor_facts import complaints, disk, machine, names, nodes, only, process, processes, remarks, scene
@@ -389,3 +390,49 @@ def test_slow_cores_in_use_are_remarked(tmp_path: Path) -> None:
 )
 def test_a_fix_states_on_which_machine_to_run_it(id_: str, fix: str, place: str) -> None:
     assert place_of(Finding(id_, Severity.ERROR, "node2", "seen", "meaning", fix)) == place
+
+
+# Threads
+
+
+@pytest.mark.parametrize(
+    ("slots", "threads", "facts", "severity", "evidence"),
+    [
+        # By default each rank gets its share of the cores, and a hosts file may ask for all hardware threads.
+        (2, None, {}, None, ""),
+        (2, 4, {}, None, ""),
+        (2, 8, {}, Severity.WARNING, "2 ranks with 16 threads in all share 8 processors"),
+        (1, None, {"omp_num_threads": "16"}, Severity.INFO, "1 rank with 16 threads in all share 8 processors"),
+        # The number that the hosts file has wins over the variable.
+        (1, 4, {"omp_num_threads": "16"}, None, ""),
+        (1, None, {"omp_num_threads": "many"}, None, ""),
+        (2, 2, {"cores": {"threads": 8, "physical": 4, "quota": 2.5}}, Severity.WARNING, "4 threads in all share 2"),
+        (9, None, {}, Severity.INFO, "9 ranks with 9 threads in all share 8 processors"),
+    ],
+)
+def test_threads_are_compared_with_the_processors(
+    slots: int, threads: int | None, facts: Facts, severity: Severity | None, evidence: str
+) -> None:
+    seen = scene({"machine": machine(**facts)}, count=1)
+    seen = replace(seen, nodes=[replace(seen.nodes[0], slots=slots, threads=threads)])
+    findings = [finding for finding in judge(seen) if finding.id == "speed.threads"]
+    assert [finding.severity for finding in findings] == ([severity] if severity else [])
+    assert all(evidence in finding.evidence for finding in findings)
+    assert all(("--threads" in finding.meaning) == (severity is Severity.WARNING) for finding in findings)
+
+
+def test_emulated_nodes_share_the_processors_of_one_machine() -> None:
+    own = machine(boot_id="a1", cores={"threads": 2, "physical": 2, "quota": None})
+    seen = scene(*[{"machine": own}] * 3)
+    seen = replace(seen, nodes=[replace(node, cores=1) for node in seen.nodes])
+    finding = only(remarks(seen, "speed.threads"))
+    assert (finding.node, finding.evidence) == ("node1", "3 ranks with 3 threads in all share 2 processors")
+
+
+def test_ranks_of_another_run_share_them_too() -> None:
+    other = [
+        process(100 + rank, part=f"rank-{rank}", run="/runs/other", has_folder=True, orphan=False) for rank in range(5)
+    ]
+    seen = scene({"processes": processes(marked=other)}, count=1)
+    finding = only(remarks(seen, "speed.threads"))
+    assert finding.evidence.endswith("share 8 processors, and 5 ranks of other runs compute there now")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import shoal
-from shoal.host.facts import cpu_name, has_avx2, installed_version
+from shoal.host.facts import boot_id, cpu_name, has_avx2, installed_version
 from shoal.host.proc import (
     describe_process,
     environment_of,
@@ -53,6 +53,8 @@ def observe(request: dict[str, Any]) -> dict[str, Any]:
         # Root needs no sudo, and in a container it often has none.
         "is_root": hasattr(os, "geteuid") and os.geteuid() == 0,
         "cores": describe_cores(this_topology()),
+        "boot_id": boot_id(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "memory": memory(),
         "disks": disks(),
         **{topic: facts for topic, facts in slowdowns.items() if facts},
