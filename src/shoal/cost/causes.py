@@ -80,10 +80,15 @@ class Demand:
         """Whether that costs time while programs outside the run use so many cores."""
         return self.is_too_high and other_cores < _DISTURBING * (self.wanted - self.cpus)
 
+    @property
+    def _has_others(self) -> bool:
+        """Whether threads that torch does not compute with take a good part."""
+        return 0 < _BESIDE * self.threads * self.ranks < self.wanted
+
     def describe(self, whose: str) -> str:
         """Return `its threads want 15.6 processors and may use 8: they wait for one 48% of the time`."""
         team = ""
-        if self.threads and self.wanted > _BESIDE * self.threads * self.ranks:
+        if self._has_others:
             per_rank = " of each rank" if self.ranks > 1 else ""
             team = f"; torch computes with {self.threads}{per_rank}, so other threads take the rest"
         return (
@@ -94,11 +99,11 @@ class Demand:
     @property
     def fix(self) -> str:
         fair = max(1, int(self.cpus / self.ranks))
-        if self.threads > fair:
+        if self.threads > fair and not self._has_others:
             return (
                 f"give each rank {pluralize(fair, 'thread')}: --threads {fair}, or OMP_NUM_THREADS={fair} for a script"
             )
-        if self.ranks > self.cpus:
+        if self.ranks > self.cpus and not self._has_others:
             return f"start at most {name_ranks(max(1, int(self.cpus)))} there"
         return (
             "find the other threads: top -H; a second team of OpenMP threads spins while it has no work "

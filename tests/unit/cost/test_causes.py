@@ -124,6 +124,8 @@ def test_ranks_of_other_machines_do_not_count() -> None:
         (Demand(31, 15, 16, ranks=2, threads=16), "--threads 8"),
         (Demand(3.1, 1.1, 2, ranks=3, threads=1), "start at most two ranks there"),
         (Demand(15.6, 7.6, 8, threads=8), "OMP_WAIT_POLICY=passive"),
+        # Captured on two emulated nodes, one with eleven threads beside its training.
+        (Demand(13.5, 13.1, 2, ranks=2, threads=2), "OMP_WAIT_POLICY=passive"),
         # It was recorded by a script of which the number of threads is not known.
         (Demand(3.9, 1.9, 2), "OMP_NUM_THREADS=2"),
     ],
