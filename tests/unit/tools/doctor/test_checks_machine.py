@@ -11,7 +11,19 @@ from shoal.cli.doctor import place_of
 from shoal.tools.doctor.checks import judge
 from shoal.tools.doctor.collect.machine import describe_cores
 from shoal.tools.doctor.facts import ClusterFacts, Facts, Finding, Severity
-from tests.support.doctor_facts import complaints, disk, machine, names, nodes, only, process, processes, remarks, scene
+from tests.support.doctor_facts import (
+    complaints,
+    cores,
+    disk,
+    machine,
+    names,
+    nodes,
+    only,
+    process,
+    processes,
+    remarks,
+    scene,
+)
 from tests.support.topology_trees import machine_topology
 
 
@@ -349,6 +361,10 @@ def test_the_cores_that_a_run_will_use_are_remarked(tmp_path: Path) -> None:
         assert cores.evidence.startswith(evidence)
         assert cores.meaning == f"a run has 1 rank here, with {threads} threads each"
 
+    seen = describe_cores(machine_topology("container_v2", tmp_path / "quota"))
+    limited = scene({"machine": machine(cores=seen)}, count=1)
+    limited = replace(limited, nodes=[replace(node, cores=None) for node in limited.nodes])
+    assert remarks(limited, "speed.threads") == []
     quota = remark("container_v2", "speed.quota")
     assert "the time of 2.5 of its 8 cores: " in quota.evidence
     assert quota.evidence.endswith("/sys/fs/cgroup/cpu.max")
@@ -406,7 +422,13 @@ def test_a_fix_states_on_which_machine_to_run_it(id_: str, fix: str, place: str)
         # The number that the hosts file has wins over the variable.
         (1, 4, {"omp_num_threads": "16"}, None, ""),
         (1, None, {"omp_num_threads": "many"}, None, ""),
-        (2, 2, {"cores": {"threads": 8, "physical": 4, "quota": 2.5}}, Severity.WARNING, "4 threads in all share 2"),
+        (
+            2,
+            2,
+            {"cores": cores(usable=2, quota=2.5, quota_file="cpu.max")},
+            Severity.WARNING,
+            "4 threads in all share 2",
+        ),
         (9, None, {}, Severity.INFO, "9 ranks with 9 threads in all share 8 processors"),
     ],
 )
@@ -422,7 +444,7 @@ def test_threads_are_compared_with_the_processors(
 
 
 def test_emulated_nodes_share_the_processors_of_one_machine() -> None:
-    own = machine(boot_id="a1", cores={"threads": 2, "physical": 2, "quota": None})
+    own = machine(boot_id="a1", cores=cores(threads=2, physical=2, usable=2))
     seen = scene(*[{"machine": own}] * 3)
     seen = replace(seen, nodes=[replace(node, cores=1) for node in seen.nodes])
     finding = only(remarks(seen, "speed.threads"))

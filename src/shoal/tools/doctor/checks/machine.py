@@ -200,12 +200,13 @@ def check_cores(cluster: ClusterFacts) -> Iterator[Finding]:
         parts = [f"{machine['cpu']}: {_describe_cores(cores)}"]
         parts += [f"{format_si(memory['available'], 'B')} of memory free"] if memory else []
         parts += [f"{format_si(memory['swap_used'], 'B')} of swap in use"] if memory.get("swap_used") else []
-        threads = pluralize(_rank_threads(node, cores), "thread")
+        threads = pluralize(rank_threads(node, cores), "thread")
         meaning = f"a run has {pluralize(node.slots, 'rank')} here, with {threads} each"
         yield Finding("speed.cores", Severity.INFO, node.name, ", ".join(parts), meaning)
 
 
-def _rank_threads(node: Node, cores: dict[str, Any]) -> int:
+def rank_threads(node: Node, cores: dict[str, Any]) -> int:
+    """Return the threads of each rank on a node, by its collector's facts if its cores are not known."""
     return node.rank_threads or divide_cores(cores["usable"], node.slots, cores.get("speeds", ()))
 
 
@@ -240,7 +241,7 @@ def check_kinds_of_cores(cluster: ClusterFacts) -> Iterator[Finding]:
         if not cores.get("slow"):
             continue
         part = format_percent(min(cores["speeds"]) / max(cores["speeds"]))
-        used = node.slots * _rank_threads(node, cores)
+        used = node.slots * rank_threads(node, cores)
         if used <= cores["fast"]:
             meaning = "a run uses fast cores only, because every thread waits for the slowest; to try all of them: "
             meaning += f"--threads {max(1, cores['physical'] // node.slots)}"

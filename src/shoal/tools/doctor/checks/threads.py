@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from shoal.cluster.node import Node
+from shoal.tools.doctor.checks.machine import rank_threads
 from shoal.tools.doctor.facts import ClusterFacts, Facts, Finding, Severity, doctor_command
 from shoal.units import pluralize
 
@@ -53,8 +54,7 @@ def _processors(machine: Facts) -> int:
 
 def _threads(node: Node, facts: Facts) -> int:
     """Return the threads of each rank of a script. `shoal train` does not use the variable."""
-    cores = node.cores or facts["machine"]["cores"]["physical"]
-    return node.threads or _omp_threads(facts) or max(1, cores // node.slots)
+    return node.threads or _omp_threads(facts) or rank_threads(node, facts["machine"]["cores"])
 
 
 def _omp_threads(facts: Facts) -> int:
