@@ -150,6 +150,9 @@ class Agent:
         if listener is not None:
             # At once: importing torch takes it seconds, and meanwhile the agents meet.
             self._environment.serve_script_store(listener)
+        if self._orders.expected is not None:
+            # For the same reason.
+            self._ranks.prepare(self._orders.expected)
         self._orders = replace(self._orders, port=facts["port"])
         self._write("ready", **facts)
         if note := torch_caches().note:

@@ -23,7 +23,7 @@ from shoal.agent.mesh import AgentAddresses
 from shoal.agent.rank_template import ForkedRank, RankTemplate
 from shoal.cluster.agent_link import STDIN_FD
 from shoal.cluster.node import start_process
-from shoal.control.fork_request import can_be_forked
+from shoal.control.fork_request import TEMPLATE_FD, can_be_forked
 from shoal.control.membership.settings import SCRIPT_STORE_EXIT_S
 from shoal.control.membership.types import read_ballot
 from shoal.control.orders import StartProcess
@@ -90,18 +90,17 @@ class RankProcesses:
         self._running.append(_Running(start, process or start_plain(fds), clock, oom_kills_before))
 
     def prepare(self, start: StartProcess) -> None:
-        """Start the template for ranks such as this one, which then starts sooner. A template that ended stays so."""
-        env = {**start.env, **torch_caches().variables}
-        if sys.platform != "linux" or not can_be_forked(start.argv, sys.executable):
+        """Start the template for ranks such as this one, which then start sooner; not again after it has ended."""
+        if self._template is not None or sys.platform != "linux" or not can_be_forked(start.argv, sys.executable):
             return
-        if self._template is not None and self._template.is_open and not self._template.suits(env):
-            self._template.end()
-            self._template = None
-        if self._template is None:
-            marks = {**make_marks(self._run.path, TEMPLATE), "SHOAL_NODE": self._node}
-            log = self._run.journal(self._node).with_suffix(".template.log")
-            with contextlib.suppress(OSError):
-                self._template = RankTemplate({**env, **marks}, str(self._run.path), log, self._note)
+        log = self._run.journal(self._node).with_suffix(".template.log")
+        if (fd := os.environ.pop(TEMPLATE_FD, None)) is not None:
+            self._template = RankTemplate(socket.socket(fileno=int(fd)), None, log, self._note)
+            return
+        marks = {**make_marks(self._run.path, TEMPLATE), "SHOAL_NODE": self._node}
+        with contextlib.suppress(OSError):
+            env = {**start.env, **torch_caches().variables, **marks}
+            self._template = RankTemplate.start(env, str(self._run.path), log, self._note)
 
     def close(self) -> None:
         """End the template: no rank will be started again."""

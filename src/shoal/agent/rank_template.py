@@ -20,7 +20,6 @@ from shoal.cluster.node import start_process
 from shoal.control.fork_request import (
     LOAD_VARIABLES,
     ForkRequest,
-    differing_variables,
     receive_reply,
     send_request,
     template_command,
@@ -34,28 +33,32 @@ StartPlain = Callable[[Mapping[str, int]], subprocess.Popen[bytes]]
 
 
 class RankTemplate:
-    def __init__(self, env: Mapping[str, str], folder: str, log: Path, note: Callable[[str], None]) -> None:
-        """Start the template. `env` are the variables that all ranks of this node share; OSError if it cannot start."""
-        self._env = {**os.environ, **env, **LOAD_VARIABLES}
+    def __init__(
+        self, sock: socket.socket, process: subprocess.Popen[bytes] | None, log: Path, note: Callable[[str], None]
+    ) -> None:
+        self._socket = sock
+        self._process = process  # None: of a lab, and no child of this process
         self._log = log
         self._note = note
         self._ready_at: float | None = None
         self._waiting: deque[ForkedRank] = deque()  # in the order of their requests
+        self._forked: dict[int, ForkedRank] = {}
+        sock.setblocking(False)
+
+    @classmethod
+    def start(cls, env: Mapping[str, str], folder: str, log: Path, note: Callable[[str], None]) -> RankTemplate:
+        """Start a template with the variables that all ranks of this node share; OSError if it cannot be started."""
         # Ranks are forked by a child of the template that ends at once: their parent is then this process.
         adopt_orphans()
-        self._socket, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setblocking(False)
+        own_end, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its_end:
             command = template_command(sys.executable, folder, its_end.fileno())
-            self._process = start_process(command, self._env, log, (its_end.fileno(),))
+            process = start_process(command, {**env, **LOAD_VARIABLES}, log, (its_end.fileno(),))
+        return cls(own_end, process, log, note)
 
     @property
     def is_open(self) -> bool:
         return self._socket.fileno() >= 0
-
-    def suits(self, env: Mapping[str, str]) -> bool:
-        """Return whether a rank with these variables would have read the same when it loaded its libraries."""
-        return not differing_variables(self._env, {**os.environ, **env})
 
     def fork(
         self, argv: tuple[str, ...], env: Mapping[str, str], log: Path, fds: Mapping[str, int], plain: StartPlain
@@ -65,7 +68,7 @@ class RankTemplate:
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as output:
-                send_request(self._socket, request, output.fileno(), tuple(fds.values()))
+                send_request(self._socket, request, (output.fileno(), *fds.values()))
         except OSError as error:
             self._give_up(f"it cannot be asked: {error.strerror}")
             return None
@@ -74,7 +77,7 @@ class RankTemplate:
         return rank
 
     def read_replies(self) -> None:
-        """Give the ranks that were forked since the last call their numbers."""
+        """Give the ranks that were forked since the last call their numbers, and those that ended their exit codes."""
         try:
             while self.is_open:
                 reply = receive_reply(self._socket)
@@ -82,8 +85,11 @@ class RankTemplate:
                     self._give_up("it has ended")
                 elif reply.refused:
                     self._give_up(reply.refused)
-                elif reply.pid and self._waiting:
-                    self._waiting.popleft().begin(reply.pid)
+                elif reply.code is not None:
+                    self._forked.pop(reply.pid).end(reply.code)
+                elif reply.pid:
+                    rank = self._forked[reply.pid] = self._waiting.popleft()
+                    rank.begin(reply.pid)
                 else:
                     self._ready_at = boot_clock()
         except BlockingIOError:
@@ -95,7 +101,7 @@ class RankTemplate:
         except ConnectionError:
             # It ended before it read all requests.
             self._give_up("it has ended")
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, LookupError) as error:
             self._give_up(f"its reply cannot be read: {error}")
 
     def _give_up(self, why: str) -> None:
@@ -103,15 +109,16 @@ class RankTemplate:
         self.end()
 
     def end(self) -> None:
-        """Kill the template; ranks that it has forked continue."""
+        """End the template. The ranks that it has forked continue, except on an emulated node: they end with it."""
         if self.is_open:
             self._socket.close()
-            self._process.kill()
-            self._process.wait()
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
 
 
 class ForkedRank:
-    """A rank that the template forks. It is a child of this process, like one that was started."""
+    """A rank that the template forks. It becomes a child of this process, or on an emulated node of the template."""
 
     def __init__(self, template: RankTemplate, fds: Mapping[str, int], plain: StartPlain) -> None:
         self.pid = 0  # 0: it is not forked yet
@@ -149,9 +156,16 @@ class ForkedRank:
             try:
                 ended, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:
-                ended, status = self.pid, signal.SIGKILL
-            self._code = os.waitstatus_to_exitcode(status) if ended else None
+                self._template.read_replies()
+                if not self._template.is_open and self._code is None:
+                    # It ended with its template, which reports nothing any more.
+                    self._code = -signal.SIGKILL
+            else:
+                self._code = os.waitstatus_to_exitcode(status) if ended else None
         return self._code
+
+    def end(self, code: int) -> None:
+        self._code = code
 
     def send_signal(self, signum: int) -> None:
         """Signal the rank, or have it signalled once it is forked."""

@@ -1,7 +1,8 @@
 """Requests to the template, the process that has imported torch and forks ranks: `python -m shoal.train.template`.
 
 The agent sends one request per rank through a socket pair, with the descriptors that the rank inherits. The template
-answers each with the rank's process number, in the same order.
+answers each with the rank's process number, in the same order. One template serves all emulated nodes of a lab: it
+forks one for each node, which enters the node and serves its agent.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from shoal.control.processes import PART_MARK, RUN_MARK
 from shoal.control.rank_env import TRAINING, Placement
@@ -27,6 +27,10 @@ _RUN_TIME_VARIABLES = {
     *Placement(rank=0, world_size=1, local_rank=0, local_world_size=1, agent_fd=0, link_mbps=0).to_env(),
     *(MEMBERSHIP_FD, RUN_MARK, PART_MARK, "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
 }
+# Variables that a shell sets between the launcher and an agent.
+_SHELL_VARIABLES = {"PWD", "OLDPWD", "SHLVL", "_"}
+# The agent of an emulated node finds the number of its socket to the template here.
+TEMPLATE_FD = "SHOAL_TEMPLATE_FD"
 _MOST_BYTES = 128 << 10
 _MOST_DESCRIPTORS = 8
 
@@ -46,8 +50,18 @@ class ForkRequest:
 
 
 @dataclass(frozen=True)
+class EnterRequest:
+    """Fork a template for an emulated node. The descriptor sent along is its socket to the node's agent."""
+
+    first: int  # the first process of the node, whose namespaces it enters
+    groups: tuple[str, ...]  # the control groups of the node, each a file that takes a process number
+    marks: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Reply:
     pid: int = 0  # 0: the template is ready, and has forked nothing yet
+    code: int | None = None  # how the rank `pid` ended, where the template is its parent
     refused: str = ""  # why it can fork no rank
 
 
@@ -66,30 +80,31 @@ def template_command(python: str, folder: str, socket_fd: int) -> tuple[str, ...
 
 def differing_variables(template: Mapping[str, str], rank: Mapping[str, str]) -> set[str]:
     """Return the variables that the libraries of the template may have read with another value than the rank's."""
-    names = (template.keys() | rank.keys()) - LOAD_VARIABLES.keys() - _RUN_TIME_VARIABLES
+    names = (template.keys() | rank.keys()) - LOAD_VARIABLES.keys() - _RUN_TIME_VARIABLES - _SHELL_VARIABLES
     return {name for name in names if template.get(name) != rank.get(name)}
 
 
-def send_request(to: socket.socket, request: ForkRequest, log: int, descriptors: Sequence[int]) -> None:
-    """Send a request without waiting; OSError when it cannot be sent."""
-    socket.send_fds(to, [json.dumps(asdict(request)).encode()], [log, *descriptors])
+def send_request(to: socket.socket, request: ForkRequest | EnterRequest, descriptors: Sequence[int]) -> None:
+    """Send a request without waiting; OSError when it cannot be sent. The first descriptor of a rank is its log."""
+    socket.send_fds(to, [json.dumps({type(request).__name__: asdict(request)}).encode()], descriptors)
 
 
-def receive_request(connection: socket.socket) -> tuple[ForkRequest, int] | None:
-    """Wait for a request; return it and the descriptor of the log. None: the agent has ended.
+def receive_request(connection: socket.socket) -> tuple[ForkRequest | EnterRequest, list[int]] | None:
+    """Wait for a request; return it and its descriptors. None: the sender has ended.
 
-    The variables for the other descriptors have their numbers in this process.
+    The variables for a rank's descriptors have their numbers in this process.
     """
     data, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_DESCRIPTORS)
     if not data:
         return None
-    document: dict[str, Any] = json.loads(data)
-    names = tuple(document["fd_variables"])
-    request = ForkRequest(document["parent"], tuple(document["argv"]), document["env"], names)
+    [(kind, fields)] = json.loads(data).items()
+    if kind == EnterRequest.__name__:
+        return EnterRequest(fields["first"], tuple(fields["groups"]), fields["marks"]), descriptors
+    names = tuple(fields["fd_variables"])
     for fd in descriptors[1:]:
         os.set_inheritable(fd, True)
     numbers = dict(zip(names, map(str, descriptors[1:]), strict=True))
-    return replace(request, env={**request.env, **numbers}), descriptors[0]
+    return ForkRequest(fields["parent"], tuple(fields["argv"]), {**fields["env"], **numbers}, names), descriptors
 
 
 def send_reply(to: socket.socket, reply: Reply) -> None:

@@ -107,6 +107,16 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def enter_namespace(namespace: int) -> None:
+    """Enter an open namespace. The kernel refuses it to a process with several threads.
+
+    `os.setns` came with Python 3.12. Of a pid namespace only the children are part that are forked afterwards.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace, 0):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
 def replace_identity(argv: Sequence[str], env: Mapping[str, str]) -> None:
     """Give a forked process its own variables, also where other processes read them: /proc/PID/environ and cmdline.
 

@@ -23,10 +23,12 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from shoal.cluster.cluster import open_cluster
+from shoal.cluster.cluster import open_cluster, planned_nodes
 from shoal.cluster.hosts.copy import project_of
-from shoal.cluster.node import RunFiles
-from shoal.cluster.target import JoinSpec, parse_on
+from shoal.cluster.lab.spec import LabSpec
+from shoal.cluster.lab.template import LabTemplate
+from shoal.cluster.node import Rendezvous, RunFiles
+from shoal.cluster.target import ExistingLab, JoinSpec, parse_on
 from shoal.config.defaults import GRACE_S
 from shoal.config.load import load_config, to_toml, typed_settings, validate_session
 from shoal.config.schema import RunConfig
@@ -36,6 +38,7 @@ from shoal.data.prepare import facts_to_json, read_data_facts
 from shoal.errors import DataError, RunFailed, ShoalError
 from shoal.events import EventLog
 from shoal.launch.launcher import ScriptJob, SessionSettings, interrupted_early, run_ranks, run_script
+from shoal.launch.plan import plan_ranks
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.confirm import PipeConfirm
 from shoal.tools.explain.explain import add_explanation, is_consequence
@@ -225,7 +228,10 @@ def _supervise(run: RunFolder, job: RunJob, log: EventLog) -> None:
     config = load_config(run.config)
     try:
         confirm = PipeConfirm(log) if job.confirm else None
-        with open_cluster(config.run.on, training_files(run), note, confirm) as cluster:
+        with (
+            _lab_template(run, config.run, job.resume) as template,
+            open_cluster(config.run.on, training_files(run), note, confirm, template=template) as cluster,
+        ):
             run_ranks(config.run, config.members, run, cluster, log, read_data_facts(run).digest, job.resume)
     except ShoalError:
         # Without a folder there is nothing to sum up, and no place for it.
@@ -240,6 +246,18 @@ def _supervise(run: RunFolder, job: RunJob, log: EventLog) -> None:
         write_derived_files(run)
         raise
     write_derived_files(run, replicas)
+
+
+@contextlib.contextmanager
+def _lab_template(run: RunFolder, config: RunConfig, resume: bool) -> Iterator[LabTemplate | None]:
+    """Import torch once for the ranks of all emulated nodes, while the lab is built and its agents start."""
+    if config.launcher != "shoal" or not isinstance(parse_on(config.on), LabSpec | ExistingLab):
+        yield None
+        return
+    nodes = planned_nodes(config.on)
+    rank, *_ = plan_ranks(config, lambda node: str(run.path), nodes, Rendezvous(nodes[0].address, 0), resume)
+    with contextlib.closing(LabTemplate(run.path, rank.env)) as template:
+        yield template
 
 
 def _sum_up_session(run: RunFolder, log: EventLog) -> None:

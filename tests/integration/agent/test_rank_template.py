@@ -12,7 +12,9 @@ import psutil
 from shoal.control.orders import StartProcess
 from shoal.control.processes import RunProcess, find_processes, is_running
 from tests.support.agents import Agent, agents, go
-from tests.support.runs import wait_until
+from tests.support.labs import need_lab
+from tests.support.programs import TINY, read_jsonl, set_flags, shoal, steps_of
+from tests.support.runs import ended_afterwards, wait_until
 
 WORKER = (sys.executable, "-P", "-m", "shoal.train.worker")
 START_S = 60.0
@@ -96,3 +98,79 @@ def test_a_rank_that_is_not_forked_yet_can_be_ended(tmp_path: Path) -> None:
         assert agent.code() == 0
         assert agent.ended() == {"rank-1": (-signal.SIGKILL, True)}
         assert find_processes(tmp_path) == []
+
+
+def begin_training(run: Path, on: str) -> None:
+    flags = set_flags(*TINY, "train.compile=off", "train.steps=1000000")
+    done = shoal("train", "--on", on, "--out", run, "--detach", *flags)
+    assert done.returncode == 0, done.stderr
+    wait_until(lambda: steps_of(run, 1) if (run / "events/rank-1.jsonl").exists() else [], START_S)
+
+
+def await_return(run: Path, rank: int, returns: int) -> None:
+    """Wait until the rank has joined so many times, and has then done a step."""
+
+    def has_trained() -> bool:
+        events = read_jsonl(run / f"events/rank-{rank}.jsonl")
+        joined = [at for at, event in enumerate(events) if event.get("how") == "joined"]
+        return len(joined) == returns and any(event["event"] == "step" for event in events[joined[-1] :])
+
+    wait_until(has_trained, START_S)
+
+
+def notes(run: Path) -> list[str]:
+    journals = [read_jsonl(path) for path in sorted((run / "agents").glob("*.jsonl"))]
+    return [event["text"] for journal in journals for event in journal if event["event"] == "note"]
+
+
+def test_a_killed_rank_of_a_training_returns_with_the_template_and_without(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with ended_afterwards(run):
+        begin_training(run, "local:2")
+        template, agent, first = (part(run, name).pid for name in ("template", "agent", "rank-1"))
+        os.kill(first, signal.SIGKILL)
+        await_return(run, 1, returns=1)
+        second = part(run, "rank-1").pid
+        assert (second != first, psutil.Process(second).ppid(), part(run, "template").pid) == (True, agent, template)
+        assert notes(run) == []
+        os.kill(template, signal.SIGKILL)
+        os.kill(second, signal.SIGKILL)
+        await_return(run, 1, returns=2)
+        assert psutil.Process(part(run, "rank-1").pid).ppid() == agent
+        (note,) = notes(run)
+        assert note.startswith("ranks are started one by one, without a template: it")
+
+
+def namespaces(pid: int) -> list[Path]:
+    return [Path(f"/proc/{pid}/ns/{kind}").readlink() for kind in ("user", "pid", "net", "uts", "mnt", "cgroup")]
+
+
+def test_the_ranks_of_emulated_nodes_are_forked_inside_their_node(tmp_path: Path) -> None:
+    need_lab()
+    run = tmp_path / "run"
+    with ended_afterwards(run):
+        begin_training(run, "lab:2")
+        by_part = {(one.part, one.node): one.pid for one in find_processes(run) if one.node}
+        parts = [(name, f"node{number}") for number in (1, 2) for name in ("agent", f"rank-{number - 1}", "template")]
+        assert sorted(by_part) == sorted(parts)
+        for number in (1, 2):
+            agent, rank, template = (
+                by_part[name, f"node{number}"] for name in ("agent", f"rank-{number - 1}", "template")
+            )
+            assert namespaces(rank) == namespaces(template) == namespaces(agent)
+            group = Path(f"/proc/{agent}/cgroup").read_text()
+            assert [Path(f"/proc/{pid}/cgroup").read_text() for pid in (rank, template)] == [group, group]
+            assert psutil.Process(rank).ppid() == template
+        assert namespaces(by_part["agent", "node1"]) != namespaces(by_part["agent", "node2"])
+        os.kill(by_part["rank-1", "node2"], signal.SIGKILL)
+        await_return(run, 1, returns=1)
+        journal = read_jsonl(run / "agents/node2.jsonl")
+        assert [event["code"] for event in journal if event["event"] == "ended"] == [-signal.SIGKILL]
+        # Its ranks end with it, and are started without it.
+        os.kill(by_part["template", "node2"], signal.SIGKILL)
+        await_return(run, 1, returns=2)
+        assert psutil.Process(part(run, "rank-1").pid).ppid() == by_part["agent", "node2"]
+        assert [note.partition(": ")[2][:6] for note in notes(run)] == ["it has"]
+        os.kill(by_part["agent", "node1"], signal.SIGKILL)
+        ending = [by_part["rank-0", "node1"], by_part["template", "node1"]]
+        wait_until(lambda: not any(map(is_running, ending)))

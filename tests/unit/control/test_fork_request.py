@@ -13,6 +13,7 @@ from shoal.cluster.node import Rendezvous, local_node
 from shoal.config.schema import RunConfig
 from shoal.control.fork_request import (
     LOAD_VARIABLES,
+    EnterRequest,
     ForkRequest,
     Reply,
     can_be_forked,
@@ -37,10 +38,11 @@ def test_a_request_arrives_with_its_descriptors(tmp_path: Path) -> None:
     with here, there, (tmp_path / "log").open("ab") as log:
         left, right = os.pipe()
         request = ForkRequest(os.getpid(), RANK, {"RANK": "1", "NAME": "a=b\n"}, ("A_FD", "B_FD"))
-        send_request(here, request, log.fileno(), (left, right))
+        send_request(here, request, (log.fileno(), left, right))
         received = receive_request(there)
         assert received is not None
-        arrived, log_fd = received
+        arrived, [log_fd, *_] = received
+        assert isinstance(arrived, ForkRequest)
         fds = [int(arrived.env[name]) for name in ("A_FD", "B_FD")]
         try:
             assert (arrived.parent, arrived.argv, arrived.words) == (os.getpid(), RANK, RANK[4:])
@@ -52,6 +54,17 @@ def test_a_request_arrives_with_its_descriptors(tmp_path: Path) -> None:
         finally:
             for fd in (*fds, log_fd, left, right):
                 os.close(fd)
+
+
+def test_a_request_to_enter_a_node_arrives() -> None:
+    here, there = pair()
+    request = EnterRequest(17, ("/sys/fs/cgroup/a b/cgroup.procs",), {"SHOAL_NODE": "node2"})
+    with here, there:
+        send_request(here, request, (here.fileno(),))
+        received = receive_request(there)
+        assert received is not None
+        assert received[0] == request
+        os.close(*received[1])
 
 
 def test_the_end_of_either_side_is_seen() -> None:
@@ -71,7 +84,7 @@ def test_a_request_that_is_too_long_is_refused() -> None:
     here, there = pair()
     request = ForkRequest(1, RANK, {"LONG": "x" * (4 << 20)})
     with here, there, pytest.raises(OSError, match="too long"):
-        send_request(here, request, there.fileno(), ())
+        send_request(here, request, (there.fileno(),))
 
 
 def test_only_ranks_of_shoals_own_training_are_forked() -> None:
