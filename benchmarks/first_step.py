@@ -28,7 +28,7 @@ from shoal.control.processes import find_processes
 from shoal.events import Event, read_events
 from shoal.run_folder import RunFolder
 
-PARTS = ("command and run folder", "cluster and agents", "ranks meet: importing torch", "model, first step", "whole")
+PARTS = ("command and run folder", "cluster, agents, start of ranks", "ranks meet", "model, first step", "whole")
 _DEADLINE_S = 120.0
 _BETWEEN_S = 1.0
 

@@ -46,7 +46,7 @@ from shoal.control.orders import (
     read_stdin,
     to_line,
 )
-from shoal.control.processes import MESSENGER, SUPERVISOR, find_processes, remove_own_marks, restore_signals
+from shoal.control.processes import MESSENGER, SUPERVISOR, TEMPLATE, find_processes, remove_own_marks, restore_signals
 from shoal.control.rank_env import MEASURE, torch_caches
 from shoal.control.rank_messages import RankReady, ToAgent
 from shoal.errors import Interrupted, RunFailed, ShoalError
@@ -491,9 +491,10 @@ async def get_ready(orders: MeetOrder, run: RunFolder, mesh: Mesh) -> tuple[dict
 def refuse_leftovers(run: Path, node: str, is_new: bool) -> None:
     """Refuse to start beside ranks of an earlier launch, which still write into this folder.
 
-    A restarted agent (`is_new` false) ignores those of other emulated nodes, which belong to the same run.
+    A restarted agent (`is_new` false) ignores those of other emulated nodes, which belong to the same run. The template
+    of an emulated node may be there before its agent.
     """
-    others = [process for process in find_processes(run) if process.part not in (SUPERVISOR, MESSENGER)]
+    others = [process for process in find_processes(run) if process.part not in (SUPERVISOR, MESSENGER, TEMPLATE)]
     left = [process for process in others if is_new or process.node == node]
     if left:
         pids = ", ".join(str(process.pid) for process in left)

@@ -93,7 +93,7 @@ class RankProcesses:
         """Start the template for ranks such as this one, which then start sooner; not again after it has ended."""
         if self._template is not None or sys.platform != "linux" or not can_be_forked(start.argv, sys.executable):
             return
-        log = self._run.journal(self._node).with_suffix(".template.log")
+        log = self._run.template_log(self._node)
         if (fd := os.environ.pop(TEMPLATE_FD, None)) is not None:
             self._template = RankTemplate(socket.socket(fileno=int(fd)), None, log, self._note)
             return

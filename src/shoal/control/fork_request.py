@@ -29,7 +29,8 @@ _RUN_TIME_VARIABLES = {
 }
 # Variables that a shell sets between the launcher and an agent.
 _SHELL_VARIABLES = {"PWD", "OLDPWD", "SHLVL", "_"}
-# The agent of an emulated node finds the number of its socket to the template here.
+# Here the supervisor of a lab's training, and the agent of an emulated node, find the number of their socket to the
+# template.
 TEMPLATE_FD = "SHOAL_TEMPLATE_FD"
 _MOST_BYTES = 128 << 10
 _MOST_DESCRIPTORS = 8
@@ -51,7 +52,7 @@ class ForkRequest:
 
 @dataclass(frozen=True)
 class EnterRequest:
-    """Fork a template for an emulated node. The descriptor sent along is its socket to the node's agent."""
+    """Fork a template for an emulated node. Sent along are its socket to the node's agent, and its log."""
 
     first: int  # the first process of the node, whose namespaces it enters
     groups: tuple[str, ...]  # the control groups of the node, each a file that takes a process number

@@ -86,7 +86,7 @@ class Template:
                 return None
             request, descriptors = received
             if isinstance(request, EnterRequest):
-                self._fork_for_node(request, descriptors[0])
+                self._fork_for_node(request, *descriptors)
             elif names := differing_variables(self._loaded_with, request.env):
                 send_reply(self._agent, Reply(refused=f"libraries were loaded with other values of {sorted(names)}"))
             elif self._fork_child() if self._is_on_node else self._fork_orphan():
@@ -158,11 +158,13 @@ class Template:
         replace_identity(request.argv, request.env)
         sys.argv = [sys.argv[0], *request.words]
 
-    def _fork_for_node(self, request: EnterRequest, agent: int) -> None:
+    def _fork_for_node(self, request: EnterRequest, agent: int, log: int) -> None:
         """Fork a template that serves the agent of an emulated node; if that fails, the agent's socket is closed."""
         if child := os.fork():
             os.waitpid(child, 0)
             return
+        for standard in (1, 2):
+            os.dup2(log, standard)
         try:
             for group in request.groups:
                 Path(group).write_text(str(os.getpid()), encoding="ascii")

@@ -51,6 +51,7 @@ from shoal.config.presets import did_you_mean
 from shoal.errors import LabError, UsageError
 from shoal.host.facts import physical_cores
 from shoal.host.proc import start_ticks
+from shoal.run_folder import RunFolder
 
 _STEP_TIMEOUT_S = 10.0
 _POLL_S = 0.005
@@ -200,7 +201,8 @@ class LabCluster:
         if self._template is None or first is None:
             return PipeLink(command, run, node.name)
         groups = commands.group_files(node.name, self._lab.state.site(self._lab.folder))
-        with self._template.serve_node(node.name, first, groups) or contextlib.nullcontext() as sock:
+        log = RunFolder(run).template_log(node.name)
+        with self._template.serve_node(node.name, first, groups, log) or contextlib.nullcontext() as sock:
             if node == self.nodes[-1]:
                 self._template.release()
             return PipeLink(command, run, node.name, template=sock and sock.fileno())
