@@ -44,6 +44,8 @@ DEFAULT_THREADS = "SHOAL_DEFAULT_THREADS"
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
 _SCRIPT_STORE = "shoal.sync.script_store"
+# One rank of shoal's own training.
+TRAINING = "shoal.train.worker"
 # Runs a user's script and measures it.
 MEASURE = "shoal.engine.measure"
 

@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from shoal.cluster.node import LOOPBACK, Node, Rendezvous
 from shoal.config.schema import RunConfig
 from shoal.control.orders import GoOrder, MembershipOrder, RosterEntry, StartProcess
-from shoal.control.rank_env import DEFAULT_THREADS, MEASURE, SAFE_PATH, Placement
+from shoal.control.rank_env import DEFAULT_THREADS, MEASURE, SAFE_PATH, TRAINING, Placement
 from shoal.errors import ConfigError
 
 # The next step asks again for the memory that a step freed. Where torch brings mimalloc, as its ARM wheels do, that
 # gives it back to the system after 10 ms, and every page is cleared and mapped again: up to a fifth of a step.
 KEEP_MEMORY = {"MIMALLOC_PURGE_DELAY": "-1"}
-
-TRAINING = "shoal.train.worker"
 
 # Where a node has the run folder.
 FolderOf = Callable[[Node], str]

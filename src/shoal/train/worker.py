@@ -57,7 +57,7 @@ class _CompilerPart(ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
-class _LateCompiler(ModuleType, Loader, MetaPathFinder):
+class LateCompiler(ModuleType, Loader, MetaPathFinder):
     """Takes the place of `torch._dynamo` until something of it is needed that an uncompiled training does not need.
 
     torch imports its compiler in the first call of any optimizer and in DistributedDataParallel, to exempt them from
@@ -108,7 +108,7 @@ class _LateCompiler(ModuleType, Loader, MetaPathFinder):
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse_options(argv)
-    _LateCompiler.install()
+    LateCompiler.install()
     stop = StopRequest()
     _catch_stop_signals(stop, is_elastic=MEMBERSHIP_FD in os.environ)
     try:
