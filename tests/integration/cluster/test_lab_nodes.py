@@ -150,9 +150,13 @@ def test_a_cpu_share_limits_a_busy_node(lab: Lab) -> None:
     if lab.state.groups.cpu is None:
         pytest.skip("; ".join(lab.state.notes))
     busy = "import time; e = time.monotonic() + 1\nwhile time.monotonic() < e: pass\nprint(time.process_time())"
-    assert 0.2 < float(output_of(lab, "node3", sys.executable, "-c", busy)) < 0.62
+    half_s = float(output_of(lab, "node3", sys.executable, "-c", busy))
     lab.perform(lab_lab.set_cpu("node3", 0.2))
-    assert float(output_of(lab, "node3", sys.executable, "-c", busy)) < 0.32
+    fifth_s = float(output_of(lab, "node3", sys.executable, "-c", busy))
+    # Of one second. Other processes of the machine only lower them.
+    assert half_s < 0.62
+    assert fifth_s < 0.32
+    assert fifth_s < half_s
     lab.perform(lab_lab.set_cpu("node3", 0.5))
 
 
