@@ -15,7 +15,7 @@ from shoal.cluster.lab.lab import Lab
 from shoal.cluster.lab.spec import LabLink
 from shoal.tools.doctor.checks.reach import open_command
 from tests.integration.cluster.test_hosts_ssh import Site
-from tests.integration.cluster.test_lab_nodes import output_of, wait_for
+from tests.integration.cluster.test_lab_nodes import output_of
 from tests.support.doctor import (
     Verdict,
     assert_alarms,
@@ -28,6 +28,7 @@ from tests.support.doctor import (
 )
 from tests.support.labs import running_lab, shoal
 from tests.support.needs import need_tool
+from tests.support.runs import wait_until
 
 Inject = Callable[[Lab], None]
 
@@ -238,7 +239,7 @@ def test_a_node_that_freezes_during_the_check_is_reported(lab: Lab) -> None:
     """Its collector has started, never replies and does not end on request."""
     words = shoal("doctor", "--on", f"lab:{lab.name}", "--json")
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-        wait_for(lambda: any("doctor.collect" in command for _, command in lab.processes("node2")))
+        wait_until(lambda: any("doctor.collect" in command for _, command in lab.processes("node2")))
         lab.perform(lab_lab.set_frozen("node2", frozen=True))
         try:
             # The verdict comes while the node is still frozen.
@@ -248,7 +249,7 @@ def test_a_node_that_freezes_during_the_check_is_reported(lab: Lab) -> None:
     verdict = parse_verdict(subprocess.CompletedProcess(words, running.returncode, printed, errors))
     assert_alarms(verdict, ("reach.host", "node2"))
     assert "gave no answer" in verdict.one("reach.host", "node2")["evidence"]
-    wait_for(lambda: lab.processes("node2") == [])
+    wait_until(lambda: lab.processes("node2") == [])
 
 
 # Machines over SSH
