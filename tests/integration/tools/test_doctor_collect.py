@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,9 +59,9 @@ def test_a_missing_package_has_no_version() -> None:
 
 
 def test_slow_look_ups_are_abandoned() -> None:
-    started = time.monotonic()
-    answers = collector_names.ask_all({"slow": lambda: time.sleep(5), "quick": lambda: "yes"}, timeout_s=0.2)
-    assert time.monotonic() - started < 4
+    answered = threading.Event()
+    answers = collector_names.ask_all({"slow": lambda: answered.wait(30), "quick": lambda: "yes"}, timeout_s=0.5)
+    answered.set()
     assert answers["slow"] == {"took_s": None}
     assert answers["quick"]["answer"] == "yes"
 
@@ -97,11 +98,13 @@ def test_the_holder_of_a_port_is_described(family: socket.AddressFamily) -> None
         pytest.skip(f"this machine has no {loopback}")
     listen = f"server = socket.create_server(({loopback!r}, 0), family=socket.{family.name})"
     program = f"{listen}\nprint(server.getsockname()[1], flush=True)"
+    began = time.time()
     with child(program, SHOAL_RUN="/no/such/run", SHOAL_PART="rank-3") as (pid, port):
         (holder,) = collector_processes.holders(int(port))
     assert (holder["address"], holder["pid"]) == (loopback, pid)
     assert holder["command"].startswith(sys.executable)
-    assert 0 <= holder["age_s"] < 60
+    # The kernel counts in hundredths of a second.
+    assert 0 <= holder["age_s"] <= time.time() - began + 1
     assert (holder["run"], holder["part"], holder["has_folder"]) == ("/no/such/run", "rank-3", False)
 
 

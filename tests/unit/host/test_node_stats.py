@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -145,8 +146,9 @@ def test_garbage_collection_is_timed() -> None:
     watch = NodeWatch()
     watch.start()
     try:
+        began = time.perf_counter()
         gc.collect()
-        assert 0 < watch.take_gc_s() < 60
+        assert 0 < watch.take_gc_s() <= time.perf_counter() - began
         assert watch.take_gc_s() == 0
     finally:
         watch.close()
