@@ -1,5 +1,6 @@
-"""Files of /sys and /proc of several machines, as their kernels write them.
+"""Files of /sys and /proc of several kinds of machines, in the form in which their kernels write them.
 
+`cloud_vm` was read off a machine; the others were written for processors of these names.
 A line of a `.tree` file is `PATH = CONTENT`; `cpu{0,8}` in a path stands for several, and `\\n` begins a new line.
 """
 
