@@ -73,6 +73,8 @@ def test_forked_ranks_and_the_template_end_with_a_killed_agent(tmp_path: Path) -
     with agents(tmp_path) as [agent]:
         go([agent], [waiting_rank(tmp_path)])
         pids = [started(agent, "rank-1"), part(tmp_path, "template").pid]
+        # It cannot end by itself, because its connection to the agent is closed.
+        os.kill(pids[0], signal.SIGSTOP)
         agent.process.kill()
         wait_until(lambda: not any(map(is_running, pids)))
 
