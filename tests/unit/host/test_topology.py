@@ -1,4 +1,4 @@
-"""Which cores ranks compute on: topologies of several kinds of machines, read from files, and what follows from them."""
+"""Which cores ranks compute on: topologies of several machines, read from files, and what follows from them."""
 
 from __future__ import annotations
 
