@@ -2,11 +2,14 @@
 
     sudo .venv/bin/python benchmarks/causes.py
     sudo .venv/bin/python benchmarks/causes.py --cause quota --cause loss
+    sudo .venv/bin/python benchmarks/causes.py --threads 2     # ranks of several threads
+    sudo .venv/bin/python benchmarks/causes.py --quick         # three causes only, that the ranks' own process shows
 
 A small model trains on a lab, with its ranks on cores of their own: two nodes, and three for causes of the network.
 Each cause begins in mid-training and is taken away after its verdict. Printed are, for each: whether the right rank
 and the right cause were named, after how many seconds, and the sentence itself. The healthy time before the first
-cause must pass without a verdict. Slow data, garbage and a slow disk are made inside the second node's process: its
+cause must pass without a verdict, but that of too many threads where ranks have more of them than there are cores: the
+causes must be named also then. Slow data, garbage and a slow disk are made inside the second node's process: its
 dataset sleeps, it collects a large heap, and its fsync takes seconds.
 """
 
@@ -30,9 +33,12 @@ from shoal.cluster.lab.lab import Lab, build_lab, remove_lab, set_cpu, set_froze
 from shoal.cluster.lab.spec import make_spec
 from shoal.control.processes import find_processes
 from shoal.events import Event, EventTail
+from shoal.host.topology import this_topology
 from shoal.run_folder import RunFolder
 
 HEALTHY_S = 30.0
+QUICK_S = 15.0
+QUICK = ("data", "gc", "threads")
 VERDICT_S = 90.0
 # Stragglers count as gone after a hundred steps without them.
 CALM_STEPS = 140
@@ -40,7 +46,7 @@ SLOW_NODE = "node2"
 SLOW_BPS = 20e6
 
 SCRIPT = """
-import gc, mmap, os, pathlib, random, sys, time
+import gc, mmap, os, pathlib, random, sys, threading, time
 import torch, shoal
 
 trouble = pathlib.Path(sys.argv[1])
@@ -65,6 +71,12 @@ class Data(torch.utils.data.Dataset):
         if is_slow_node and current() == "data":
             time.sleep(0.004)
         return torch.full((512,), index / 4096)
+
+def multiply():
+    # Beside the training, as a program's own pool of threads would.
+    square = torch.randn(512, 512)
+    while current() == "threads":
+        square @ square
 
 real_fsync = os.fsync
 def fsync(fd):
@@ -94,6 +106,8 @@ for step in session:
             # Pages that are in memory already do not count in a control group that the process enters.
             table.close()
             table, has_moved = open_table(), True
+        if is_slow_node and current() == "threads" and threading.active_count() < 12:
+            threading.Thread(target=multiply, daemon=True).start()
         for batch in step.batches(data):
             for _ in range(600):
                 table[random.randrange(48 << 8) << 12]
@@ -111,7 +125,7 @@ for step in session:
 class Bench:
     """A training in a lab, and the verdicts that it reports."""
 
-    def __init__(self, folder: Path, lab: Lab, nodes: int) -> None:
+    def __init__(self, folder: Path, lab: Lab, nodes: int, threads: int) -> None:
         self.folder = folder
         self.lab = lab
         self.nodes = nodes
@@ -119,7 +133,7 @@ class Bench:
         script = folder / "steps.py"
         script.write_text(SCRIPT)
         self.run = RunFolder(folder / "run")
-        words = ("run", "--on", f"lab:{lab.name}", "--out", str(self.run.path), "--detach")
+        words = ("run", "--on", f"lab:{lab.name}", "--threads", str(threads), "--out", str(self.run.path), "--detach")
         command = [str(Path(sys.executable).with_name("shoal")), *words, str(script), str(self.trouble)]
         subprocess.run(command, check=True, capture_output=True)
         self._tails = [EventTail(self.run.events(rank)) for rank in range(nodes)]
@@ -260,6 +274,7 @@ TROUBLES = {
     "quota": Trouble("CPU quota", quota, ("CPU quota",)),
     "neighbour": Trouble("busy neighbour process", neighbour, ("other programs",)),
     "data": Trouble("slow data", _inside("data"), ("data",)),
+    "threads": Trouble("own threads beside it", _inside("threads"), ("oversubscription",)),
     "gc": Trouble("garbage collection", _inside("gc"), ("garbage collection",)),
     "freezes": Trouble("short freezes", freezes, ("freezes",)),
     "memory": Trouble("memory pressure", memory, ("memory",)),
@@ -279,12 +294,12 @@ TROUBLES = {
 
 
 @contextmanager
-def training(nodes: int) -> Iterator[Bench]:
+def training(nodes: int, threads: int = 1) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory() as folder:
         lab = build_lab(make_spec(nodes, name=f"causes-{os.getpid()}", link="1gbit"), owner=os.getpid())
         bench = None
         try:
-            bench = Bench(Path(folder), lab, nodes)
+            bench = Bench(Path(folder), lab, nodes, threads)
             yield bench
         finally:
             if bench is not None:
@@ -321,24 +336,28 @@ def try_cause(bench: Bench, trouble: Trouble) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cause", action="append", choices=TROUBLES, help="only this one; may be repeated")
+    parser.add_argument("--threads", type=int, default=1, help="of every rank")
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, and less time without a cause")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
-    chosen = [TROUBLES[name] for name in options.cause or TROUBLES]
+    chosen = [TROUBLES[name] for name in options.cause or (QUICK if options.quick else TROUBLES)]
     rows: list[dict[str, object]] = []
     for nodes in sorted({trouble.nodes for trouble in chosen}):
-        with training(nodes) as bench:
+        with training(nodes, options.threads) as bench:
             bench.wait_for_step(40)
             began, seen = time.monotonic(), 0
-            while time.monotonic() - began < HEALTHY_S:
+            has_too_many = nodes * options.threads > this_topology().usable and options.threads > 1
+            while time.monotonic() - began < (QUICK_S if options.quick else HEALTHY_S):
                 time.sleep(0.5)
                 for verdict in bench.poll():
-                    seen += 1
+                    seen += not (has_too_many and verdict["cause"] == "oversubscription")
                     print(f"healthy, {nodes} nodes: {verdict['seen']}", file=sys.stderr)
             rows.append({"cause": f"none, {nodes} nodes", "rank": not seen, "verdict": not seen, "seen": ""})
-            for trouble in (one for one in chosen if one.nodes == nodes):
+            for number, trouble in enumerate(one for one in chosen if one.nodes == nodes):
+                if number:
+                    bench.wait_for_step(bench.step + CALM_STEPS)
                 rows.append(try_cause(bench, trouble))
                 print(f"{rows[-1]} (step {bench.step}, {1e3 * bench.step_s:.0f} ms)", file=sys.stderr)
-                bench.wait_for_step(bench.step + CALM_STEPS)
     if options.json:
         print(json.dumps(rows, indent=2))
         return

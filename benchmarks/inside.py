@@ -65,7 +65,7 @@ def bare_sums(world: World) -> Calls:
 
     from shoal.config.schema import SyncConfig
     from shoal.sync.compression.base import Bucket
-    from shoal.sync.shared_memory.ddp import Pipeline, ResidentSum, SharedCompressor, row_bytes
+    from shoal.sync.shared_memory.ddp import ResidentSum, SharedCompressor, row_bytes
     from shoal.sync.shared_memory.group import open_host_sharing
 
     config = SyncConfig()
@@ -79,11 +79,11 @@ def bare_sums(world: World) -> Calls:
     wire = SharedCompressor(small, None)
     rows = large.memory.rows(torch.float32)
     rows[world.rank].zero_()
-    resident = Pipeline(large, ResidentSum(large, rows), None)
+    resident = ResidentSum(large, rows)
     return {
         "gloo": lambda: dist.all_reduce(buffer, group=world.group),
         "copies": lambda: wire(bucket).wait(),
-        "shared": lambda: resident.put((0, elements), lambda _: bucket).result(),
+        "shared": lambda: resident.sum_in_place((0, elements)),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -34,6 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     # Longest first: a long test that starts last keeps one worker busy while the others have nothing left to do.
     items.sort(key=_timeout_s, reverse=True)
+
+
+def pytest_collection_finish() -> None:
+    """Compute with one thread: several pytest processes share the cores, and OpenMP's idle threads would spin there."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 class _GroupsAreKept:

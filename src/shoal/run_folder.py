@@ -292,6 +292,10 @@ class RunFolder:
         """The output of a node's agent: mostly tracebacks."""
         return self._agent_file(node, "log")
 
+    def template_log(self, node: str) -> Path:
+        """The same of the template from which the agent's ranks are forked."""
+        return self._agent_file(node, "template.log")
+
     def _agent_file(self, node: str, suffix: str) -> Path:
         return self.path / "agents" / f"{check_name(node)}.{suffix}"
 

@@ -36,7 +36,7 @@ from shoal.tools.report.verify import verify_run
 from tests.support.agents import agents, go
 from tests.support.labs import need_lab
 from tests.support.needs import need_tool
-from tests.support.programs import TINY, set_flags, shoal, shoal_command
+from tests.support.programs import TINY, set_flags, shoal_command, shoal_in_new_python
 from tests.support.run_samples import make_run
 
 OTHER_USER = 65534
@@ -364,7 +364,7 @@ def test_a_script_imports_from_its_own_folder_only(tmp_path: Path) -> None:
 
 def test_modules_are_found_in_the_current_folder_unless_others_can_write_there(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("print('module')\n")
-    done = shoal("run", "--on", "local:1", "--out", tmp_path / "run", "-m", "own", cwd=tmp_path)
+    done = shoal_in_new_python("run", "--on", "local:1", "--out", tmp_path / "run", "-m", "own", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "[0] module\n"), done.stderr
     notes: list[str] = []
     script = ("-m", "own", "--flag")
@@ -459,14 +459,14 @@ class TestForgedMarks:
     def test_forged_marks_neither_delay_nor_block_a_run(self, tmp_path: Path) -> None:
         run = tmp_path / "run"
         words = ("train", "--on", "local:1", *set_flags(*TINY, *SHORT))
-        assert shoal(*words, "--out", run).returncode == 0
+        assert shoal_in_new_python(*words, "--out", run).returncode == 0
         with forged_process(run, OTHER_USER, SHOAL_NODE="\x1b]0;owned\x07") as fake:
             refuse_leftovers(run, "local", is_new=True)
-            stopped = shoal("stop", run, timeout_s=30)
+            stopped = shoal_in_new_python("stop", run, timeout_s=30)
             assert (stopped.returncode, fake.poll()) == (0, None)
             assert "was not running" in stopped.stdout
-            assert str(run) not in shoal("ps", "--all").stdout
-            resumed = shoal("train", "--resume", run, "--steps", "3")
+            assert str(run) not in shoal_in_new_python("ps", "--all").stdout
+            resumed = shoal_in_new_python("train", "--resume", run, "--steps", "3")
             assert resumed.returncode == 0, resumed.stderr
             # By its number: a test beside this one may leave processes that are listed rightly.
             assert not re.search(rf"^ *{fake.pid} ", resumed.stderr, re.MULTILINE)
@@ -479,7 +479,7 @@ class TestForgedMarks:
             (process, *_) = processes_of(run)
             assert (process.node, process.part) == ("ab", "p")
             assert is_alive(process)
-            shown = shoal("ps", "--all").stdout
+            shown = shoal_in_new_python("ps", "--all").stdout
             assert "\x1b" not in shown
             assert "sleep" in shown
 
@@ -508,7 +508,7 @@ def connections(done: subprocess.CompletedProcess[str]) -> set[str]:
 def test_the_store_of_a_script_listens_on_loopback_alone(tmp_path: Path) -> None:
     (tmp_path / "reach.py").write_text(_REACH)
     addresses = ["127.0.0.1", "127.0.0.2", *own_addresses()]
-    done = shoal("run", "--on", "local:2", "--out", tmp_path / "run", tmp_path / "reach.py", *addresses)
+    done = shoal_in_new_python("run", "--on", "local:2", "--out", tmp_path / "run", tmp_path / "reach.py", *addresses)
     assert connections(done) == {"127.0.0.1 ACCEPTED", *(f"{address} refused" for address in addresses[1:])}
 
 
@@ -517,7 +517,7 @@ def test_the_store_of_a_script_on_several_nodes_listens_on_the_runs_address_alon
     need_lab()
     (tmp_path / "reach.py").write_text(_REACH)
     words = ("10.77.0.1", "127.0.0.1", "127.0.0.2")
-    done = shoal("run", "--on", "lab:2", "--out", tmp_path / "run", tmp_path / "reach.py", *words)
+    done = shoal_in_new_python("run", "--on", "lab:2", "--out", tmp_path / "run", tmp_path / "reach.py", *words)
     assert connections(done) == {"10.77.0.1 ACCEPTED", "127.0.0.1 refused", "127.0.0.2 refused"}
     assert "asks for no token: any program that reaches 10.77.0.1 port" in done.stderr
 

@@ -155,7 +155,7 @@ sys.stdout.buffer.write(open(f"{folder}/stream-{{min(count, {len(streams) - 1})}
 def make_link(base: Path, python: str, **order: Any) -> tuple[SshLink, list[str]]:
     """Return a link to a messenger on this machine, started by a local shell instead of SSH."""
     host = Host(host="localhost", name="den")
-    about: dict[str, Any] = {"interface": "lo", "cores": 1, "link_mbps": None, "project": None, "files": {}}
+    about: dict[str, Any] = {"interface": "lo", "link_mbps": None, "project": None, "files": {}}
     path = str(Path(shoal.__file__).parent.parent)
     ready = ReadyHost(
         host,

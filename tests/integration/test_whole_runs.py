@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shoal.control.processes import find_processes
-from shoal.host.facts import physical_cores
+from shoal.host.topology import this_topology
 from shoal.tools.report.page import write_report
 from tests.support.needs import need_tool
 from tests.support.programs import TINY, set_flags, shoal, shoal_command, steps_of
@@ -57,7 +57,7 @@ def test_the_demo_trains_kills_a_rank_and_writes_a_report(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert [(row["ranks"], row["threads"]) for row in document["rows"][:2]] == [(1, 1), (2, 1)]
-    assert [row["ranks"] for row in document["rows"][2:]] == ([1] if physical_cores() > 1 else [])
+    assert [row["ranks"] for row in document["rows"][2:]] == ([1] if this_topology().usable > 1 else [])
     assert all(row["tokens_per_s"] > 0 for row in document["rows"])
     assert Path(document["picture"]).read_bytes().startswith(b"\x89PNG")
     killed, manifest = document["killed"], document["manifest"]

@@ -66,7 +66,7 @@ class Agent:
         path = self.run.journal(self.node)
         return [event for event in read_events(path) if event["event"] == kind] if path.exists() else []
 
-    def first(self, kind: str, within_s: float = 15.0) -> Event:
+    def first(self, kind: str, within_s: float = 30.0) -> Event:
         return wait_until(lambda: self.said(kind), within_s, why=self.everything)[0]
 
     def everything(self) -> str:
@@ -77,7 +77,7 @@ class Agent:
         """Return the exit code of every process, and whether the agent killed it."""
         return {event["name"]: (event["code"], event["by_agent"]) for event in self.said("ended")}
 
-    def code(self, within_s: float = 10.0) -> int:
+    def code(self, within_s: float = 30.0) -> int:
         """Wait for the agent's exit code and check that its log has no traceback."""
         code = self.process.wait(within_s)
         assert "Traceback" not in self.log.read_text(), self.log.read_text()

@@ -26,11 +26,16 @@ def machine(**other: Any) -> dict[str, Any]:
         "torch": "2.13.0+cpu",
         "shoal": "0.1.0",
         "is_root": False,
-        "cores": {"threads": 8, "physical": 4, "quota": None},
+        "cores": cores(),
         "memory": {"total": 16e9, "available": 8e9, "swap_total": 0, "swap_used": 0},
         "disks": [disk()],
         **other,
     }
+
+
+def cores(**other: Any) -> dict[str, Any]:
+    usual = {"threads": 8, "physical": 4, "usable": 4, "quota": None, "quota_file": None, "numa_nodes": 1}
+    return {**usual, **other}
 
 
 def gpu(**other: Any) -> dict[str, Any]:

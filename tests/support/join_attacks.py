@@ -148,7 +148,7 @@ class MaliciousGuest:
     @classmethod
     async def dial(cls, port: int, code: str, **changes: Any) -> MaliciousGuest:
         channel = await dial("127.0.0.1", port, code)
-        facts = {"hello": make_hello(0, "den", "", "", "").as_dict(), "name": "den", "address": "127.0.0.1", "cores": 2}
+        facts = {"hello": make_hello(0, "den", "", "", "").as_dict(), "name": "den", "address": "127.0.0.1"}
         await channel.send({**facts, "user": "anna", **changes})
         return cls(channel)
 

@@ -10,9 +10,11 @@ import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import socket
+import sys
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["torch._dynamo", "shoal.train.gpt_training", "shoal.sync.public_api"])
+FORKSERVER.set_forkserver_preload(["tests.support.preloaded"])
 
 
 def run_ranks(
@@ -114,6 +116,56 @@ def _rank(
         answer.send((False, traceback.format_exc()))
     finally:
         answer.close()
+
+
+class WorkerProcess:
+    """`python -m shoal.train.worker WORDS` in a fork of the server, with the methods of `subprocess.Popen`.
+
+    `sockets` are inherited; the variables that name them get their numbers.
+    """
+
+    def __init__(
+        self, words: Sequence[str], env: Mapping[str, str], log: Path, sockets: Mapping[str, socket.socket]
+    ) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._process = FORKSERVER.Process(target=_work, args=(list(words), dict(env), log, dict(sockets)))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (code := self._process.exitcode) is None:
+            raise TimeoutError(f"rank {self.pid} did not end within {timeout} s")
+        return code
+
+    def send_signal(self, signum: int) -> None:
+        os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _work(words: list[str], env: Mapping[str, str], log: Path, sockets: Mapping[str, socket.socket]) -> None:
+    import torch
+
+    from shoal.train import worker
+
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(env)
+    for name, inherited in sockets.items():
+        inherited.set_inheritable(True)
+        os.environ[name] = str(inherited.detach())
+    with log.open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    # OMP_NUM_THREADS is read when torch is loaded, which the server did.
+    torch.set_num_threads(1)
+    sys.exit(worker.main(words))
 
 
 def standing_helpers() -> set[int]:

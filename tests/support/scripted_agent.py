@@ -14,8 +14,6 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -27,7 +25,6 @@ from typing import Any, TypeVar
 
 from shoal.agent.kv_store import KvStore, derive_key, read_request
 from shoal.agent.kv_store import to_frame as key_frame
-from shoal.cluster.node import start_process
 from shoal.control.channel import LENGTH
 from shoal.control.membership.types import Ballot, Lineage, State
 from shoal.control.rank_env import AGENT_FD, KEEPS_FILES, Placement
@@ -47,12 +44,13 @@ from shoal.control.rank_messages import (
 from shoal.events import read_events
 from shoal.host.facts import boot_clock
 from shoal.run_folder import RunFolder
+from tests.support.ranks import WorkerProcess
 
 M = TypeVar("M")
 
 
 class Rank:
-    def __init__(self, process: subprocess.Popen[bytes], line: socket.socket) -> None:
+    def __init__(self, process: WorkerProcess, line: socket.socket) -> None:
         self.process = process
         self.line = line
         self.received: list[ToAgent] = []
@@ -257,19 +255,15 @@ class ScriptedAgent:
         agent_end, rank_end = socket.socketpair()
         agent_keys, rank_keys = socket.socketpair()
         placement = Placement(number, self._size, number, self._size, launcher="shoal", agent_fd=rank_keys.fileno())
-        env = placement.to_env() | {
-            MEMBERSHIP_FD: str(rank_end.fileno()),
-            AGENT_FD: str(rank_keys.fileno()),
-            KEEPS_FILES: "0",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-        }
+        env = placement.to_env() | {KEEPS_FILES: "0", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         folder = self._folder(number)
-        words = (sys.executable, "-m", "shoal.train.worker", "--folder", str(folder.path), *self._words)
         with rank_end, rank_keys:
-            fds = (rank_end.fileno(), rank_keys.fileno())
-            # Bound to the life of this process, as agents' ranks are.
-            process = start_process(words, {**os.environ, **env}, folder.log("local", number), fds)
+            process = WorkerProcess(
+                ("--folder", str(folder.path), *self._words),
+                {**os.environ, **env},
+                folder.log("local", number),
+                {MEMBERSHIP_FD: rank_end, AGENT_FD: rank_keys},
+            )
         if number in self.ranks:
             self.ranks[number].line.close()
         self.ranks[number] = Rank(process, agent_end)

@@ -15,14 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from shoal.control.processes import find_processes, find_supervisor
-from tests.support.programs import TINY, set_flags, shoal, steps_of
+from tests.support.programs import TINY, set_flags, shoal_in_new_python, steps_of
 from tests.support.runs import wait_until
 
 
 def run_scenario(folder: Path) -> dict[str, Any]:
     run = folder / "run"
     assert find_processes() == [], "processes of other runs are visible"
-    output_of(shoal("train", "--detach", "--out", run, "--steps", "1000000", *set_flags(*TINY, "train.compile=off")))
+    output_of(
+        shoal_in_new_python(
+            "train", "--detach", "--out", run, "--steps", "1000000", *set_flags(*TINY, "train.compile=off")
+        )
+    )
     wait_until(lambda: (run / "commits.jsonl").exists(), within_s=60)
     supervisor = find_supervisor(run)
     assert supervisor is not None
@@ -30,13 +34,13 @@ def run_scenario(folder: Path) -> dict[str, Any]:
     steps = len(steps_of(run))
     wait_until(lambda: len(steps_of(run)) > steps + 5)
     pids = {process.part: process.pid for process in find_processes(run)}
-    (state,) = json.loads(output_of(shoal("ps", "--json")))["runs"]
-    resumed = shoal("train", "--resume", run)
+    (state,) = json.loads(output_of(shoal_in_new_python("ps", "--json")))["runs"]
+    resumed = shoal_in_new_python("train", "--resume", run)
     still_there = {process.part: process.pid for process in find_processes(run)}
     script = folder / "nothing.py"
     script.touch()
-    warned = shoal("run", "--on", "local:1", "--out", folder / "first", script)
-    cleaned = shoal("run", "--on", "local:1", "--clean", "--out", folder / "second", script)
+    warned = shoal_in_new_python("run", "--on", "local:1", "--out", folder / "first", script)
+    cleaned = shoal_in_new_python("run", "--on", "local:1", "--clean", "--out", folder / "second", script)
     return {
         "pids": pids,
         "state": state["state"],
@@ -45,7 +49,7 @@ def run_scenario(folder: Path) -> dict[str, Any]:
         "warned": (warned.returncode, warned.stderr),
         "cleaned": (cleaned.returncode, cleaned.stderr),
         "left": [process.part for process in find_processes(run)],
-        "ps": output_of(shoal("ps")),
+        "ps": output_of(shoal_in_new_python("ps")),
     }
 
 

@@ -46,12 +46,13 @@ from shoal.control.orders import (
     read_stdin,
     to_line,
 )
-from shoal.control.processes import MESSENGER, SUPERVISOR, find_processes, remove_own_marks, restore_signals
+from shoal.control.processes import MESSENGER, SUPERVISOR, TEMPLATE, find_processes, remove_own_marks, restore_signals
 from shoal.control.rank_env import MEASURE, torch_caches
 from shoal.control.rank_messages import RankReady, ToAgent
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
-from shoal.host.facts import boot_clock, interface_for, physical_cores, this_machine_is_cpu_only
+from shoal.host.facts import boot_clock, interface_for, this_machine_is_cpu_only
+from shoal.host.topology import this_topology
 from shoal.run_folder import RunFolder, write_durably
 from shoal.units import format_duration
 
@@ -67,7 +68,7 @@ class Agent:
         self._journal = EventLog(self._run.journal(meet.node), meet.member)
         self._mesh = Mesh(self._on_message, self._on_lost, self._note)
         self._keys = KvStoreClient(meet.member, self._mesh.send, meet.token)
-        self._ranks = RankProcesses(self._run, meet.node, self._now)
+        self._ranks = RankProcesses(self._run, meet.node, self._now, self._note)
         self._environment = RankEnvironment(
             self._run, meet.node, self._ranks, self._keys, self._mesh.places, self._write
         )
@@ -83,7 +84,7 @@ class Agent:
         self._signals = 0
         self._stop_asked_at: float | None = None
         self._grace_s: float | None = None
-        self._has_reported_done = False
+        self._has_reported_started = self._has_reported_done = False
         self._done: set[int] = set()  # members whose ranks have ended
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -132,6 +133,7 @@ class Agent:
             self._ranks.kill()
             for ended in self._ranks.reap():
                 self._report_exit(ended)
+            self._ranks.close()
             self._environment.close()
             await self._mesh.close()
             if self._invites is not None:
@@ -149,6 +151,9 @@ class Agent:
         if listener is not None:
             # At once: importing torch takes it seconds, and meanwhile the agents meet.
             self._environment.serve_script_store(listener)
+        if self._orders.expected is not None:
+            # For the same reason.
+            self._ranks.prepare(self._orders.expected)
         self._orders = replace(self._orders, port=facts["port"])
         self._write("ready", **facts)
         if note := torch_caches().note:
@@ -261,7 +266,14 @@ class Agent:
             self._report_joined,
             lambda: self._write("script-store-used"),
         )
-        self._write("started", processes=self._ranks.alive())
+        self._report_started()
+
+    def _report_started(self) -> None:
+        """Record the ranks' processes, once all of them exist."""
+        processes = self._ranks.alive()
+        if not self._has_reported_started and all(processes.values()):
+            self._has_reported_started = True
+            self._write("started", processes=processes)
 
     def _report_joined(self, met: list[int], missing: list[int], after_s: float) -> None:
         # A session writes its configuration when it is made; its ranks meet when the loop begins, through the agents.
@@ -287,6 +299,7 @@ class Agent:
             if self._membership is None:
                 self._unjoined.look(self._ranks.alive(), boot_clock() - self._met_at)
             self._environment.check_script_store()
+            self._report_started()
             if self._membership is not None and self._go and self._saved_version != self._mesh.places.version:
                 # Nodes return at other addresses, and the last one to leave must find one of them again.
                 with contextlib.suppress(OSError):
@@ -317,6 +330,7 @@ class Agent:
         have_ended = not self._ranks.alive() if self._membership is None else self._membership.ranks.have_ended()
         if have_ended and not self._has_reported_done:
             self._has_reported_done = True
+            self._ranks.close()
             self._done.add(self._orders.member)
             await self._mesh.broadcast({"type": "done", "finished": self._has_finished()})
 
@@ -467,7 +481,8 @@ async def get_ready(orders: MeetOrder, run: RunFolder, mesh: Mesh) -> tuple[dict
         "port": port,
         "script_port": listener and listener.getsockname()[1],
         "interface": interface,
-        "cores": physical_cores(),
+        "cores": this_topology().usable,
+        "core_speeds": this_topology().core_speeds,
         "cpu_only": this_machine_is_cpu_only(),
         "incarnation": orders.life,
         "highest_generation": VoteFile(run.votes(orders.node)).load().highest,
@@ -478,9 +493,10 @@ async def get_ready(orders: MeetOrder, run: RunFolder, mesh: Mesh) -> tuple[dict
 def refuse_leftovers(run: Path, node: str, is_new: bool) -> None:
     """Refuse to start beside ranks of an earlier launch, which still write into this folder.
 
-    A restarted agent (`is_new` false) ignores those of other emulated nodes, which belong to the same run.
+    A restarted agent (`is_new` false) ignores those of other emulated nodes, which belong to the same run. The template
+    of an emulated node may be there before its agent.
     """
-    others = [process for process in find_processes(run) if process.part not in (SUPERVISOR, MESSENGER)]
+    others = [process for process in find_processes(run) if process.part not in (SUPERVISOR, MESSENGER, TEMPLATE)]
     left = [process for process in others if is_new or process.node == node]
     if left:
         pids = ", ".join(str(process.pid) for process in left)

@@ -10,8 +10,9 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,14 @@ from pathlib import Path
 from shoal.agent.kv_store import KvStoreClient, read_request, to_frame
 from shoal.agent.local_ranks import LocalRank, RankConnection
 from shoal.agent.mesh import AgentAddresses
+from shoal.agent.rank_template import ForkedRank, RankTemplate
 from shoal.cluster.agent_link import STDIN_FD
 from shoal.cluster.node import start_process
+from shoal.control.fork_request import TEMPLATE_FD, can_be_forked
 from shoal.control.membership.settings import SCRIPT_STORE_EXIT_S
 from shoal.control.membership.types import read_ballot
 from shoal.control.orders import StartProcess
-from shoal.control.processes import make_marks
+from shoal.control.processes import TEMPLATE, make_marks
 from shoal.control.rank_env import AGENT_FD, KEEPS_FILES, SAFE_PATH, SESSION_FD, script_store_command, torch_caches
 from shoal.control.rank_messages import MEMBERSHIP_FD, AbandonCommits, ToAgent
 from shoal.cost.memory import OUT_OF_MEMORY_ADVICE
@@ -48,31 +51,64 @@ class RankExit:
 @dataclass
 class _Running:
     start: StartProcess
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedRank
     clock: LogClock
     oom_kills_before: int
     by_agent: bool = False
 
 
 class RankProcesses:
-    def __init__(self, run: RunFolder, node: str, now: Callable[[], float]) -> None:
+    def __init__(
+        self, run: RunFolder, node: str, now: Callable[[], float], note: Callable[[str], None] = lambda text: None
+    ) -> None:
         self._run = run
         self._node = node
         self._now = now
+        self._note = note
         self._running: list[_Running] = []
+        self._template: RankTemplate | None = None
+        self._orphaned: list[int] = []  # ended ranks whose children may still be waited for
 
     def start(
-        self, start: StartProcess, env: Mapping[str, str], pass_fds: Sequence[int] = (), stdin: int | None = None
-    ) -> int:
+        self, start: StartProcess, env: Mapping[str, str], fds: Mapping[str, int], stdin: int | None = None
+    ) -> None:
+        """Start a rank; the numbers of the descriptors `fds` are in the variables of these names."""
         log = self._run.log(self._node, start.name)
         # Both before it runs: it may print, or run out of memory, before we look.
         clock, oom_kills_before = LogClock(log, self._now), count_oom_kills()
         # Every rank of every launcher is started here, so it always gets the private caches of its own machine.
-        process = start_process(start.argv, {**start.env, **env, **torch_caches().variables}, log, pass_fds, stdin)
-        self._running.append(_Running(start, process, clock, oom_kills_before))
-        return process.pid
+        variables = {**start.env, **env, **torch_caches().variables}
+
+        def start_plain(fds: Mapping[str, int]) -> subprocess.Popen[bytes]:
+            numbers = {name: str(fd) for name, fd in fds.items()}
+            return start_process(start.argv, {**variables, **numbers}, log, tuple(fds.values()), stdin)
+
+        process: subprocess.Popen[bytes] | ForkedRank | None = None
+        self.prepare(start)
+        if (template := self._template) is not None and template.is_open and can_be_forked(start.argv, sys.executable):
+            process = template.fork(start.argv, variables, log, fds, start_plain)
+        self._running.append(_Running(start, process or start_plain(fds), clock, oom_kills_before))
+
+    def prepare(self, start: StartProcess) -> None:
+        """Start the template for ranks such as this one, which then start sooner; not again after it has ended."""
+        if self._template is not None or sys.platform != "linux" or not can_be_forked(start.argv, sys.executable):
+            return
+        log = self._run.template_log(self._node)
+        if (fd := os.environ.pop(TEMPLATE_FD, None)) is not None:
+            self._template = RankTemplate(socket.socket(fileno=int(fd)), None, log, self._note)
+            return
+        marks = {**make_marks(self._run.path, TEMPLATE), "SHOAL_NODE": self._node}
+        with contextlib.suppress(OSError):
+            env = {**start.env, **torch_caches().variables, **marks}
+            self._template = RankTemplate.start(env, str(self._run.path), log, self._note)
+
+    def close(self) -> None:
+        """End the template: no rank will be started again."""
+        if self._template is not None:
+            self._template.end()
 
     def alive(self) -> dict[str, int]:
+        """Return the processes of the ranks; 0 for one that is not forked yet."""
         return {running.start.name: running.process.pid for running in self._running}
 
     def reap(self) -> Iterator[RankExit]:
@@ -83,9 +119,11 @@ class RankProcesses:
             if code is not None:
                 self._running.remove(running)
                 # Processes that it started and did not wait for end with it.
-                _kill_session(running.process.pid)
+                _kill(running.process)
+                self._orphaned.append(running.process.pid)
                 out_of_memory = code == -signal.SIGKILL and count_oom_kills() > running.oom_kills_before
                 yield RankExit(running.start, code, running.by_agent, out_of_memory)
+        self._orphaned = [leader for leader in self._orphaned if _has_children_in(leader)]
 
     def ask_to_stop(self) -> None:
         for running in self._running:
@@ -95,13 +133,13 @@ class RankProcesses:
         """Kill one rank; its exit is judged like a fault, not as `by_agent`."""
         for running in self._running:
             if running.start.name == name:
-                _kill_session(running.process.pid)
+                _kill(running.process)
 
     def kill(self) -> None:
         """Kill the whole session of every rank, so that a launcher's own children end too."""
         for running in self._running:
             running.by_agent = True
-            _kill_session(running.process.pid)
+            _kill(running.process)
 
 
 class LogClock:
@@ -135,9 +173,23 @@ def count_oom_kills() -> int:
         return 0
 
 
-def _kill_session(leader: int) -> None:
+def _kill(process: subprocess.Popen[bytes] | ForkedRank) -> None:
+    """Kill a rank with all processes of its session, or keep one that is not forked yet from being so."""
+    if isinstance(process, ForkedRank) and not process.pid:
+        process.cancel()
+        return
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _has_children_in(group: int) -> bool:
+    """Wait for ended children of a rank that has ended: an agent with a template adopts them."""
+    try:
+        while group and os.waitpid(-group, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return bool(group)
 
 
 class RankEnvironment:
@@ -169,9 +221,8 @@ class RankEnvironment:
         env |= self._script_variables(start)
         with self._starting(start), ExitStack() as inherited:
             stdin = self._script_stdin(start, inherited)
-            if start.store:
-                env[AGENT_FD] = str(self._serve_keys(inherited))
-            self._ranks.start(start, env, _inherited_fds(env), stdin)
+            fds = {AGENT_FD: self._serve_keys(inherited)} if start.store else {}
+            self._ranks.start(start, env, fds, stdin)
 
     def _script_variables(self, start: StartProcess) -> dict[str, str]:
         """Return where torch's `@record` writes the exception of a rank, as under torchrun."""
@@ -196,10 +247,10 @@ class RankEnvironment:
             agent_end, rank_end = socket.socketpair()
             inherited.enter_context(rank_end)
             store = SESSION_FD if rank.start.is_script_rank else AGENT_FD
-            fds = {store: str(self._serve_keys(inherited)), MEMBERSHIP_FD: str(rank_end.fileno())}
-            env = {**make_marks(self._run.path, rank.start.name), **fds, **self._script_variables(rank.start)}
+            fds = {store: self._serve_keys(inherited), MEMBERSHIP_FD: rank_end.fileno()}
+            env = {**make_marks(self._run.path, rank.start.name), **self._script_variables(rank.start)}
             stdin = self._script_stdin(rank.start, inherited)
-            self._ranks.start(rank.start, env, _inherited_fds(env), stdin)
+            self._ranks.start(rank.start, env, fds, stdin)
             connection = RankConnection(agent_end, lambda message: on_message(rank, message), refuse)
             rank.begin(connection)
             self._spawn(connection.listen())
@@ -338,10 +389,6 @@ def _take_stdin() -> int | None:
     """Return the standard input of the user's command, which the launcher passed to this agent."""
     fd = os.environ.pop(STDIN_FD, None)
     return None if fd is None else int(fd)
-
-
-def _inherited_fds(env: dict[str, str]) -> tuple[int, ...]:
-    return tuple(int(env[name]) for name in (AGENT_FD, SESSION_FD, MEMBERSHIP_FD) if name in env)
 
 
 def pending_abandon(journal: Iterable[Event]) -> AbandonCommits | None:

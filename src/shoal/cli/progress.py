@@ -221,6 +221,8 @@ class EventPrinter:
                 )
             case "choice" if event["rank"] == self._lead:
                 yield f"step {event['step']}: from here on {escape(event['why'])}"
+            case "trial" if event["rank"] == self._lead and event.get("changed"):
+                yield f"step {event['step']}: {escape(event['why'])}"
             case "shares" | "aligned" if event["rank"] == self._lead and event.get("why"):
                 yield f"step {event['step']}: {escape(event['why'])}"
             case "eval" if event["rank"] == self._lead:

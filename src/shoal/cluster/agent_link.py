@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.cluster.node import Note
+from shoal.control.fork_request import TEMPLATE_FD
 from shoal.control.processes import make_marks
 from shoal.errors import ControlError
 from shoal.run_folder import RunFolder, check_name, check_rank, open_below
@@ -70,20 +71,24 @@ class AgentLink(Protocol):
 class PipeLink:
     """A link to an agent on this machine or on an emulated node, which share our run folder."""
 
-    def __init__(self, argv: Sequence[str], run: Path, node: str, stdin: int | None = None) -> None:
+    def __init__(
+        self, argv: Sequence[str], run: Path, node: str, stdin: int | None = None, template: int | None = None
+    ) -> None:
         """Start the agent in a session of its own and not tied to this process, which it outlives.
 
-        Its standard input carries its orders; the descriptor `stdin` is passed to it for rank 0 of a script.
+        Its standard input carries its orders; the descriptor `stdin` is passed to it for rank 0 of a script, and
+        `template` is its socket to a process from which it has ranks forked.
         """
         self._log = RunFolder(run).agent_log(node)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack, self._log.open("ab") as output:
             env, fds = dict(os.environ), []
-            if stdin is not None:
-                # With another number: the agent's standard input is its own.
-                fds.append(os.dup(stdin))
-                stack.callback(os.close, fds[0])
-                env[STDIN_FD] = str(fds[0])
+            for name, fd in ((STDIN_FD, stdin), (TEMPLATE_FD, template)):
+                if fd is not None:
+                    # With another number: the agent's standard input is its own.
+                    fds.append(os.dup(fd))
+                    stack.callback(os.close, fds[-1])
+                    env[name] = str(fds[-1])
             self._process = subprocess.Popen(
                 argv,
                 stdin=subprocess.PIPE,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shoal.cluster.agent_link import AgentLink
     from shoal.cluster.join import Confirm
     from shoal.cluster.lab.lab import Lab
+    from shoal.cluster.lab.template import LabTemplate
 
 
 class Cluster(Protocol):
@@ -73,12 +74,18 @@ class LocalCluster:
 
 @contextmanager
 def open_cluster(
-    on: str, run_files: RunFiles, note: Note, confirm: Confirm | None = None, stdin: int | None = None
+    on: str,
+    run_files: RunFiles,
+    note: Note,
+    confirm: Confirm | None = None,
+    stdin: int | None = None,
+    template: LabTemplate | None = None,
 ) -> Iterator[Cluster]:
     """Open the cluster that `--on` names. A lab made for this run is removed with it, however the run ends.
 
     `run_files` are sent to machines that do not share our disk. `note` receives messages for the user. `confirm` is
-    asked before a joining machine gets anything. `stdin` is for rank 0 of a script on this machine.
+    asked before a joining machine gets anything. `stdin` is for rank 0 of a script on this machine. From `template` the
+    ranks of a lab are forked.
     """
     from shoal.cluster.hosts.cluster import HostsCluster
     from shoal.cluster.join import JoinCluster
@@ -88,10 +95,10 @@ def open_cluster(
         case LocalSpec(ranks=ranks):
             yield LocalCluster(ranks, stdin)
         case ExistingLab(name=name):
-            yield LabCluster(Lab.open(name))
+            yield LabCluster(Lab.open(name), template)
         case LabSpec() as spec:
             with _own_lab(spec) as lab:
-                yield LabCluster(lab)
+                yield LabCluster(lab, template)
         case HostsSpec() as hosts:
             yield HostsCluster.prepare(hosts, run_files, note)
         case JoinSpec() as join:

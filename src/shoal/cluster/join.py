@@ -30,7 +30,7 @@ from shoal.cluster.agent_link import (
     agent_command,
     read_piece,
 )
-from shoal.cluster.node import Node, Note, RunFiles, ranks_of
+from shoal.cluster.node import Node, Note, RunFiles, own_node, ranks_of
 from shoal.cluster.target import JoinSpec
 from shoal.control.channel import Channel, Message, seal
 from shoal.control.connection_guard import accept_connection, make_connection_guard
@@ -39,7 +39,7 @@ from shoal.control.invitation import Invitation, make_code
 from shoal.control.orders import GoOrder, MeetOrder
 from shoal.control.rank_env import RESUME
 from shoal.errors import ControlError, ShoalError, UsageError, from_dict
-from shoal.host.facts import interface_addresses, interface_for, physical_cores, source_address
+from shoal.host.facts import interface_addresses, interface_for, source_address
 
 # Returns the names that a joining machine cannot have.
 TakenNames = Callable[[], Collection[str]]
@@ -64,7 +64,7 @@ class JoinCluster:
         self._joined: dict[str, JoinedLink] = {}
         self._loop = asyncio.new_event_loop()
         interface = interface_for(self._address, None, socket.gethostname())
-        here = Node(safe_name(socket.gethostname()), self._address, interface, 1, physical_cores())
+        here = own_node(safe_name(socket.gethostname()), self._address, interface)
         self.nodes = [here]
 
     @classmethod
@@ -103,7 +103,7 @@ class JoinCluster:
         while len(self.nodes) < self._spec.machines:
             link = await server.receive_one(lambda: {node.name for node in self.nodes}, self._remove_closed)
             self._joined[link.name] = link
-            self.nodes.append(Node(link.name, link.address, None, 1, link.cores))
+            self.nodes.append(Node(link.name, link.address, None, 1, None))
             self._note(f"{link} has joined: {len(self.nodes)} of {self._spec.machines} machines")
 
     def _remove_closed(self) -> None:
@@ -139,7 +139,6 @@ class JoinedLink:
     address: str
     peer: str  # where its connection comes from: it cannot choose this address
     user: str  # the user name that it claims
-    cores: int
     channel: Channel
     code: str  # the one it joined with, which no other machine can use
     loop: asyncio.AbstractEventLoop
@@ -316,9 +315,9 @@ class JoinServer:
     async def _admit(self, channel: Channel, code: str, peer: str, taken: TakenNames) -> JoinedLink:
         facts = await channel.receive()
         hello = Hello.from_dict(facts.get("hello"))
-        cores, address = facts.get("cores"), str(facts.get("address"))
-        if type(cores) is not int or not 0 < cores < 1 << 16 or not _is_address(address):
-            raise ControlError(f"a machine that joins says that it has {cores!r:.40} cores at {address!r:.60}")
+        address = str(facts.get("address"))
+        if not _is_address(address):
+            raise ControlError(f"a machine that joins says that its address is {address!r:.60}")
         # Versions and kind of machine; the agents compare the run's own digests when they connect.
         own_hello = make_hello(0, safe_name(socket.gethostname()), "", "", "")
         if error := find_mismatch(own_hello, hello):
@@ -326,7 +325,7 @@ class JoinServer:
             raise error
         name = free_name(safe_name(str(facts.get("name"))[:256]), taken())
         user = printable(facts.get("user"))
-        link = JoinedLink(name, address, peer, user, cores, channel, code, asyncio.get_running_loop())
+        link = JoinedLink(name, address, peer, user, channel, code, asyncio.get_running_loop())
         await self._ask_owner(link)
         texts = self._run_files.texts({digest: digest for digest in self._run_files.files})
         await link.provide(texts, self._run_files.files, self._late)

@@ -22,7 +22,8 @@ import psutil
 
 from shoal.control.processes import prepare_child
 from shoal.errors import ControlError, RunFailed
-from shoal.host.facts import interface_of, physical_cores
+from shoal.host.facts import interface_of
+from shoal.host.topology import divide_cores, this_topology
 from shoal.units import format_duration
 
 LOOPBACK = "127.0.0.1"
@@ -56,12 +57,18 @@ class Node:
     address: str
     interface: str | None  # None: its agent finds out
     slots: int  # ranks it takes
-    cores: int | None  # physical cores that its ranks share; None: its agent finds out
+    cores: int | None  # physical cores that its ranks can keep busy; None: its agent finds out
     link_mbps: int | None = None
     threads: int | None = None
     python: str = sys.executable  # the interpreter on that machine
     project: Project | None = None  # None where the project is the same folder as here
     cpu_only: bool = False  # no GPU there
+    core_speeds: tuple[int, ...] = ()  # of `Topology`: empty where all cores are equal
+
+    @property
+    def rank_threads(self) -> int | None:
+        """The threads of each rank here: as the hosts file has it, or by the cores; None while those are not known."""
+        return self.threads or (divide_cores(self.cores, self.slots, self.core_speeds) if self.cores else None)
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,13 @@ def ranks_of(nodes: Sequence[Node], node: Node) -> range:
 
 
 def local_node(slots: int) -> Node:
-    return Node("local", LOOPBACK, interface_of(LOOPBACK) or "lo", slots, physical_cores())
+    return own_node("local", LOOPBACK, interface_of(LOOPBACK) or "lo", slots)
+
+
+def own_node(name: str, address: str, interface: str | None, slots: int = 1) -> Node:
+    """Return this machine as a node."""
+    topology = this_topology()
+    return Node(name, address, interface, slots, topology.usable, core_speeds=topology.core_speeds)
 
 
 # Processes and ports on this machine

@@ -230,7 +230,7 @@ class LoopConfig(Section):
 
     pin: Literal["auto", "on", "off"] = "auto"
     """Whether every rank keeps cores of its own; `auto` where ranks could disturb each other and there are
-    enough cores.
+    enough cores, and if a trial in the first steps confirms that it is faster.
 
     Turn it off when other programs need those cores.
     """
@@ -393,7 +393,7 @@ class SyncConfig(Section):
     inside: Literal["auto", "gloo", "copies", "shared"] = "auto"
     """How ranks of one machine exchange gradients: `shared` keeps them in shared memory, `copies` copies the
     buckets of torch's own DDP through it; between machines one rank of each uses the network. `gloo` is TCP
-    between all ranks, `auto` is `shared` where possible (docs/inside.md).
+    between all ranks. `auto` is `shared` where possible; on one machine `gloo` is tried too, in the first steps.
 
     Take `gloo` to measure what shared memory saves.
     """
@@ -539,7 +539,8 @@ class RunConfig(Section):
     """
 
     threads: Positive | None = None
-    """Threads of a rank. Unset: the node's cores divided by its ranks.
+    """Threads of a rank. Unset: the node's cores divided by its ranks, or fewer if a trial in the first steps
+    shows that these are faster.
 
     Lower it when other programs need cores.
     """

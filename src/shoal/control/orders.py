@@ -50,6 +50,22 @@ MAX_MEMBERS_LISTED = 4096
 
 
 @dataclass(frozen=True)
+class StartProcess:
+    """One process for the agent to start."""
+
+    name: PlainName
+    ranks: tuple[Number, ...]
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    store: bool = False  # it meets its peers through the agents' own store
+
+    @property
+    def is_script_rank(self) -> bool:
+        """Whether it is a rank of a user's script, which uses torch's own store."""
+        return not self.store and "MASTER_PORT" in self.env
+
+
+@dataclass(frozen=True)
 class MeetOrder:
     folder: str
     node: PlainName
@@ -64,6 +80,7 @@ class MeetOrder:
     script_port: Port | None = None  # where the agent serves torch's own store for a script; 0: any port
     life: Number = 0  # how often this agent was restarted
     port: Port = 0  # where it listened before that
+    expected: StartProcess | None = None  # the node's first rank as far as it is planned: its imports can begin
 
 
 @dataclass(frozen=True)
@@ -78,22 +95,6 @@ class RosterEntry:
         tuple[Number, ...], Field(max_length=MAX_MEMBERS_LISTED)
     ] = ()  # the numbers of its ranks in the launch
     life: Number = 0  # how often its agent was restarted: the address of a later life replaces an earlier one
-
-
-@dataclass(frozen=True)
-class StartProcess:
-    """One process for the agent to start."""
-
-    name: PlainName
-    ranks: tuple[Number, ...]
-    argv: tuple[str, ...]
-    env: dict[str, str]
-    store: bool = False  # it meets its peers through the agents' own store
-
-    @property
-    def is_script_rank(self) -> bool:
-        """Whether it is a rank of a user's script, which uses torch's own store."""
-        return not self.store and "MASTER_PORT" in self.env
 
 
 @dataclass(frozen=True)

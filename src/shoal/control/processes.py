@@ -12,25 +12,29 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.host.proc import is_setuid
+from shoal.host.proc import environment_of, is_setuid, stat_fields
 from shoal.terminal import printable_line
 
 if TYPE_CHECKING:
     import psutil
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# Indices into `stat_fields` of where the kernel reads /proc/PID/cmdline and /proc/PID/environ.
+_ARGUMENTS_AT, _VARIABLES_AT = 45, 47
 # Python ignores these in every process it runs, so that they become exceptions.
-_IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
+IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 RUN_MARK = "SHOAL_RUN"
 PART_MARK = "SHOAL_PART"
 SUPERVISOR = "supervisor"
 AGENT = "agent"
 MESSENGER = "messenger"
+TEMPLATE = "template"
 # What may have started an agent: a supervisor, the messenger at the end of SSH, or a command that needs no supervisor.
 _LAUNCHER_MODULES = {"shoal.runs.supervisor", "shoal.cluster.hosts.messenger"}
 _LAUNCHER_COMMANDS = {"join", "doctor", "probe"}
@@ -48,6 +52,15 @@ def make_marks(run: Path | str, part: str) -> dict[str, str]:
     return {RUN_MARK: str(run), PART_MARK: part}
 
 
+def is_of_own_run(pid: int) -> bool:
+    """Tell whether a process has the mark of the run that this process is part of.
+
+    Folders of one name are one run: emulated nodes may have a copy each.
+    """
+    own, other = (environment_of(number).get(RUN_MARK, "") for number in (os.getpid(), pid))
+    return bool(own) and Path(own).name == Path(other).name
+
+
 def default_signals() -> None:
     """Give every signal its default action and unblock all. For a child, between fork and exec.
 
@@ -62,7 +75,7 @@ def default_signals() -> None:
 
 def restore_signals(signals: Iterable[int] | None = None) -> None:
     """Do the same in a Python program at its start, where SIGINT raises KeyboardInterrupt; for these signals or all."""
-    chosen = set(signal.valid_signals() if signals is None else signals) - _IGNORED_BY_PYTHON
+    chosen = set(signal.valid_signals() if signals is None else signals) - IGNORED_BY_PYTHON
     for signum in chosen:
         if signal.getsignal(signum) is signal.SIG_IGN:
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
@@ -98,12 +111,47 @@ def tie_to(parent: int) -> Callable[[], None]:
     return ask_kernel
 
 
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends. Linux only."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def enter_namespace(namespace: int) -> None:
+    """Enter an open namespace. The kernel refuses it to a process with several threads.
+
+    `os.setns` came with Python 3.12. Of a pid namespace only the children are part that are forked afterwards.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace, 0):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def replace_identity(argv: Sequence[str], env: Mapping[str, str]) -> None:
+    """Give a forked process its own variables, also where other processes read them: /proc/PID/environ and cmdline.
+
+    The kernel shows the memory where it put both for the program that was started, so they are overwritten there. What
+    is too long is cut; the marks come first.
+    """
+    # The C library must point at no variable that is overwritten.
+    ctypes.CDLL(None).clearenv()
+    os.environ.clear()
+    os.environ.update(env)
+    marks = {name: env[name] for name in (RUN_MARK, PART_MARK, "SHOAL_NODE") if name in env}
+    variables = (f"{name}={value}" for name, value in {**marks, **env}.items())
+    fields = stat_fields(os.getpid())
+    for at, texts in ((_ARGUMENTS_AT, argv), (_VARIABLES_AT, variables)):
+        begin, end = int(fields[at]), int(fields[at + 1])
+        if 0 < begin < end:
+            data = b"".join(os.fsencode(text) + b"\0" for text in texts)[: end - begin - 1]
+            ctypes.memmove(begin, data.ljust(end - begin, b"\0"), end - begin)
+
+
 @dataclass(frozen=True)
 class RunProcess:
     pid: int
     run: Path
-    # "supervisor", "agent", "messenger" (between a supervisor on another machine and the agent), or the name of a rank,
-    # which the rank's own children carry too.
+    # "supervisor", "agent", "messenger" (between a supervisor on another machine and the agent), "template" (from which
+    # ranks are forked), "store" (of a script), or the name of a rank, which the rank's own children carry too.
     part: str
     node: str
     command: str
@@ -210,7 +258,8 @@ def _inspect(pid: int, wanted: Path | None = None) -> RunProcess | None:
         if wanted not in (None, run) or not _may_belong(process, run):
             return None
         part, node = (printable_line(variables.get(name, ""), _MAX_NAME) for name in (PART_MARK, "SHOAL_NODE"))
-        command = printable_line(shlex.join(process.cmdline()), _MAX_COMMAND)
+        # A forked rank has room for a longer command than its own: the rest is empty.
+        command = printable_line(shlex.join(filter(None, process.cmdline())), _MAX_COMMAND)
         result = RunProcess(pid, run, part, node, command, process.create_time())
         # All of the above was read from one process, and not from the next one with its pid.
         return result if process.is_running() else None

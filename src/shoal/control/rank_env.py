@@ -36,12 +36,16 @@ SETTINGS = "SHOAL_SETTINGS"
 # The agent's store for a session. Not `AGENT_FD`: a script may also use torch's own store, in the usual way.
 SESSION_FD = "SHOAL_SESSION_FD"
 RESUME = "SHOAL_RESUME"
+# The threads of a rank where the launcher chose their number: only then a rank may try others.
+DEFAULT_THREADS = "SHOAL_DEFAULT_THREADS"
 
 # Python never searches the current folder for modules: another user may have put a `numpy.py` there. `-P` applies to
 # one process, the variable also to those it starts: torchrun's ranks, torch's compiler processes.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
 _SCRIPT_STORE = "shoal.sync.script_store"
+# One rank of shoal's own training.
+TRAINING = "shoal.train.worker"
 # Runs a user's script and measures it.
 MEASURE = "shoal.engine.measure"
 

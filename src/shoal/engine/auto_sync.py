@@ -57,7 +57,7 @@ class SyncChooser:
 
     def reset(self) -> None:
         """Start as in a new run, and measure again."""
-        self._is_open = self._requested.mode == "auto"
+        self.is_open = self._requested.mode == "auto"  # no choice was made yet
         self._choice: SyncChoice | None = None
         self._past: PastChoice | None = None
         self._warm_up_left = WARM_UP_STEPS
@@ -79,14 +79,14 @@ class SyncChooser:
     def adopt(self, numbers: Sequence[int]) -> SyncConfig:
         """Take over the choice of a new world's ranks. Without one measure again, since step times change."""
         if numbers[0]:
-            self._is_open, self._choice = False, _as_choice(numbers[1:])
+            self.is_open, self._choice = False, _as_choice(numbers[1:])
         else:
             self.reset()
         return self.preview(numbers)
 
     def recall(self, run: RunFolder) -> None:
         """Read the choice of an earlier launch. All ranks must call it."""
-        if self._is_open:
+        if self.is_open:
             self._past = _find_past_choice(run, self._engine.world)
 
     def resume_at(self, step: int, has_own_moments: bool) -> None:
@@ -95,12 +95,12 @@ class SyncChooser:
         `has_own_moments`: the checkpoint is of replicas with moments of their own.
         """
         past = self._past
-        if self._is_open and past is not None and (has_own_moments or (step >= past.step and not past.choice.is_outer)):
+        if self.is_open and past is not None and (has_own_moments or (step >= past.step and not past.choice.is_outer)):
             self._switch_to(past.choice)
 
     def after_step(self) -> None:
         """Measure the last step, and choose after enough of them. Every rank calls it before the next step."""
-        if not self._is_open:
+        if not self.is_open:
             return
         engine = self._engine
         if self._past is not None:
@@ -127,7 +127,7 @@ class SyncChooser:
         engine.recorder.event("choice", **_describe(engine, decision, measured, self._requested))
 
     def _switch_to(self, choice: SyncChoice) -> None:
-        self._is_open, self._choice = False, choice
+        self.is_open, self._choice = False, choice
         # After the barrier all ranks have done the last step, and none needs its exchange any more.
         barrier(self._engine.world)
         self._engine.recorder.commit()

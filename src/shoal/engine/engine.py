@@ -157,6 +157,7 @@ class Engine:
     tasks_done: dict[str, int] = field(default_factory=dict)
     stragglers: Stragglers = field(default_factory=Stragglers)
     balance: Balance = field(default_factory=Balance)  # Makes the shares of the batch follow the ranks' speeds.
+    is_trial: bool = False  # This step tries another setup of the ranks: its times say nothing about the machines.
     leave_out: Callable[[], None] | None = None  # Makes this machine a spare; None where members cannot change.
     times: dict[str, float] = field(default_factory=dict)  # Seconds of the last step by phase.
     watch: NodeWatch | None = None  # Samples this machine beside training.
@@ -259,8 +260,9 @@ class Engine:
         self.timer.add("wait", self.step_gather.late_s)
         wants_stop = self._settle(stats)
         self._record(step, (comm, outer_times), own_loss=result.loss, grad_norm=result.norm, **make_fields())
-        self._warn_of_stragglers(stats)
-        self._rebalance(stats)
+        if not self.is_trial:
+            self._warn_of_stragglers(stats)
+            self._rebalance(stats)
         return wants_stop
 
     def roll_back(self) -> int:

@@ -25,6 +25,7 @@ from shoal.engine.saving import WRITE_TIMEOUT_S, Saver, replica_state, write_pat
 from shoal.engine.training_state import digest_tensors
 from shoal.errors import RunFailed, UsageError
 from shoal.events import FLUSH_S
+from shoal.host.node_stats import ThreadTimes, usable_cpus
 from shoal.run_folder import RunFolder
 from shoal.sync.world import barrier
 
@@ -46,11 +47,19 @@ class LoadMeter:
 
     def __init__(self) -> None:
         self._began = self._read()
+        self._threads = ThreadTimes()
 
     def since_start(self) -> dict[str, float]:
-        """Return seconds of wall time, of this process's CPU time and of all cores at work, and the peak memory."""
+        """Return seconds of wall time, of this process's CPU time and of all cores at work, and the peak memory.
+
+        Also how many threads wanted a processor and waited for one on average, and the processors for them, as
+        `NodeStats` has them.
+        """
         names = ("wall_s", "cpu_s", "machine_busy_s")
         spent = {name: round(now - then, 3) for name, now, then in zip(names, self._read(), self._began, strict=True)}
+        wanted, waited = self._threads.since_last()
+        cpus, run_cpus = usable_cpus()
+        spent |= {"wanted": round(wanted, 3), "waited": round(waited, 3), "cpus": len(cpus), "run_cpus": len(run_cpus)}
         return {**spent, "peak_memory_bytes": _MAXRSS_UNIT_BYTES * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 
     def _read(self) -> tuple[float, float, float]:

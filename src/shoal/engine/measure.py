@@ -42,13 +42,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import shoal
-from shoal.control.processes import RUN_MARK
+from shoal.control.processes import RUN_MARK, is_of_own_run
 from shoal.control.rank_env import SETTINGS, Placement
 from shoal.errors import Interrupted, RunFailed
 from shoal.events import EventLog, to_stderr
-from shoal.host.facts import WireCounter, boot_id, cpu_name, physical_cores
+from shoal.host.facts import WireCounter, boot_id, cpu_name
 from shoal.host.node_stats import NodeWatch, cpu_wait_s
-from shoal.host.proc import environment_of
+from shoal.host.topology import this_topology
 from shoal.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -307,7 +307,8 @@ class Measurement:
             hardware={**self._hardware, "gpu": torch.cuda.get_device_name() if is_cuda else None},
         )
         self._began, self._waited_s = time.perf_counter(), cpu_wait_s()
-        self._watch = NodeWatch(lambda pid: RUN_MARK in environment_of(pid), self._keep_sample)
+        threads = torch.get_num_threads()
+        self._watch = NodeWatch(is_of_own_run, self._keep_sample, threads=threads)
         self._watch.start()
         if place.local_rank == 0:
             self._wire, self._wire_read_at = WireCounter(interface), self._step
@@ -580,9 +581,11 @@ def hide_own_frames(error: BaseException) -> None:
 
 
 def main(words: Sequence[str]) -> None:
+    topology = this_topology()
     hardware = {
         "cpu": cpu_name(),
-        "cores": physical_cores(),
+        "cores": topology.usable,
+        "quota": topology.quota and topology.quota.cores,
         "arch": platform.machine(),
         "os": f"{platform.system()} {platform.release()}",
         "boot_id": boot_id(),

@@ -44,11 +44,12 @@ from shoal.engine.batches import BatchAhead, Source, move, open_source, read_ahe
 from shoal.engine.engine import Engine, flush_denormals
 from shoal.engine.environment import open_session
 from shoal.engine.loop import Loop, StepOutcome, Task
+from shoal.engine.machine_trial import CorePins, MachineTrial, choose_cores
 from shoal.engine.recorder import Recorder, last_event, last_step
 from shoal.engine.recover import GenerationChanger
 from shoal.engine.sampling import SHARDS, Shard
 from shoal.engine.session_start import SessionStart
-from shoal.engine.start_training import announce, describe_process, make_engine, pin, pin_to, start_training
+from shoal.engine.start_training import announce, describe_process, make_engine, start_training
 from shoal.engine.training_state import Stateful, TrainingState, check_trainable
 from shoal.errors import PeerLost, RunFailed, ShoalError, UsageError
 from shoal.events import LOG_FIELDS, STEP_FIELDS
@@ -137,6 +138,7 @@ class Session:
         self._state: TrainingState | None = None
         self._engine: Engine | None = None
         self._membership: GenerationChanger | None = None
+        self.trial: MachineTrial | None = None
         self._tasks: list[Task] = []
         self._sources: dict[int, tuple[object, Source]] = {}
         self.batch_ahead: BatchAhead | None = None
@@ -287,10 +289,12 @@ class Session:
         self._configure_engine(engine, self._reset)
         # Before pinning: it has the number of cores that the machine gives this process.
         process = describe_process(world)
-        cpus = pin(world, start.config.train.pin)
-        start_training(engine, SyncChooser(engine, start.config.sync), start.run, start.resume)
+        chooser = SyncChooser(engine, start.config.sync)
+        pins = self._pin(choose_cores(world, start.config.train.pin))
+        self._prepare_trial(chooser, pins)
+        start_training(engine, chooser, start.run, start.resume)
         self._call_on_start(engine)
-        self._announce(process, cpus)
+        self._announce(process, pins.cpus)
         return Loop(engine, start.run, None, tuple(self._tasks))
 
     def _enter_elastic(self, state: TrainingState) -> Loop:
@@ -345,11 +349,12 @@ class Session:
         engine.recorder.enter_world(world, [])
         # Before pinning: it has the number of cores that the machine gives this process.
         process = describe_process(world)
-        cpus = pin(world, engine.config.train.pin)
+        pins = self._pin(choose_cores(world, engine.config.train.pin))
+        self._prepare_trial(membership.chooser, pins)
         start_training(engine, membership.chooser, membership.run, self._start.resume)
         self._call_on_start(engine)
         membership.member.fence.set_step(engine.outer.common_step(engine.progress.step))
-        self._announce(process, cpus)
+        self._announce(process, pins.cpus)
         membership.record_entry(how="first")
         membership.member.send_formed(enter.generation, 0.0)
 
@@ -364,13 +369,23 @@ class Session:
         """Join a generation that trains already, on the cores of this rank's last start: its neighbours keep theirs."""
         engine = membership.engine
         cpus = last_event(membership.run.events(engine.world.id), "start").get("cpus")
-        pinned = pin_to(tuple(cpus) if cpus else None, engine.config.train.pin)
+        pins = self._pin(tuple(cpus) if cpus and engine.config.train.pin != "off" else None)
+        self._prepare_trial(membership.chooser, pins)
         membership.has_state = False
-        engine.between_steps = membership.chooser.after_step
         began = time.perf_counter()
         while not membership.try_to_enter(enter, began):
             enter = membership.member.await_enter()
-        self._announce(describe_process(engine.world), pinned)
+        self._announce(describe_process(engine.world), pins.cpus)
+
+    @staticmethod
+    def _pin(cores: tuple[int, ...] | None) -> CorePins:
+        pins = CorePins(cores)
+        pins.set(is_pinned=True)
+        return pins
+
+    def _prepare_trial(self, chooser: SyncChooser, pins: CorePins) -> None:
+        self.trial = MachineTrial(self.engine, chooser, pins)
+        self.engine.between_steps = self.trial.after_step
 
     def _configure_engine(self, engine: Engine, reset: Callable[[], None] | None) -> None:
         engine.reset, engine.is_reset_copy = reset, reset is not self._reset

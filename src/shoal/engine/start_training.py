@@ -1,7 +1,4 @@
-"""Starts a training in its first world, or again from a checkpoint; describes rank and machine for the `start` event.
-
-Also pins a rank to cores of its own.
-"""
+"""Starts a training in its first world, or again from a checkpoint; describes rank and machine for `start` events."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import gc
 import hashlib
 import os
 import platform
-import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +15,7 @@ import torch
 
 import shoal
 from shoal.config.schema import EngineConfig
-from shoal.control.processes import RUN_MARK
+from shoal.control.processes import is_of_own_run
 from shoal.cost.batch_plan import BatchPlan, micro_batch, plan_global_batch, redivide_batch
 from shoal.engine.auto_sync import SyncChooser
 from shoal.engine.balance import Balance, describe_first_shares
@@ -29,12 +25,13 @@ from shoal.engine.recorder import Recorder
 from shoal.engine.resume import NewestCheckpoint, resume_training
 from shoal.engine.state_transfer import fill_ledger_gaps
 from shoal.engine.training_state import TrainingState, digest_tensors
-from shoal.host.facts import boot_id, cores_for_rank, cpu_name, physical_cores, usable_cores
+from shoal.host.facts import boot_id, cpu_name
 from shoal.host.node_stats import NodeWatch
-from shoal.host.proc import environment_of, parent_of
+from shoal.host.proc import parent_of
+from shoal.host.topology import this_topology
 from shoal.run_folder import RunFolder
 from shoal.sync.fence import Fence, OpenFence
-from shoal.sync.replicas import broadcast_tensors, gather_integers, have_equal_digests
+from shoal.sync.replicas import broadcast_tensors, have_equal_digests
 from shoal.sync.step_stats import StepTimer, WholeStepTimer
 from shoal.sync.world import World, gpu_runtime
 
@@ -78,9 +75,10 @@ def _watch_node(recorder: Recorder, world: World) -> NodeWatch:
 
     def is_own(pid: int) -> bool:
         # Under torchrun and the like, the ranks of a machine have one parent.
-        return RUN_MARK in environment_of(pid) or parent_of(pid) == os.getppid()
+        return is_of_own_run(pid) or parent_of(pid) == os.getppid()
 
-    watch = NodeWatch(is_own, recorder.sample if world.is_node_main else lambda sample: None)
+    keep = recorder.sample if world.is_node_main else lambda sample: None
+    watch = NodeWatch(is_own, keep, threads=torch.get_num_threads())
     watch.start()
     return watch
 
@@ -122,7 +120,6 @@ def start_training(
     engine.set_plan(plan, most)
     engine.set_launched_ranks(launched)
     engine.connect()
-    engine.between_steps = chooser.after_step
     if resume:
         chooser.recall(run)
         checkpoints = CheckpointFolder(run.checkpoints, config.train.keep_checkpoints)
@@ -175,48 +172,12 @@ def _make_timer(config: EngineConfig, world: World) -> StepTimer:
     return (WholeStepTimer if config.sync.measure == "off" else StepTimer)(world.device)
 
 
-def pin(world: World, setting: str) -> tuple[int, ...] | None:
-    """Pin the calling thread, and those it will start, to cores apart from the other ranks of this machine.
-
-    Return the cores, or None if nothing was pinned. gloo's threads exist by now and stay free: they run on any idle
-    core. Emulated nodes share the cores of one machine, so ranks of the same machine count, not of the same node.
-    """
-    if setting == "off":
-        return None
-    # Every rank takes part, also one that computes on a GPU and is not pinned.
-    machines = _machine_ids(world)
-    if world.device.type != "cpu":
-        return None
-    neighbours = [rank for rank, machine in enumerate(machines) if machine == machines[world.rank]]
-    cores = cores_for_rank(usable_cores(), neighbours.index(world.rank), len(neighbours), torch.get_num_threads())
-    if cores is None or (setting == "auto" and len(neighbours) == 1):
-        return None
-    return pin_to(cores, setting)
-
-
-def pin_to(cores: tuple[int, ...] | None, setting: str) -> tuple[int, ...] | None:
-    """Pin to these cores if that is configured and allowed; return them, or None."""
-    if cores is None or setting == "off":
-        return None
-    try:
-        os.sched_setaffinity(0, cores)
-    except OSError:
-        # A container may forbid it.
-        return None
-    return cores
-
-
-def _machine_ids(world: World) -> list[int]:
-    """Return a number for every rank's machine, equal for ranks on the same machine."""
-    name = boot_id() or socket.gethostname()
-    own_id = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
-    return [machine_id for [machine_id] in gather_integers(world, [own_id])]
-
-
 def describe_hardware() -> dict[str, Any]:
+    topology = this_topology()
     return {
         "cpu": cpu_name(),
-        "cores": physical_cores(),
+        "cores": topology.usable,
+        "quota": topology.quota and topology.quota.cores,
         "memory_bytes": psutil.virtual_memory().total,
         "arch": platform.machine(),
         "os": f"{platform.system()} {platform.release()}",

@@ -2,7 +2,8 @@
 
 A training is as slow as its slowest part. That may be a machine that computes slower than the others, one that stands
 still at times, a disk, a batch that does not divide evenly, or a link. Each is reported once: since which step, what it
-costs, the likely cause (`cost.causes`), and what helps.
+costs, the likely cause (`cost.causes`), and what helps. So is a machine whose ranks are all slow, and none is late,
+because their threads want more processors than it has.
 """
 
 from __future__ import annotations
@@ -14,10 +15,21 @@ from statistics import fmean, median
 from typing import Any, TypeVar
 
 from shoal.config.defaults import MIN_WAIT_PART, SLOW_RATIO
-from shoal.cost.causes import GARBAGE, UNKNOWN, VAGUE, Cause, RankTimes, find_cause
+from shoal.cost.causes import (
+    CROWDED,
+    GARBAGE,
+    UNKNOWN,
+    VAGUE,
+    Cause,
+    Demand,
+    RankTimes,
+    find_cause,
+    machine_demands,
+    other_cores_beside,
+)
 from shoal.errors import ShoalError
 from shoal.sync.step_stats import RankStats
-from shoal.units import format_duration, format_percent
+from shoal.units import format_duration, format_percent, name_ranks
 
 # Judge every few steps over the last ones; report what two judgements in a row find. Where steps take long, fewer of
 # them count: a straggler is named within a minute.
@@ -47,6 +59,11 @@ _MIN_VAGUE_COST = 0.2
 # Checkpoints: so many writes of such a length, which take such a part of the time.
 _LEAST_WRITES = 2
 _SLOW_WRITE_S = 1.0
+
+# Ranks whose threads slow each other down: those of one rank want so many processors, and its training thread waits for
+# one such a part of the time. More ranks than cores, with one thread each, are what the user asked for.
+_SEVERAL_THREADS = 1.5
+_MIN_STARVED = 0.1
 
 # A slow link matters when exposed communication is such a part of a step.
 _MIN_EXPOSED_PART = 0.25
@@ -158,7 +175,7 @@ class Stragglers:
         """
         self._shares, self._least, work = shares, least, work or shares
         self._step_count += 1
-        if self._step_count <= self._warm_up_until or len(ranks) < 2:
+        if self._step_count <= self._warm_up_until:
             return []
         self._steps.append(_Step(step or self._step_count, ranks, step_s, exposed_s))
         self._sample_s.append((self._steps[-1].number, _sample_s(ranks, work)))
@@ -210,6 +227,19 @@ class Stragglers:
         return sum(step.step_s for step in self._steps if step.number >= since)
 
     def _judge(self, window: list[_Step], work: Sequence[float], top_process: str) -> Iterator[tuple[str, SlowRank]]:
+        ranks = window[-1].ranks
+        verdicts = dict(self._judge_ranks(window, work, top_process)) if len(ranks) > 1 else {}
+        yield from verdicts.items()
+        yield from self._crowded_machines(ranks, known={*verdicts, *self._reported})
+        if len(ranks) > 1:
+            slow_links = list(self._slow_link(ranks, window, median(step.step_s for step in window)))
+            yield from slow_links
+            # Losses are counted over more steps than a slow link is judged by: those of a link that was slow are known.
+            yield from self._lossy_link(ranks, is_slow=bool(slow_links) or "link" in self._reported)
+
+    def _judge_ranks(
+        self, window: list[_Step], work: Sequence[float], top_process: str
+    ) -> Iterator[tuple[str, SlowRank]]:
         count = len(window[-1].ranks)
         step_s = median(step.step_s for step in window)
         own_s = [median(step.ranks[rank].ready_s for step in window) for rank in range(count)]
@@ -221,15 +251,34 @@ class Stragglers:
         elif self._follows_speed:
             slowed = list(self._slowed_rank(window, work, top_process))
             yield from slowed or self._collecting_rank(window, work)
-        ranks = window[-1].ranks
-        slow_links = list(self._slow_link(ranks, window, step_s))
-        yield from slow_links
-        # Losses are counted over more steps than a slow link is judged by: those of a link that was slow are known.
-        yield from self._lossy_link(ranks, is_slow=bool(slow_links) or "link" in self._reported)
 
     def _judge_long(self, top_process: str) -> Iterator[tuple[str, SlowRank]]:
-        yield from self._late_at_times(top_process)
-        yield from self._slow_disk()
+        if len(self._names) > 1:
+            yield from self._late_at_times(top_process)
+            yield from self._slow_disk()
+
+    def _crowded_machines(self, ranks: Sequence[RankStats], known: set[str]) -> Iterator[tuple[str, SlowRank]]:
+        """Report machines whose ranks have too few processors for their threads: all may be slow alike, and none late.
+
+        A machine whose rank is `known` to be late for the same reason is left out.
+        """
+        for machine, demand in machine_demands([rank.node for rank in ranks]).items():
+            local = [number for number, rank in enumerate(ranks) if rank.node.machine == machine]
+            is_known = any(f"{self._names[number]}: {CROWDED}" in known for number in local)
+            if not is_known and _slows_itself([ranks[number] for number in local], demand):
+                yield self._crowded(local, demand)
+
+    def _crowded(self, local: Sequence[int], demand: Demand) -> tuple[str, SlowRank]:
+        first = local[0]
+        place = self._names[first].rpartition(" on ")[2]
+        since = self._first_of_last(lambda step: step.ranks[first].host.starved >= _MIN_STARVED)
+        starved = median(self._steps[-1].ranks[number].host.starved for number in local)
+        verdict = SlowRank(
+            f"{demand.describe(f'the threads of {name_ranks(demand.ranks)} on {place}')} (since step {since})",
+            why="a thread that waits for a processor, also behind one that only spins, holds up those it computes with",
+            fix=demand.fix,
+        )
+        return f"{place}: {CROWDED}", verdict.about(first, CROWDED, starved, since)
 
     def _slow_rank(
         self, window: list[_Step], work: Sequence[float], own_s: Sequence[float], slowest: int, top_process: str
@@ -491,6 +540,15 @@ class Stragglers:
 
 def _mbps(bps: float) -> str:
     return f"{bps / 1e6:.1f}" if bps < 1e8 else f"{bps / 1e6:,.0f}"
+
+
+def _slows_itself(ranks: Sequence[RankStats], demand: Demand) -> bool:
+    """Tell whether these ranks of one machine lose time because each has several threads."""
+    return (
+        demand.is_cause(other_cores_beside([rank.node for rank in ranks]))
+        and max(rank.node.wanted for rank in ranks) >= _SEVERAL_THREADS
+        and median(rank.host.starved for rank in ranks) >= _MIN_STARVED
+    )
 
 
 def _is_slow(seconds: Sequence[float], rank: int) -> bool:

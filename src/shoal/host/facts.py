@@ -1,4 +1,5 @@
-"""Facts about this machine that its peers need before they train together: processors, versions, clock, interfaces.
+"""Facts about this machine that its peers need before they train together: versions, clock, interfaces. Its cores are
+in `topology`.
 
 Torch-free and quick. psutil is imported only where the standard library has no answer, so that the collector of `shoal
 doctor` can use this module on machines where nothing is installed.
@@ -16,17 +17,13 @@ import shlex
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 from shoal.errors import UsageError
-from shoal.host.proc import read_cpu_list, read_cpuinfo, read_number, read_text
+from shoal.host.proc import read_cpuinfo, read_text
 
-_CPUS = Path("/sys/devices/system/cpu")
-# Intel lists its fast cores in one file; ARM gives every core a capacity.
-_FAST_CPUS = Path("/sys/devices/cpu_core/cpus")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LSCPU_TIMEOUT_S = 5.0
 # Device names of NVIDIA (also on a Jetson and under Windows), AMD, and the accelerators that torch has plug-ins for.
@@ -34,59 +31,6 @@ _ACCELERATOR = re.compile(r"nvidia\d+|nvmap|dxg|kfd|accel|davinci\d+|hl\d+|cambr
 
 
 # Processor
-
-
-@dataclass(frozen=True)
-class Core:
-    cpus: tuple[int, ...]  # the hardware threads of this physical core that this process may use
-    speed: int = 1  # relative to the other cores
-
-
-def usable_cores() -> list[Core]:
-    """Return the physical cores that this process may use, by number; none where the system does not list them (macOS).
-
-    The affinity mask counts: what `taskset`, a container or a batch system has set stays in force.
-    """
-    if not hasattr(os, "sched_getaffinity"):
-        return []
-    usable = os.sched_getaffinity(0)
-    fast = read_cpu_list(_FAST_CPUS)
-    siblings = {cpu: read_cpu_list(_CPUS / f"cpu{cpu}/topology/thread_siblings_list") or {cpu} for cpu in usable}
-    groups = sorted({tuple(sorted(siblings[cpu] & usable)) for cpu in usable})
-    return [Core(group, _speed(group[0], fast)) for group in groups]
-
-
-def _speed(cpu: int, fast: set[int]) -> int:
-    if fast:
-        return int(cpu in fast)
-    capacity = read_number(_CPUS / f"cpu{cpu}/cpu_capacity")
-    return 1 if capacity is None else capacity
-
-
-def physical_cores() -> int:
-    """Count the cores that this process may use: two hardware threads of one core share its arithmetic, count once."""
-    import psutil
-
-    physical = psutil.cpu_count(logical=False)
-    if cores := usable_cores():
-        # In a container without the topology files every hardware thread looks like a core.
-        return min(len(cores), physical or len(cores))
-    return physical or os.cpu_count() or 1
-
-
-def cores_for_rank(cores: Sequence[Core], slot: int, ranks: int, threads: int) -> tuple[int, ...] | None:
-    """Return the hardware threads for rank `slot` of the `ranks` on this machine; None where pinning cannot help.
-
-    It cannot where ranks want more cores than there are (the scheduler shares them more fairly), nor where one rank has
-    all of them. A rank gets both hardware threads of a core: the second runs its communication, which would otherwise
-    interrupt the first.
-    """
-    if ranks * threads > len(cores) or threads == len(cores):
-        return None
-    # A stable sort keeps neighbours together, which often share a cache.
-    by_speed = sorted(cores, key=lambda core: -core.speed)
-    own = by_speed[slot * threads : (slot + 1) * threads]
-    return tuple(sorted(cpu for core in own for cpu in core.cpus))
 
 
 @cache

@@ -10,15 +10,19 @@ import contextlib
 import gc
 import os
 import resource
+import socket
 import threading
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from shoal.host.facts import boot_id
 from shoal.host.proc import read_number, read_text
+from shoal.host.topology import cpu_groups, is_on_battery
 
 SAMPLE_S = 3.0
 # A thread that sleeps this long notices when its process stood still. Shorter stops are not noticed.
@@ -50,6 +54,14 @@ class NodeStats:
     link_errors: float = 0.0  # damaged and dropped packets a second
     resent: float = 0.0  # part of the TCP segments that were sent again
     on_battery: float = 0.0  # 1: the power cable is out
+    # Of the rank and its child processes, see `ThreadTimes`: threads that wanted a processor, and those without one.
+    wanted: float = 0.0
+    waited: float = 0.0
+    cpus: float = 0.0  # processors that the rank's main thread may use: all, or those that it is pinned to
+    run_cpus: float = 0.0  # processors that any of its threads may use: all that the run has on this machine
+    busy: float = 0.0  # how many of these were at work, for any program, also one that a container does not show
+    threads: float = 0.0  # that torch computes with
+    machine: float = 0.0  # a number that ranks of one machine have in common
 
     @property
     def is_notable(self) -> bool:
@@ -72,7 +84,7 @@ class NodeCounters:
     def __init__(self, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:
         self._proc = proc
         self._sys = sys
-        self._cgroups = list(_cpu_stat_files(proc, sys))
+        self._cgroups = [path for folder in cpu_groups(sys, proc) if (path := folder / "cpu.stat").is_file()]
         cpus = sys / "devices/system/cpu"
         self._clocks = sorted(cpus.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))
         self._heat = sorted(cpus.glob("cpu[0-9]*/thermal_throttle/core_throttle_count"))
@@ -99,6 +111,18 @@ class NodeCounters:
         busy = user + nice + system + irq + softirq
         return {"busy": busy, "steal": steal, "all": busy + idle + iowait + steal}
 
+    def read_busy_s(self, cpus: Set[int]) -> float:
+        """Return how long these processors have been at work, for any program."""
+        total = 0
+        for line in read_text(self._proc / "stat").splitlines()[1:]:
+            name, *words = line.split()
+            if not name.startswith("cpu"):
+                break
+            if name[3:].isdigit() and int(name[3:]) in cpus and len(words) > 6:
+                # user, nice and system; idle and iowait are not work; irq and softirq
+                total += sum(map(int, (*words[:3], *words[5:7])))
+        return total / _TICKS
+
     def read_clock(self) -> float | None:
         """Return the mean clock frequency of all cores as a part of their highest."""
         parts = []
@@ -116,10 +140,7 @@ class NodeCounters:
         return None if not total or available is None else 1 - available / total
 
     def is_on_battery(self) -> bool:
-        """Return whether a power cable could be in, and is not."""
-        supplies = (self._sys / "class/power_supply").glob("*")
-        mains = [path for path in supplies if read_text(path / "type") == "Mains"]
-        return bool(mains) and all(read_number(path / "online") == 0 for path in mains)
+        return is_on_battery(self._sys)
 
     def process_times(self) -> dict[int, float]:
         """Return the CPU seconds of every process that this machine shows."""
@@ -140,21 +161,6 @@ def _some_total_us(text: str) -> int | None:
         if line.startswith("some ") and "total=" in line:
             return int(line.rpartition("total=")[2])
     return None
-
-
-def _cpu_stat_files(proc: Path, sys: Path) -> Iterable[Path]:
-    """Yield the cpu.stat of this process's control group and of those above it, of both versions."""
-    for line in read_text(proc / "self/cgroup").splitlines():
-        _, controllers, name = [*line.split(":", 2), "", ""][:3]
-        names = controllers.split(",")
-        if controllers and "cpu" not in names:
-            continue
-        for root in (sys / "fs/cgroup", sys / "fs/cgroup" / (controllers or "unified"), sys / "fs/cgroup/cpu"):
-            folder = root / name.strip("/")
-            while folder != root.parent and folder.is_relative_to(root):
-                if (folder / "cpu.stat").is_file():
-                    yield folder / "cpu.stat"
-                folder = folder.parent
 
 
 def _throttled_s(text: str) -> float | None:
@@ -186,11 +192,66 @@ def _link_errors(text: str) -> float | None:
     return total
 
 
+class ThreadTimes:
+    """Adds up what the threads of this process and of its child processes did, by the scheduler's own counters.
+
+    A thread that spins counts like one that computes: it takes a processor from others. Threads that have ended since
+    are not counted. All is 0 where the kernel does not report it: outside Linux, or without CONFIG_SCHED_INFO.
+    """
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+        self._last, self._at = self._read(), time.perf_counter()
+
+    def since_last(self) -> tuple[float, float]:
+        """Return how many threads wanted a processor on average since the last call, and how many waited for one."""
+        before, before_at = self._last, self._at
+        self._last, self._at = self._read(), time.perf_counter()
+        ran_ns = waited_ns = 0
+        for task, (ran, waited) in self._last.items():
+            ran_before, waited_before = before.get(task, (0, 0))
+            ran_ns, waited_ns = ran_ns + ran - ran_before, waited_ns + waited - waited_before
+        elapsed_ns = 1e9 * max(1e-3, self._at - before_at)
+        return max(0, ran_ns + waited_ns) / elapsed_ns, max(0, waited_ns) / elapsed_ns
+
+    def _read(self) -> dict[str, tuple[int, int]]:
+        """Return the nanoseconds that each thread has run and has waited, by its number."""
+        times: dict[str, tuple[int, int]] = {}
+        processes = ["self"]
+        while processes:
+            for task in _tasks(self._proc / processes.pop()):
+                words = read_text(task / "schedstat").split()
+                if len(words) == 3:
+                    times[task.name] = int(words[0]), int(words[1])
+                    processes += read_text(task / "children").split()
+        return times
+
+
+def _tasks(process: Path) -> list[Path]:
+    try:
+        return list((process / "task").iterdir())
+    except OSError:
+        return []
+
+
+def usable_cpus() -> tuple[set[int], set[int]]:
+    """Return the processors that the main thread of this process may use, and those that any of its threads may use."""
+    if not hasattr(os, "sched_getaffinity"):
+        cpus = set(range(os.cpu_count() or 1))
+        return cpus, cpus
+    own = os.sched_getaffinity(os.getpid())
+    anywhere = set(own)
+    for task in _tasks(Path("/proc/self")):
+        with contextlib.suppress(OSError):
+            anywhere |= os.sched_getaffinity(int(task.name))
+    return own, anywhere
+
+
 class NodeWatch:
     """Samples this machine in a thread, for the rank whose process it is.
 
     `is_own` tells whether a process belongs to the run: all others are other programs. `write` receives the samples
-    that are worth keeping.
+    that are worth keeping. `threads` is how many torch computes with.
     """
 
     def __init__(
@@ -198,10 +259,15 @@ class NodeWatch:
         is_own: Callable[[int], bool] = lambda pid: False,
         write: Callable[[Mapping[str, Any]], None] = lambda sample: None,
         counters: NodeCounters | None = None,
+        threads: int = 0,
     ) -> None:
         self._is_own = is_own
         self._write = write
         self._counters = counters or NodeCounters()
+        self._thread_times = ThreadTimes()
+        self._busy_s = self._counters.read_busy_s(usable_cpus()[1])
+        # Small enough for means of it to be exact.
+        self._same = {"threads": threads, "machine": zlib.crc32((boot_id() or socket.gethostname()).encode())}
         self._recent: deque[NodeStats] = deque(maxlen=_RECENT)
         self._sums, self._count = NodeStats().numbers(), 0
         self._written_at = float("-inf")
@@ -270,6 +336,9 @@ class NodeWatch:
         spent = {name: max(0.0, value - self._last[name]) for name, value in counters.items() if name in self._last}
         stopped_s, self._stopped_s = self._stopped_s, 0.0
         throttled = min(1.0, spent.get("throttled", 0.0) / elapsed_s)
+        wanted, waited = self._thread_times.since_last()
+        cpus, run_cpus = usable_cpus()
+        busy_before, self._busy_s = self._busy_s, self._counters.read_busy_s(run_cpus)
         other_cores = self._other_cores(now, spent.get("busy", 0.0) / elapsed_s - (own[0] - self._own[0]) / elapsed_s)
         stats = NodeStats(
             throttled=throttled,
@@ -285,6 +354,12 @@ class NodeWatch:
             link_errors=spent.get("link_errors", 0.0) / elapsed_s,
             resent=spent.get("tcp_resent", 0.0) / max(1.0, spent.get("tcp_sent", 0.0)),
             on_battery=float(self._counters.is_on_battery()),
+            wanted=wanted,
+            waited=waited,
+            cpus=len(cpus),
+            run_cpus=len(run_cpus),
+            busy=max(0.0, self._busy_s - busy_before) / elapsed_s,
+            **self._same,
         )
         self._at, self._last, self._own = now, counters, own
         self._recent.append(stats)

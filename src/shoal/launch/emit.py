@@ -104,9 +104,7 @@ def _quoted(value: Any) -> str:
 
 def _threads_on(job: EmitJob, node: Node) -> int | None:
     """Return the threads of each rank on a node; None where its cores are not known yet."""
-    if job.config.run.threads or not node.cores:
-        return job.config.run.threads
-    return max(1, node.cores // node.slots)
+    return job.config.run.threads or node.rank_threads
 
 
 def _cores_per_node(job: EmitJob) -> int:

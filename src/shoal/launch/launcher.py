@@ -157,8 +157,12 @@ class Launch:
         data: str,
         script_port: int | None = None,
         members: MakeMembership | None = None,
+        expect_ranks: bool = False,
     ) -> None:
-        """Start the agents, wait until all are ready, and send them the ranks. With `members` the run is elastic."""
+        """Start the agents, wait until all are ready, and send them the ranks. With `members` the run is elastic.
+
+        With `expect_ranks` the agents get their first rank as it is planned so far, and prepare for it.
+        """
         common = MeetOrder(
             folder="",
             node="",
@@ -171,7 +175,9 @@ class Launch:
             config=config,
             data=data,
         )
-        for member, node in enumerate(self.cluster.nodes):
+        nodes = self.cluster.nodes
+        expected = plan(nodes, Rendezvous(nodes[0].address, 0)) if expect_ranks else []
+        for member, node in enumerate(nodes):
             tail = EventTail(self.run.journal(node.name))
             tail.skip_to_end()
             agent = AgentHandle(node, self.cluster.start_agent(node, self.run.path), tail)
@@ -184,6 +190,7 @@ class Launch:
                 address=node.address,
                 interface=node.interface,
                 script_port=script_port if member == 0 else None,
+                expected=next(iter(make_go_order((), expected, node.name).starts), None),
             )
             agent.link.send(to_line(order))
         self._await_ready()
@@ -206,8 +213,10 @@ class Launch:
     def _start_ranks(self, plan: Plan, members: MakeMembership | None) -> None:
         ready = [agent.ready or {} for agent in self.agents]
         for agent, facts in zip(self.agents, ready, strict=True):
-            cores = agent.node.cores or facts["cores"]
-            agent.node = replace(agent.node, interface=facts["interface"], cores=cores, cpu_only=facts["cpu_only"])
+            agent.node = replace(agent.node, interface=facts["interface"], cpu_only=facts["cpu_only"])
+            if agent.node.cores is None:
+                speeds = tuple(facts.get("core_speeds") or ())
+                agent.node = replace(agent.node, cores=facts["cores"], core_speeds=speeds)
         nodes = [agent.node for agent in self.agents]
         rendezvous = Rendezvous(nodes[0].address, ready[0]["script_port"] or ready[0]["port"])
         self._rendezvous = rendezvous
@@ -513,12 +522,13 @@ def _run_to_end(
     data: str = "",
     script_port: int | None = None,
     members: MakeMembership | None = None,
+    expect_ranks: bool = False,
 ) -> None:
     """Launch and wait. Signals are only counted, because a handler may run in the middle of anything."""
     before = {signum: signal.signal(signum, launch.interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         with launch:
-            launch.launch(plan, config, data, script_port, members)
+            launch.launch(plan, config, data, script_port, members, expect_ranks)
             launch.wait()
     finally:
         for signum, handler in before.items():
@@ -553,6 +563,7 @@ def run_ranks(
         config=hashlib.sha256(run.config.read_bytes()).hexdigest(),
         data=data,
         members=rules if config.launcher == "shoal" and members.on_loss == "go-on" else None,
+        expect_ranks=True,
     )
     faults = _faults(rank_events)
     ends = drop_survived(launch.ends) if launch.is_elastic else launch.ends

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from shoal.cluster.node import LOOPBACK, Node, Rendezvous
 from shoal.config.schema import RunConfig
 from shoal.control.orders import GoOrder, MembershipOrder, RosterEntry, StartProcess
-from shoal.control.rank_env import MEASURE, SAFE_PATH, Placement
+from shoal.control.rank_env import DEFAULT_THREADS, MEASURE, SAFE_PATH, TRAINING, Placement
 from shoal.errors import ConfigError
 
 # The next step asks again for the memory that a step freed. Where torch brings mimalloc, as its ARM wheels do, that
@@ -19,8 +19,6 @@ KEEP_MEMORY = {
     "MIMALLOC_PURGE_DELAY": "-1",
     "GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in _GLIBC.items()),
 }
-
-TRAINING = "shoal.train.worker"
 
 # Where a node has the run folder.
 FolderOf = Callable[[Node], str]
@@ -166,6 +164,7 @@ def _script_rank(
 ) -> RankCommand:
     env = {
         **_common_env(run, node),
+        **_default_threads(run, node),
         **{name: setting.chosen for name, setting in script_settings(run, node, user_env).items()},
         **replace(place, store_is_served=True).to_env(),
         # torchrun's variables that shoal's own ranks do not read. There is one role, which has every rank.
@@ -232,7 +231,7 @@ def _own_rank(run: RunConfig, node: Node, place: Placement, module: str, *words:
         node,
         (place.rank,),
         (node.python, "-P", "-m", module, *words),
-        {**_common_env(run, node), **KEEP_MEMORY, **SAFE_PATH, **place.to_env()},
+        {**_common_env(run, node), **_default_threads(run, node), **KEEP_MEMORY, **SAFE_PATH, **place.to_env()},
         uses_agent_store=True,
     )
 
@@ -263,12 +262,18 @@ def _placement(rank: int, ranks: int, slot: int, node_rank: int, node: Node, ren
 
 
 def _common_env(run: RunConfig, node: Node) -> dict[str, str]:
-    threads = run.threads or node.threads or max(1, (node.cores or 1) // node.slots)
+    threads = run.threads or node.rank_threads or 1
     env = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     if node.interface is not None:
         # NCCL reads a variable of its own; ranks with a GPU use this interface too.
         env |= {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": node.interface}
     return env
+
+
+def _default_threads(run: RunConfig, node: Node) -> dict[str, str]:
+    """Return the number of threads if neither the command line nor the hosts file sets it."""
+    is_set = run.threads or node.threads
+    return {} if is_set else {DEFAULT_THREADS: _common_env(run, node)["OMP_NUM_THREADS"]}
 
 
 def make_go_order(

@@ -33,7 +33,7 @@ from shoal.agent.membership import RankNumbering
 from shoal.cluster.agent_link import PIECE_BYTES, PipeLink, agent_command
 from shoal.cluster.hosts.messenger import FileSender, send_while
 from shoal.cluster.join import safe_name
-from shoal.cluster.node import Node, Rendezvous
+from shoal.cluster.node import Rendezvous, own_node
 from shoal.config.load import load_config, to_toml, validate_session
 from shoal.config.presets import PRESETS
 from shoal.config.schema import RunConfig
@@ -69,7 +69,7 @@ from shoal.errors import (
     from_dict,
 )
 from shoal.events import Event, EventTail, read_events
-from shoal.host.facts import can_listen, interface_for, physical_cores, source_address
+from shoal.host.facts import can_listen, interface_for, source_address
 from shoal.launch.launcher import SessionSettings, read_log_tail
 from shoal.launch.plan import make_go_order, plan_guest, plan_ranks, plan_script, plan_script_guest
 from shoal.run_folder import RunFolder, check_rank, write_atomically
@@ -240,7 +240,7 @@ async def _introduce(channel: Channel, invitation: Invitation, out: Path, script
         # An account may have no name.
         user = f"uid {os.getuid()}"
     hello = make_hello(0, name, "", "", "").as_dict()
-    await channel.send({"hello": hello, "name": name, "address": address, "cores": physical_cores(), "user": user})
+    await channel.send({"hello": hello, "name": name, "address": address, "user": user})
     welcome = await _receive(channel, "welcome")
     try:
         joined = await _prepare(channel, _read(_Welcome, welcome), address, out, script)
@@ -526,7 +526,7 @@ def _plan(message: Message, order: MeetOrder, joined: JoinedRun) -> GoOrder:
         raise ControlError("the host's list of machines does not name this one exactly once")
     if roster[order.member].node != joined.node:
         raise ControlError(f"the host's list has another machine at the place of {joined.node}")
-    nodes = [Node(member.node, member.address, order.interface, 1, physical_cores()) for member in roster]
+    nodes = [own_node(member.node, member.address, order.interface) for member in roster]
     if joined.words:
         rendezvous = _read_script_store(message, roster)
         variables = SessionSettings(joined.settings, message["resume"] is True).variables()
@@ -571,7 +571,7 @@ def _plan_late(message: Message, order: MeetOrder, joined: JoinedRun) -> GoOrder
     guests = read_places(message["guests"])
     if order.member < len(roster) or joined.node in {place.node for place in (*roster, *guests.values())}:
         raise ControlError(f"the host gave {joined.node} the place of another machine")
-    here = Node(joined.node, joined.address, order.interface, 1, physical_cores())
+    here = own_node(joined.node, joined.address, order.interface)
     first = check_rank(RankNumbering(order.member, roster).number(order.member, 0))
     if joined.words:
         rendezvous, variables = _read_script_store(message, roster), SessionSettings(joined.settings).variables()

@@ -11,6 +11,7 @@ import re
 import select
 import shlex
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -19,12 +20,17 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from shoal import __version__
+from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.hosts.spec import HostsSpec
-from shoal.cluster.target import JoinSpec, LocalSpec, absolute_on, parse_on, place_ranks, rank_count
+from shoal.cluster.lab.spec import LabSpec
+from shoal.cluster.lab.template import starting_template
+from shoal.cluster.node import Rendezvous
+from shoal.cluster.target import ExistingLab, JoinSpec, LocalSpec, absolute_on, parse_on, place_ranks, rank_count
 from shoal.config.load import (
     change_settings,
     load_config,
@@ -36,12 +42,13 @@ from shoal.config.load import (
 )
 from shoal.config.manifest import Manifest
 from shoal.config.presets import Overrides
-from shoal.config.schema import Config, EngineConfig
+from shoal.config.schema import Config, EngineConfig, RunConfig
 from shoal.cost.batch_plan import learning_rate, scaled_lr
 from shoal.data.prepare import check_shares, create_run, reopen_run
-from shoal.errors import DataError, RunFailed, UsageError
+from shoal.errors import DataError, RunFailed, ShoalError, UsageError
 from shoal.events import Event, read_events
 from shoal.launch.logs import LogFollower, LogLine
+from shoal.launch.plan import plan_ranks
 from shoal.run_folder import RunFolder
 from shoal.runs.confirm import require_terminal
 from shoal.runs.follow import STOPPING_SCRIPT, RunEvents, SupervisorLog, await_running, follow, forwarding_signals
@@ -92,9 +99,25 @@ def start_training(
     if confirm:
         refuse_confirm(config.run.on)
     config = place_ranks(config)
-    run = create_run(config, out, rank_count(parse_on(config.run.on)))
-    before(run)
-    return run, _train(run, watch, RunJob(confirm=confirm), detach)
+    # First of all: importing torch takes longer than everything else until the first step.
+    with _importing_for_lab(config.run, out.absolute()) as template:
+        run = create_run(config, out, rank_count(parse_on(config.run.on)))
+        before(run)
+        return run, _train(run, watch, RunJob(confirm=confirm), detach, template=template)
+
+
+@contextlib.contextmanager
+def _importing_for_lab(config: RunConfig, run: Path) -> Iterator[socket.socket | None]:
+    """Start the template from which the ranks of a lab are forked; yield its socket, None on any other cluster."""
+    variables = None
+    if config.launcher == "shoal" and isinstance(parse_on(config.on), LabSpec | ExistingLab):
+        # A lab that is not up is an error later, of a run that needs it.
+        with contextlib.suppress(ShoalError):
+            nodes = planned_nodes(config.on)
+            rank, *_ = plan_ranks(config, lambda node: str(run), nodes, Rendezvous(nodes[0].address, 0), resume=False)
+            variables = rank.env
+    with contextlib.nullcontext() if variables is None else starting_template(run, variables) as template:
+        yield template
 
 
 def refuse_confirm(on: str) -> None:
@@ -149,7 +172,9 @@ def resume_training(
 
     # A run that was interrupted before its first step has no checkpoint, and needs none.
     has_begun = bool(lineage) or _has_begun(run)
-    return run, _train(run, watch, RunJob(resume=has_begun, confirm=confirm), detach, prepare)
+    changed, _ = change_settings(load_config(run.config), changes or {})
+    with _importing_for_lab(changed.run, run.path) as template:
+        return run, _train(run, watch, RunJob(resume=has_begun, confirm=confirm), detach, prepare, template)
 
 
 def _has_begun(run: RunFolder) -> bool:
@@ -247,7 +272,12 @@ def rate_note(before: Config, after: Config, world_size: int, saved: int | None)
 
 
 def _train(
-    run: RunFolder, watch: MakeDisplay, job: RunJob, detach: bool, prepare: Callable[[], list[str]] = list
+    run: RunFolder,
+    watch: MakeDisplay,
+    job: RunJob,
+    detach: bool,
+    prepare: Callable[[], list[str]] = list,
+    template: socket.socket | None = None,
 ) -> Manifest | None:
     """Start the supervisor and follow it. `prepare` runs under the folder's lock and returns notes.
 
@@ -262,8 +292,12 @@ def _train(
         rank_events, log = RunEvents(run), SupervisorLog.from_now(run)
         stack.enter_context(contextlib.closing(display := watch(config)))
         display([{"event": "note", "rank": None, "text": text} for text in notes])
-        supervisor = stack.enter_context(forwarding_signals(lambda: start_supervisor(run, job, lock)))
+        fd = None if template is None else template.fileno()
+        start = partial(start_supervisor, run, job, lock, template=fd)
+        supervisor = stack.enter_context(forwarding_signals(start))
         lock_scope.close()
+        if template is not None:
+            template.close()
         if detach:
             await_running(supervisor, log, display)
             return None

@@ -25,11 +25,13 @@ from pydantic import Field, TypeAdapter
 
 from shoal.cluster.cluster import open_cluster
 from shoal.cluster.hosts.copy import project_of
+from shoal.cluster.lab.template import LabTemplate
 from shoal.cluster.node import RunFiles
 from shoal.cluster.target import JoinSpec, parse_on
 from shoal.config.defaults import GRACE_S
 from shoal.config.load import load_config, to_toml, typed_settings, validate_session
 from shoal.config.schema import RunConfig
+from shoal.control.fork_request import TEMPLATE_FD
 from shoal.control.processes import make_marks, remove_own_marks, restore_signals
 from shoal.control.rank_env import find_danger
 from shoal.data.prepare import facts_to_json, read_data_facts
@@ -102,21 +104,25 @@ def script_files(run: RunFolder) -> RunFiles:
     return RunFiles(texts=lambda _: {run.script.name: text}, join_words=read_shared_script(text).join_words)
 
 
-def start_supervisor(run: RunFolder, job: RunJob, lock: int, stdin: int | None = None) -> subprocess.Popen[bytes]:
+def start_supervisor(
+    run: RunFolder, job: RunJob, lock: int, stdin: int | None = None, template: int | None = None
+) -> subprocess.Popen[bytes]:
     """Start the supervisor. It inherits the lock on the folder, so that the run is never unlocked.
 
-    Call it inside `blocked_signals`. `stdin` is what a script's rank 0 reads, if not this process's standard input.
+    Call it inside `blocked_signals`. `stdin` is what a script's rank 0 reads, if not this process's standard input;
+    `template` is the socket to the template of a lab.
     """
+    variables = {} if template is None else {TEMPLATE_FD: str(template)}
     write_atomically(run.job, json.dumps(asdict(job)) + "\n")
     with run.supervisor.with_suffix(".log").open("ab") as output:
         return subprocess.Popen(
             (sys.executable, "-P", "-m", "shoal.runs.supervisor", str(run.path)),
-            env={**os.environ, **make_marks(run.path, "supervisor")},
+            env={**os.environ, **make_marks(run.path, "supervisor"), **variables},
             stdin=subprocess.PIPE if job.confirm else stdin if job.has_stdin else subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            pass_fds=(lock,),
+            pass_fds=(lock, *map(int, variables.values())),
         )
 
 
@@ -225,7 +231,8 @@ def _supervise(run: RunFolder, job: RunJob, log: EventLog) -> None:
     config = load_config(run.config)
     try:
         confirm = PipeConfirm(log) if job.confirm else None
-        with open_cluster(config.run.on, training_files(run), note, confirm) as cluster:
+        template = LabTemplate.inherited(run.path)
+        with open_cluster(config.run.on, training_files(run), note, confirm, template=template) as cluster:
             run_ranks(config.run, config.members, run, cluster, log, read_data_facts(run).digest, job.resume)
     except ShoalError:
         # Without a folder there is nothing to sum up, and no place for it.

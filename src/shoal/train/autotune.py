@@ -4,14 +4,11 @@ Both win on some machines and lose on others, and compiling costs half a minute 
 part in the trial, and all choose the same. One block stands for all: it takes a twelfth of GPT-2's time, all blocks
 share the code compiled for one, and its gradients are dropped, so that neither DDP nor the training sees the trial.
 
-The times are kept for this machine and model in a small JSON file of the user's cache. The file only saves time:
-whatever is wrong with it (damaged, foreign, unwritable), the trial is made again.
+The times are kept for this machine and model (`engine.trial_memory`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
 import platform
@@ -29,12 +26,10 @@ import torch
 from shoal.config.schema import Config, ModelConfig, TrainConfig
 from shoal.cost.model_size import flops_per_token
 from shoal.cost.select_sync import LEAST_GAIN
-from shoal.data.prepare import cache_root
-from shoal.errors import ShoalError
+from shoal.engine import trial_memory
 from shoal.host.facts import cpu_name
 from shoal.model.gpt import GPT, Block, compile_block, leave_batch_open
 from shoal.model.kernels import prefer_blas
-from shoal.run_folder import write_atomically
 from shoal.sync.step_stats import max_over_world
 from shoal.sync.world import World, barrier
 from shoal.train.compute_speed import matmul_gflops
@@ -53,8 +48,6 @@ _SLOWEST_FLOPS = {"cpu": 5e9, "cuda": 5e12}
 # The time of what does not work or was not tried.
 NEVER = math.inf
 
-_TRIALS_VERSION = 2
-_MAX_TRIALS = 64
 # A block is timed at least twice, and then until the runs or the seconds are used up.
 _MAX_RUNS = 5
 _BUDGET_S = 1.0
@@ -182,41 +175,14 @@ def key(
     return f"{where}, {shape}, dropout {model.dropout:g}" + (", bf16" if precision == "bf16" else "")
 
 
-def trials_file() -> Path | None:
-    try:
-        return cache_root(None) / "trials.json"
-    except ShoalError:
-        return None
-
-
 def recall(file: Path | None, key: str) -> BlockTimes | None:
-    return _parse_times(_read_trials(file).get(key))
+    return _parse_times(trial_memory.recall(file, key))
 
 
 def remember(file: Path | None, key: str, times: BlockTimes) -> None:
-    """Write a trial, and keep only the newest ones. If two ranks write at once, one entry is lost."""
-    if file is None:
-        return
-    trials = [(name, entry) for name, entry in _read_trials(file).items() if name != key]
     # JSON has no infinity.
     entry = {name: value if math.isfinite(value) else None for name, value in asdict(times).items()}
-    newest = dict(trials[-_MAX_TRIALS + 1 :]) | {key: entry}
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps({"version": _TRIALS_VERSION, "trials": newest}, indent=1) + "\n")
-
-
-def _read_trials(file: Path | None) -> dict[str, Any]:
-    if file is None:
-        return {}
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(document, dict) or document.get("version") != _TRIALS_VERSION:
-        return {}
-    trials = document.get("trials")
-    return trials if isinstance(trials, dict) else {}
+    trial_memory.remember(file, key, entry)
 
 
 def _parse_times(entry: Any) -> BlockTimes | None:
@@ -282,7 +248,7 @@ class _Trial:
         self._key = key(machine, version, threads, ranks, config.model, micro_batch, config.train.precision)
 
     def run(self) -> ComputeChoice:
-        file = trials_file()
+        file = trial_memory.trials_file()
         known = recall(file, self._key)
         # The precision that is configured stands for the plain one, unless both are tried.
         plain = torch.bfloat16 if self._train.precision == "bf16" else torch.float32

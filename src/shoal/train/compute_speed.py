@@ -16,7 +16,7 @@ from shoal.config.profile import SMALL_GPT, Precision
 from shoal.config.schema import ModelConfig
 from shoal.cost.model_size import flops_per_token, intensity, parameter_count
 from shoal.engine.update import clip_divisor, clip_gradients, gradient_norm
-from shoal.host.facts import physical_cores
+from shoal.host.topology import this_topology
 from shoal.model.gpt import GPT
 from shoal.model.kernels import prefer_blas
 from shoal.sync.compression.base import from_half, to_half
@@ -202,7 +202,7 @@ def thread_counts(cores: int) -> list[int]:
 class ComputePeaks:
     def __init__(self) -> None:
         prefer_blas()
-        self.cores = physical_cores()
+        self.cores = this_topology().usable
         self._step = _make_step()
 
     def measure(self, budget_s: float) -> dict[str, Any]:

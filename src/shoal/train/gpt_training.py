@@ -22,13 +22,19 @@ from shoal.data.tokenizer import load_tokenizer
 from shoal.data.tokens import Tokens, TokenWindows, open_tokens, validation_batches, window_count
 from shoal.engine.batches import micro_batch_indices
 from shoal.engine.engine import Engine
+from shoal.engine.machine_trial import MachineTrial
 from shoal.engine.recorder import last_event
 from shoal.engine.sampling import Shard
 from shoal.engine.session import Session
 from shoal.model.gpt import GPT
 from shoal.run_folder import RunFolder
 from shoal.sync.step_stats import max_over_world
+from shoal.sync.world import barrier
 from shoal.train.autotune import ComputeChoice, apply, choose, has_compiler, precision_on, work_left
+
+# In a shorter run it would not pay to compute two steps more.
+_MIN_STEPS_TO_COMPARE = 200
+_COMPARE_TIMEOUT_S = 600.0
 
 
 def train_gpt(session: Session, config: Config, run: RunFolder, resume: bool) -> bool:
@@ -133,6 +139,34 @@ def choose_compute(session: Session, config: Config, compute: Compute, resume: b
     # A model compiled on a GPU needs micro-batches of one size, and all ranks divide the batch in the same way.
     is_fixed = compute.choice.compiled and session.device.type != "cpu"
     engine.has_fixed_shapes = bool(max_over_world(engine.world, [float(is_fixed)])[0])
+    if session.trial is not None and not resume:
+        session.trial.alone_s = measure_one_process(session.trial, engine, compute, config)
+
+
+def measure_one_process(trial: MachineTrial, engine: Engine, compute: Compute, config: Config) -> float | None:
+    """Time the gradients of a whole batch in one process on all cores, while the other ranks of this machine wait.
+
+    Return None where there is nothing to compare with, the run is too short, or the code is compiled for its threads.
+    """
+    world, size = engine.world, engine.largest_micro_batch
+    is_one_machine = world.local_size == world.size > 1 and set(world.devices) == {"cpu"}
+    if not is_one_machine or compute.choice.compiled or config.train.steps < _MIN_STEPS_TO_COMPARE:
+        return None
+    seconds = None
+    if world.is_main and compute.model.take_head is None:
+        generator = torch.Generator().manual_seed(0)
+        parameters = [parameter for parameter in compute.model.parameters() if parameter.requires_grad]
+        with trial.as_one_process():
+            for batch in (min(size, engine.global_batch), engine.global_batch):
+                began = time.perf_counter()
+                for first in range(0, batch, size):
+                    shape = (min(size, batch - first), config.model.seq_len)
+                    tokens = torch.randint(config.model.vocab_size, shape, generator=generator)
+                    # `backward` would leave gradients in the parameters.
+                    torch.autograd.grad(compute.model(tokens, tokens), parameters)
+                seconds = time.perf_counter() - began
+    barrier(world, timeout_s=_COMPARE_TIMEOUT_S)
+    return seconds
 
 
 def _note(engine: Engine, text: str) -> None:

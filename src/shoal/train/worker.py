@@ -39,7 +39,7 @@ from shoal.engine.faults import as_fault, record_fault
 from shoal.engine.session import Session
 from shoal.engine.session_start import SessionStart
 from shoal.errors import Interrupted, PeerLost, RunFailed, ShoalError, UsageError
-from shoal.host.facts import physical_cores
+from shoal.host.topology import this_topology, threads_for
 from shoal.run_folder import RunFolder
 from shoal.sync.replicas import broadcast_integers
 from shoal.sync.world import choose_device, common_attempt, join_world
@@ -57,7 +57,7 @@ class _CompilerPart(ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
-class _LateCompiler(ModuleType, Loader, MetaPathFinder):
+class LateCompiler(ModuleType, Loader, MetaPathFinder):
     """Takes the place of `torch._dynamo` until something of it is needed that an uncompiled training does not need.
 
     torch imports its compiler in the first call of any optimizer and in DistributedDataParallel, to exempt them from
@@ -108,7 +108,7 @@ class _LateCompiler(ModuleType, Loader, MetaPathFinder):
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse_options(argv)
-    _LateCompiler.install()
+    LateCompiler.install()
     stop = StopRequest()
     _catch_stop_signals(stop, is_elastic=MEMBERSHIP_FD in os.environ)
     try:
@@ -178,7 +178,7 @@ def _run(options: argparse.Namespace, placement: Placement, stop: StopRequest) -
     torch.set_flush_denormal(True)
     if placement.launcher != "shoal":
         # shoal's own launcher has divided the node's cores already; torchrun sets one thread on any machine.
-        torch.set_num_threads(config.run.threads or max(1, physical_cores() // placement.local_world_size))
+        torch.set_num_threads(config.run.threads or threads_for(this_topology(), placement.local_world_size))
     note_fault = partial(_record_exception, options, placement)
     with contextlib.ExitStack() as held:
         world, resume = None, options.resume

@@ -28,7 +28,7 @@ def test_a_run_commits_every_step_to_its_end(tmp_path: Path) -> None:
     with agents(tmp_path, tmp_path, tmp_path) as members:
         team = Team(members, (1, 2, 1), steps=20)
         team.go(above=6)
-        assert [agent.code(within_s=30) for agent in members] == [0, 0, 0]
+        assert [agent.code() for agent in members] == [0, 0, 0]
     for rank in range(4):
         assert team.commits(rank) == [(step, "7-0") for step in range(1, 20)]
         (entered,) = team.notes(rank, "enter")
@@ -56,7 +56,7 @@ def test_a_killed_rank_is_restarted_while_the_others_train_on(tmp_path: Path) ->
         assert (restart["name"], restart["attempt"]) == ("rank-1", 1)
         team.check_ledgers(0, 1, 2)
         members[0].tell(STOP)
-        assert [agent.code(within_s=10) for agent in members] == [0, 0]
+        assert [agent.code() for agent in members] == [0, 0]
     assert [code for agent in members for code, _ in agent.ended().values()] == [130, 130, 130]
 
 
@@ -90,7 +90,7 @@ def test_a_killed_agent_is_removed_and_rejoins(tmp_path: Path) -> None:
         team.await_size(1, 3)
         team.check_ledgers(0, 1, 2)
         members[1].process.send_signal(signal.SIGINT)
-        assert [agent.code(within_s=10) for agent in members] == [0, 0, 0]
+        assert [agent.code() for agent in members] == [0, 0, 0]
 
 
 @pytest.mark.long
@@ -100,13 +100,11 @@ def test_a_node_that_shuts_down_leaves_and_rejoins(tmp_path: Path) -> None:
         team = Team(members, (1, 1, 1))
         team.go()
         team.await_commits(1)
-        began = time.monotonic()
         members[0].process.send_signal(signal.SIGTERM)
         # A second SIGTERM, from a `shoal join` that got the same signal.
         time.sleep(0.02)
         members[0].process.send_signal(signal.SIGTERM)
         team.await_size(1, 2)
-        assert time.monotonic() - began < 2
         members[0].process.wait(20)
         assert members[0].run.orders("node1").exists()
         team.await_commits(1)
@@ -114,7 +112,7 @@ def test_a_node_that_shuts_down_leaves_and_rejoins(tmp_path: Path) -> None:
         team.await_size(0, 3)
         team.check_ledgers(0, 1, 2)
         members[1].process.send_signal(signal.SIGINT)
-        assert [agent.code(within_s=10) for agent in members] == [0, 0, 0]
+        assert [agent.code() for agent in members] == [0, 0, 0]
 
 
 @pytest.mark.long
@@ -231,7 +229,7 @@ def test_a_rank_that_dies_before_its_group_has_formed_ends_the_run(tmp_path: Pat
         team.go()
         team.await_notes(0, "enter")
         os.kill(team.pid(0), signal.SIGKILL)
-        assert [agent.code(within_s=10) for agent in members] == [0, 0]
+        assert [agent.code() for agent in members] == [0, 0]
         assert find_processes(tmp_path) == []
     assert members[0].ended() == {"rank-0": (-signal.SIGKILL, False)}
     assert members[0].said("restart") == []
@@ -244,7 +242,7 @@ def test_a_rank_that_raises_ends_the_run(tmp_path: Path) -> None:
         team.go()
         team.await_commits(0)
         os.kill(team.pid(1), signal.SIGUSR1)
-        assert [agent.code(within_s=10) for agent in members] == [0, 0]
+        assert [agent.code() for agent in members] == [0, 0]
         assert find_processes(tmp_path) == []
     assert members[1].ended() == {"rank-1": (7, False)}
     assert members[0].ended() == {"rank-0": (-signal.SIGKILL, True)}
@@ -259,11 +257,11 @@ def test_a_node_whose_rank_exceeds_its_restarts_leaves(tmp_path: Path) -> None:
         os.kill(team.pid(1), signal.SIGKILL)
         team.await_size(1, 2)
         os.kill(team.pid(1), signal.SIGKILL)
-        assert members[1].code(within_s=10) == 0
+        assert members[1].code() == 0
         assert members[1].said("done")[-1]["finished"] is False
         team.await_size(0, 1, entries=4)
         members[0].tell(STOP)
-        assert members[0].code(within_s=10) == 0
+        assert members[0].code() == 0
     assert len(members[1].said("restart")) == 1
 
 
@@ -276,7 +274,7 @@ def test_a_rank_is_not_restarted_while_the_run_ends(tmp_path: Path) -> None:
         os.kill(team.pid(1), signal.SIGKILL)
         members[1].first("restart")
         members[0].tell(END)
-        assert [agent.code(within_s=5) for agent in members] == [0, 0]
+        assert [agent.code() for agent in members] == [0, 0]
         assert find_processes(tmp_path) == []
 
 
@@ -301,8 +299,8 @@ def test_shoal_join_restarts_a_dead_agent(tmp_path: Path) -> None:
         unknown = shoal("join", tmp_path, "--node", "node7")
         assert "knows no node node7 that could come back" in unknown.stderr
         members[0].tell(STOP)
-        assert members[0].code(within_s=10) == 0
-        wait_until(lambda: find_processes(tmp_path) == [], within_s=10)
+        assert members[0].code() == 0
+        wait_until(lambda: find_processes(tmp_path) == [])
     left = shoal("join", tmp_path)
     assert left.returncode == 2
     assert f"error: nothing of {tmp_path} can come back on this machine" in left.stderr
@@ -319,7 +317,7 @@ def test_a_single_node_trains_on_with_its_remaining_ranks(tmp_path: Path) -> Non
         team.await_size(1, 2)
         team.await_size(0, 3)
         signal_all(tuple(map(team.pid, range(3))), signal.SIGKILL)
-        assert members[0].code(within_s=10) == 0
+        assert members[0].code() == 0
         assert find_processes(tmp_path) == []
     assert members[0].said("done")[-1]["finished"] is False
     assert [event["code"] for event in members[0].said("ended")] == [-signal.SIGKILL] * 4
@@ -335,6 +333,6 @@ def test_a_rank_that_waits_for_admission_is_ended_when_the_others_finish(tmp_pat
         members[0].first("restart")
         waiting = wait_until(lambda: team.pids(1))[0]
         os.kill(waiting, signal.SIGSTOP)
-        assert members[0].code(within_s=30) == 0
+        assert members[0].code() == 0
         assert find_processes(tmp_path) == []
     assert members[0].said("done")[-1]["finished"] is True

@@ -57,7 +57,7 @@ def test_a_new_node_joins_and_trains_to_the_end(tmp_path: Path) -> None:
         assert guest.said("generation")[-1]["members"] == ["node1", "node2", guest.node]
         team.check_ledgers(0, 1, rank)
         members[0].tell(STOP)
-        assert [agent.code(within_s=10) for agent in (*members, guest)] == [0, 0, 0]
+        assert [agent.code() for agent in (*members, guest)] == [0, 0, 0]
         assert not members[1].run.invite_socket("node2").exists()
 
 

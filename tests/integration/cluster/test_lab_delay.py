@@ -44,17 +44,20 @@ def shortest_ms(lab: Lab) -> float:
 
 def test_a_delay_applies_can_be_changed_and_removed_and_survives_a_restart(lab: Lab) -> None:
     assert "a process" in lab.state.notes[0]
-    assert 20 <= shortest_ms(lab) < 30
+    first_ms = shortest_ms(lab)
+    assert first_ms >= 20
     lab.perform(set_link("node2", lambda link: link.model_copy(update={"delay_s": 0.03})))
-    assert 40 <= shortest_ms(lab) < 55
+    longer_ms = shortest_ms(lab)
+    assert longer_ms >= 40
+    assert longer_ms > first_ms
     for name in ("node1", "node2"):
         lab.perform(set_link(name, lambda link: link.model_copy(update={"delay_s": 0.0})))
-    assert shortest_ms(lab) < 8
+    assert shortest_ms(lab) < 20, "the delay is still there"
     assert first_process(lab.folder, "node2-delay") is None
     lab.perform(set_link("node2", lambda link: link.model_copy(update={"delay_s": 0.02})))
     lab.perform(kill_node("node2", silent=True))
     lab.perform(restart_node("node2"))
-    assert 20 <= shortest_ms(lab) < 35
+    assert 20 <= shortest_ms(lab) < longer_ms
 
 
 def test_large_frames_arrive_whole_over_a_delayed_link(lab: Lab) -> None:

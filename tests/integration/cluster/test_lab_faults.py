@@ -15,9 +15,10 @@ from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.commands import ControlGroup, ControlGroups
 from shoal.cluster.lab.lab import Lab
 from shoal.errors import UsageError
-from tests.integration.cluster.test_lab_nodes import can_ping, on, output_of, wait_for
+from tests.integration.cluster.test_lab_nodes import can_ping, on, output_of
 from tests.support.labs import running_lab
 from tests.support.needs import need_tool
+from tests.support.runs import wait_until
 
 _COUNT = "import time, sys\nwhile True: print('.', end='', flush=True); time.sleep(0.01)"
 _REACHES = "import socket, sys\nsocket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1).close()"
@@ -80,7 +81,7 @@ def test_a_firewall_blocks_new_connections_and_passes_replies(lab: Lab, tmp_path
     lab.perform(lab_lab.set_firewall("node2", ("7001",)))
     reach = (sys.executable, "-c", _REACHES)
     servers = [lab.start(node, [sys.executable, "-c", _SERVE], {}, tmp_path / node) for node in ("node1", "node2")]
-    wait_for(lambda: all((tmp_path / node).read_text() == "ready\n" for node in ("node1", "node2")))
+    wait_until(lambda: all((tmp_path / node).read_text() == "ready\n" for node in ("node1", "node2")))
     assert on(lab, "node1", *reach, "10.77.0.2", "7001").returncode == 0
     assert on(lab, "node1", *reach, "10.77.0.2", "7002").returncode != 0
     assert on(lab, "node2", *reach, "10.77.0.1", "7002").returncode == 0
@@ -88,7 +89,7 @@ def test_a_firewall_blocks_new_connections_and_passes_replies(lab: Lab, tmp_path
     assert on(lab, "node1", *reach, "10.77.0.2", "7002").returncode == 0
     for server in servers:
         server.kill()
-        server.wait(5)
+        server.wait(30)
 
 
 def test_freezing_stops_a_counter_and_thawing_resumes_it(lab: Lab, tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_freezing_stops_a_counter_and_thawing_resumes_it(lab: Lab, tmp_path: Pat
 
 def check_freezing(lab: Lab, log: Path, node: str) -> None:
     process = lab.start(node, [sys.executable, "-c", _COUNT], {}, log)
-    wait_for(lambda: log.stat().st_size > 5)
+    wait_until(lambda: log.stat().st_size > 5)
     lab.perform(lab_lab.set_frozen(node, frozen=True))
     time.sleep(0.1)
     frozen_size = log.stat().st_size
@@ -106,9 +107,9 @@ def check_freezing(lab: Lab, log: Path, node: str) -> None:
     with pytest.raises(UsageError, match="frozen"):
         lab.command(node, ["true"])
     lab.perform(lab_lab.set_frozen(node, frozen=False))
-    wait_for(lambda: log.stat().st_size > frozen_size + 5)
+    wait_until(lambda: log.stat().st_size > frozen_size + 5)
     process.kill()
-    process.wait(5)
+    process.wait(30)
 
 
 def test_the_version_2_freezer_freezes_a_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -129,11 +130,11 @@ def test_the_version_2_freezer_freezes_a_node(monkeypatch: pytest.MonkeyPatch, t
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_killed_node_is_restarted_with_its_settings(lab: Lab, tmp_path: Path, silent: bool, frozen: bool) -> None:
     process = lab.start("node2", ["sleep", "60"], {}, tmp_path / "log")
-    wait_for(lambda: any("sleep" in command for _, command in lab.processes("node2")))
+    wait_until(lambda: any("sleep" in command for _, command in lab.processes("node2")))
     if frozen:
         lab.perform(lab_lab.set_frozen("node2", frozen=True))
     lab.perform(lab_lab.kill_node("node2", silent))
-    assert process.wait(5) != 0
+    assert process.wait(30) != 0
     assert not lab.is_alive("node2")
     assert not can_ping(lab, "node1", "node2")
     with pytest.raises(UsageError, match="not running"):

@@ -22,8 +22,9 @@ from shoal.cluster.lab.spec import make_spec
 from shoal.cluster.lab.state import LabOwner, LabState
 from shoal.errors import LabError, UsageError
 from shoal.host.proc import start_ticks
-from tests.integration.cluster.test_lab_nodes import can_ping, nearly, on, output_of, wait_for
+from tests.integration.cluster.test_lab_nodes import can_ping, nearly, on, output_of
 from tests.support.labs import Traces, as_ordinary_user, assert_gone, need_lab, new_name, running_lab, shoal
+from tests.support.runs import wait_until
 
 _UP = "import sys\nfrom shoal.cluster.lab.lab import build_lab\nfrom shoal.cluster.lab.spec import make_spec\n"
 _UP_AND_STAY = _UP + "import os, time\nbuild_lab(make_spec(2, name=sys.argv[1]), owner=os.getpid())\ntime.sleep(60)"
@@ -53,9 +54,9 @@ def test_an_up_killed_half_way_is_cleaned_by_down(file: str) -> None:
     need_lab()
     name = new_name()
     builder = subprocess.Popen([sys.executable, "-c", _UP + "build_lab(make_spec(5, name=sys.argv[1]))", name])
-    wait_for(lambda: (lab_state.lab_folder(name) / file).exists(), seconds=20)
+    wait_until(lambda: (lab_state.lab_folder(name) / file).exists())
     builder.send_signal(signal.SIGKILL)
-    builder.wait(5)
+    builder.wait(30)
     traces = Traces(name)
     traces.note()
     with pytest.raises(LabError, match="broken"):
@@ -69,9 +70,9 @@ def test_the_rest_of_an_interrupted_up_does_not_block_the_next() -> None:
     need_lab()
     name = new_name()
     builder = subprocess.Popen([sys.executable, "-c", _UP + "build_lab(make_spec(5, name=sys.argv[1]))", name])
-    wait_for(lambda: (lab_state.lab_folder(name) / "node1.pid").exists(), seconds=20)
+    wait_until(lambda: (lab_state.lab_folder(name) / "node1.pid").exists())
     builder.send_signal(signal.SIGKILL)
-    builder.wait(5)
+    builder.wait(30)
     lab = build_lab(make_spec(2, name=name))
     assert can_ping(lab, "node1", "node2")
     lab.close()
@@ -97,7 +98,7 @@ def test_a_lab_whose_switch_died_is_reported_as_broken_and_can_be_removed() -> N
         switch = first_process(lab.folder, "switch")
         assert switch is not None
         os.kill(switch, signal.SIGKILL)
-        wait_for(lambda: not lab.is_alive("node1"))
+        wait_until(lambda: not lab.is_alive("node1"))
         with pytest.raises(LabError, match="switch is gone"):
             Lab.open(lab.name)
 
@@ -107,12 +108,12 @@ def test_an_owned_lab_is_removed_when_its_owner_ends(how: signal.Signals) -> Non
     need_lab()
     name = new_name()
     owner = subprocess.Popen([sys.executable, "-c", _UP_AND_STAY, name])
-    wait_for(lambda: (state := lab_state.read_state(name)) is not None and state.ready, seconds=20)
+    wait_until(lambda: (state := lab_state.read_state(name)) is not None and state.ready)
     traces = Traces(name)
     traces.note()
     assert traces.namespaces
     owner.send_signal(how)
-    owner.wait(5)
+    owner.wait(30)
     assert_gone(traces)
 
 
@@ -261,10 +262,10 @@ try:
     lab.perform(changes.set_frozen("node1", frozen=True))
     lab.perform(changes.set_frozen("node1", frozen=False))
     sleepers[0].terminate()
-    assert sleepers[0].wait(5) == -15
+    assert sleepers[0].wait(30) == -15
     lab.perform(changes.set_frozen("node2", frozen=True))
     lab.perform(changes.kill_node("node2", silent=True))
-    assert sleepers[1].wait(5) == -9
+    assert sleepers[1].wait(30) == -9
     lab.perform(changes.restart_node("node2"))
     print(lab.folder, *lab.state.notes)
 finally:
@@ -299,7 +300,7 @@ def test_an_up_killed_at_any_moment_is_cleaned() -> None:
         builder = subprocess.Popen([sys.executable, "-c", _UP + "build_lab(make_spec(4, name=sys.argv[1]))", name])
         time.sleep(0.25 + 0.03 * step)
         builder.send_signal(signal.SIGKILL)
-        builder.wait(5)
+        builder.wait(30)
         traces = Traces(name)
         traces.note()
         remove_lab(name)

@@ -19,6 +19,7 @@ from shoal.cluster.lab.lab import Lab
 from shoal.cluster.lab.spec import LabLink
 from shoal.errors import UsageError
 from tests.support.labs import running_lab, shoal
+from tests.support.runs import wait_until
 
 _LISTEN = """
 import socket, time
@@ -150,20 +151,24 @@ def test_a_cpu_share_limits_a_busy_node(lab: Lab) -> None:
     if lab.state.groups.cpu is None:
         pytest.skip("; ".join(lab.state.notes))
     busy = "import time; e = time.monotonic() + 1\nwhile time.monotonic() < e: pass\nprint(time.process_time())"
-    assert 0.2 < float(output_of(lab, "node3", sys.executable, "-c", busy)) < 0.62
+    half_s = float(output_of(lab, "node3", sys.executable, "-c", busy))
     lab.perform(lab_lab.set_cpu("node3", 0.2))
-    assert float(output_of(lab, "node3", sys.executable, "-c", busy)) < 0.32
+    fifth_s = float(output_of(lab, "node3", sys.executable, "-c", busy))
+    # Of one second. Other processes of the machine only lower them.
+    assert half_s < 0.62
+    assert fifth_s < 0.32
+    assert fifth_s < half_s
     lab.perform(lab_lab.set_cpu("node3", 0.5))
 
 
 def test_status_lists_the_processes_of_each_node(lab: Lab, tmp_path: Path) -> None:
     process = lab.start("node1", ["sleep", "30"], {}, tmp_path / "log")
-    wait_for(lambda: [command for _, command in lab.processes("node1")] == ["sleep 30"])
+    wait_until(lambda: [command for _, command in lab.processes("node1")] == ["sleep 30"])
     done = subprocess.run(
         shoal("lab", "status", "--name", lab.name, "--json"), capture_output=True, text=True, timeout=30
     )
     process.kill()
-    process.wait(5)
+    process.wait(30)
     nodes = {node["name"]: node for node in json.loads(done.stdout)["nodes"]}
     assert [running["command"] for running in nodes["node1"]["processes"]] == ["sleep 30"]
     assert nodes["node2"] | {"processes": []} == nodes["node2"]
@@ -189,7 +194,7 @@ def test_ending_exec_ends_its_command(lab: Lab) -> None:
         assert command.stdout.readline() == "begun\n"
         command.terminate()
         assert command.stdout.readline() == "ended\n"
-        assert command.wait(5) == 4
+        assert command.wait(30) == 4
 
 
 def test_a_command_that_cannot_run_on_a_node_is_an_error(lab: Lab) -> None:
@@ -204,30 +209,30 @@ def test_a_command_that_cannot_run_on_a_node_is_an_error(lab: Lab) -> None:
 def test_a_started_process_has_its_log_its_variables_and_its_own_signals(lab: Lab, tmp_path: Path) -> None:
     script = "trap 'echo $WORD ended; exit 5' INT; echo begun; while :; do sleep 0.05; done"
     process = lab.start("node1", ["sh", "-c", script], {"WORD": "cleanly"}, tmp_path / "logs/a.log")
-    wait_for(lambda: "begun" in (tmp_path / "logs/a.log").read_text())
+    wait_until(lambda: "begun" in (tmp_path / "logs/a.log").read_text())
     process.send_signal(signal.SIGINT)
-    assert process.wait(5) == 5
+    assert process.wait(30) == 5
     assert (tmp_path / "logs/a.log").read_text() == "begun\ncleanly ended\n"
 
 
 def test_a_killed_process_returns_its_signal(lab: Lab, tmp_path: Path) -> None:
     process = lab.start("node1", ["sleep", "30"], {}, tmp_path / "log")
-    wait_for(lambda: lab.processes("node1") != [])
+    wait_until(lambda: lab.processes("node1") != [])
     process.kill()
-    assert process.wait(5) == -signal.SIGKILL
-    wait_for(lambda: lab.processes("node1") == [])
+    assert process.wait(30) == -signal.SIGKILL
+    wait_until(lambda: lab.processes("node1") == [])
 
 
 def test_a_process_that_was_stopped_and_continued_still_ends(lab: Lab, tmp_path: Path) -> None:
     process = lab.start("node1", ["sleep", "30"], {}, tmp_path / "log")
-    wait_for(lambda: lab.processes("node1") != [])
+    wait_until(lambda: lab.processes("node1") != [])
     process.send_signal(signal.SIGSTOP)
-    wait_for(lambda: psutil.Process(process.inner()[0]).status() == psutil.STATUS_STOPPED)
+    wait_until(lambda: psutil.Process(process.inner()[0]).status() == psutil.STATUS_STOPPED)
     time.sleep(0.2)
     assert psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING
     process.send_signal(signal.SIGCONT)
     process.kill()
-    assert process.wait(5) == -signal.SIGKILL
+    assert process.wait(30) == -signal.SIGKILL
 
 
 def test_an_open_file_is_passed_on(lab: Lab, tmp_path: Path) -> None:
@@ -236,7 +241,7 @@ def test_an_open_file_is_passed_on(lab: Lab, tmp_path: Path) -> None:
         "node1", ["sh", "-c", f"hostname > /proc/self/fd/{writing}"], {}, tmp_path / "log", pass_fds=(writing,)
     )
     os.close(writing)
-    assert process.wait(5) == 0
+    assert process.wait(30) == 0
     assert os.read(reading, 100) == b"node1\n"
     os.close(reading)
 
@@ -258,10 +263,10 @@ def test_a_process_on_a_node_dies_with_the_process_that_started_it(lab: Lab, tmp
         "Lab.open(sys.argv[1]).start('node1', ['sleep', '30'], {}, Path(sys.argv[2]))\ntime.sleep(30)"
     )
     starter = psutil.Popen([sys.executable, "-c", script, lab.name, str(tmp_path / "log")])
-    wait_for(lambda: lab.processes("node1") != [])
+    wait_until(lambda: lab.processes("node1") != [])
     starter.kill()
-    starter.wait(5)
-    wait_for(lambda: lab.processes("node1") == [])
+    starter.wait(30)
+    wait_until(lambda: lab.processes("node1") == [])
 
 
 def test_lab_nodes_have_the_fields_of_any_node(lab: Lab) -> None:
@@ -270,11 +275,3 @@ def test_lab_nodes_have_the_fields_of_any_node(lab: Lab) -> None:
     assert (node.cores or 0) >= 1
     with pytest.raises(UsageError, match="no node 'node9'"):
         lab.command("node9", ["true"])
-
-
-def wait_for(condition: object, seconds: float = 5.0) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        time.sleep(0.02)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
-import time
+import threading
 
 import pytest
 
-from shoal.cluster.node import LocalProgram, RemoteProgram, ask_each, closing_all
+from shoal.cluster import node as cluster_node
+from shoal.cluster.node import Answer, LocalProgram, RemoteProgram, ask_each, closing_all
 from shoal.errors import ControlError
 
 _ECHO = "import sys, json\nfor line in sys.stdin: print(json.dumps({'request': json.loads(line)}), flush=True)"
@@ -39,22 +41,39 @@ def test_a_missing_or_malformed_reply_is_an_error_with_its_reason(program: str, 
     assert (caught.value.seen, caught.value.why) == (seen, why)
 
 
-def test_all_programs_share_one_deadline_and_replies_in_time_are_kept() -> None:
+def test_all_programs_share_one_deadline_and_replies_in_time_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = {name: start_program(program, name) for name, program in (("a", _SILENT), ("b", _SILENT), ("c", _ECHO))}
+    allowed_s: dict[str, float] = {}
+    receive_answer = RemoteProgram.receive_answer
+
+    def record_deadline(program: RemoteProgram, deadline_s: float, about: str = "") -> Answer:
+        allowed_s[program.node] = deadline_s
+        return receive_answer(program, deadline_s, about)
+
+    monkeypatch.setattr(RemoteProgram, "receive_answer", record_deadline)
     with closing_all(programs):
-        began = time.monotonic()
         replies, errors = ask_each(programs, {name: {"do": "look", "at": name} for name in programs}, 1.0)
-        assert time.monotonic() - began < 1.9, "the programs share one deadline"
     assert replies == {"c": {"request": {"do": "look", "at": "c"}}}
     assert errors.keys() == {"a", "b"}
+    # The first silent program used up the time of all.
+    assert 0 < allowed_s["a"] <= 1.0
+    assert allowed_s["b"] == allowed_s["c"] == 0.0
 
 
-def test_a_program_that_does_not_end_is_ended() -> None:
-    programs = {"node1": start_program(_SLEEPING), "node2": start_program(_SLEEPING)}
-    began = time.monotonic()
-    with closing_all(programs):
+def test_programs_that_do_not_end_are_ended_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_node, "_END_TIMEOUT_S", 0.2)
+    processes = [LocalProgram([sys.executable, "-I", "-S", "-c", _SLEEPING]) for _ in range(2)]
+    both_began = threading.Barrier(2, timeout=20)
+    close = RemoteProgram.close
+
+    def close_beside_the_other(program: RemoteProgram) -> None:
+        both_began.wait()
+        close(program)
+
+    monkeypatch.setattr(RemoteProgram, "close", close_beside_the_other)
+    with closing_all({f"node{number}": RemoteProgram(f"node{number}", end) for number, end in enumerate(processes)}):
         pass
-    assert time.monotonic() - began < 3.9, "both are ended at the same time"
+    assert [process._process.returncode for process in processes] == [-signal.SIGKILL, -signal.SIGKILL]
 
 
 def test_a_reply_in_pieces_is_read_whole() -> None:

@@ -29,3 +29,21 @@ def test_a_supervisor_of_another_version_is_recognised_by_its_agents(tmp_path: P
         assert {process.pid: process.part for process in processes} == {parent.pid: "keeper", agent_pid: "agent"}
         assert has_supervisor(processes)
         assert not has_supervisor([process for process in processes if process.part == "agent"])
+
+
+ASK = """
+import subprocess, sys
+from shoal.control.processes import is_of_own_run, make_marks
+
+for run in ("/runs/a", "/copies/of/node2/a", "/runs/b", None):
+    variables = {} if run is None else make_marks(run, "rank-0")
+    with subprocess.Popen(["sleep", "60"], env={"PATH": sys.argv[1], **variables}) as process:
+        print(is_of_own_run(process.pid))
+        process.kill()
+"""
+
+
+def test_ranks_of_another_run_are_other_programs() -> None:
+    env = {**os.environ, **make_marks("/runs/a", "rank-1")}
+    done = subprocess.run([sys.executable, "-c", ASK, os.environ["PATH"]], env=env, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "True", "False", "False"], done.stderr

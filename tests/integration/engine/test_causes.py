@@ -30,7 +30,7 @@ def causes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     [
         # Its data sleep: late also on a busy machine, where a quota may slow a rank no more than its peer is slowed.
         pytest.param(("data",), marks=pytest.mark.long),
-        pytest.param(("quota", "gc", "freezes", "disk"), marks=pytest.mark.exhaustive),
+        pytest.param(("quota", "gc", "threads", "freezes", "disk"), marks=pytest.mark.exhaustive),
     ],
     ids=" ".join,
 )

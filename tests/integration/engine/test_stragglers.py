@@ -369,3 +369,49 @@ def test_a_shared_processor_is_detected(rivals: int, least: float) -> None:
     for process in (*others, measured):
         process.join()
     assert least < starved <= 1.0
+
+
+# Oversubscription. Values as two ranks with four threads each have on two cores.
+CROWDED = NodeStats(wanted=3.9, waited=2.9, cpus=2, run_cpus=2, threads=4, machine=7)
+
+
+def crowded_ranks(node: NodeStats, count: int = 2, starved: float = 0.7) -> list[RankStats]:
+    return [RankStats(0.01, HostStats(starved), node=node) for _ in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_machine_whose_ranks_have_too_many_threads_is_named_once(count: int) -> None:
+    [(_, text)] = watch((crowded_ranks(CROWDED, count), 300))
+    number, threads = ("one rank", "3.9") if count == 1 else ("two ranks", "7.8")
+    assert f"the threads of {number} on attic want {threads} processors and may use 2" in text
+    assert "they wait for one 74% of the time (since step 17)" in text
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        # One thread a rank: ordinary, beside other programs, and more ranks than cores.
+        crowded_ranks(NodeStats(wanted=1.1, waited=0.1, cpus=1, run_cpus=2, threads=1, machine=7)),
+        crowded_ranks(NodeStats(wanted=1.1, waited=0.6, cpus=1, run_cpus=2, threads=1, machine=7, other_cores=1.0)),
+        crowded_ranks(NodeStats(wanted=1.0, waited=0.4, cpus=2, run_cpus=2, threads=1, machine=7), 3, starved=0.35),
+        # Threads that wait, but hold up no training thread.
+        crowded_ranks(CROWDED, starved=0.02),
+        # Other programs use the processors.
+        crowded_ranks(NodeStats(**{**vars(CROWDED), "wanted": 2.6, "other_cores": 1.5}), 1),
+        # No kernel that counts.
+        crowded_ranks(NodeStats()),
+    ],
+)
+def test_ranks_that_do_not_slow_themselves_down_give_no_verdict(ranks: list[RankStats]) -> None:
+    assert watch((ranks, 200)) == []
+
+
+def test_a_late_rank_is_named_for_its_own_threads_and_its_machine_is_not_named_again() -> None:
+    alone = NodeStats(wanted=1.0, waited=0.0, cpus=2, run_cpus=2, threads=2, machine=8)
+    ranks = [
+        RankStats(0.01, HostStats(0.0), node=alone),
+        RankStats(0.05, HostStats(0.7), node=CROWDED),
+    ]
+    texts = [text for _, text in watch((ranks, 300))]
+    assert any("all ranks wait for rank 1 on cellar" in text and "want 3.9 processors" in text for text in texts)
+    assert len(texts) == 1

@@ -126,7 +126,7 @@ class Training:
         events = [json.loads(line) for line in lines if line.endswith("\n")]
         return [event for event in events if event["event"] == kind]
 
-    def end(self, within_s: float) -> int:
+    def end(self, within_s: float = 30.0) -> int:
         return self.process.wait(within_s)
 
     def stderr(self) -> str:
@@ -148,7 +148,7 @@ def training(out: Path, *words: str) -> Iterator[Training]:
         end_processes(find_processes(out))
 
 
-def wait_gone(pids: list[int], within_s: float) -> None:
+def wait_gone(pids: list[int], within_s: float = 5.0) -> None:
     deadline = time.monotonic() + within_s
     while left := [pid for pid in pids if is_running(pid)]:
         if time.monotonic() > deadline:
@@ -169,8 +169,8 @@ def test_a_killed_rank_is_named_first_and_its_peer_in_the_reason(tmp_path: Path)
     with training(tmp_path / "run", *LONG, *set_flags("members.on_loss=end")) as run:
         pids = run.pids()
         os.kill(pids[1], signal.SIGKILL)
-        assert run.end(within_s=5) == 3
-        wait_gone(pids, within_s=0.5)
+        assert run.end() == 3
+        wait_gone(pids)
     assert run.error().startswith("error: rank 1 on local was killed (SIGKILL)")
     assert "why:  rank 0 then ended because a peer was gone" in run.error()
     assert "rank 1 of 2: " in run.error(), "the end of its log"
@@ -182,8 +182,8 @@ def test_an_interrupted_run_saves_and_can_be_resumed(tmp_path: Path) -> None:
     with training(tmp_path / "run", *LONG) as run:
         pids = run.pids()
         run.process.send_signal(signal.SIGINT)
-        assert run.end(within_s=10) == 130
-        wait_gone(pids, within_s=0.5)
+        assert run.end() == 130
+        wait_gone(pids)
     done_steps = len(steps_of(run.out))
     assert run.error().startswith("error: interrupted: saved what was done\n")
     assert f"next: go on from the last checkpoint: shoal train --resume {run.out}" in run.error()
@@ -206,8 +206,8 @@ def test_a_second_interrupt_ends_all_ranks_at_once(tmp_path: Path) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             run.end(within_s=1)
         run.process.send_signal(signal.SIGINT)
-        assert run.end(within_s=3) == 130
-        wait_gone(pids, within_s=0.5)
+        assert run.end() == 130
+        wait_gone(pids)
     assert run.error().startswith("error: interrupted before the first checkpoint\n")
 
 
@@ -215,8 +215,8 @@ def test_an_interrupt_while_the_ranks_start_ends_them(tmp_path: Path) -> None:
     with training(tmp_path / "run", *LONG) as run:
         ranks = run.starting()
         run.process.send_signal(signal.SIGINT)
-        assert run.end(within_s=10) == 130
-        wait_gone(ranks, within_s=0.5)
+        assert run.end() == 130
+        wait_gone(ranks)
     assert run.error().startswith("error: interrupted before the first checkpoint\n")
 
 
@@ -227,8 +227,8 @@ def test_the_ranks_of_a_killed_agent_end(tmp_path: Path) -> None:
         ranks = run.starting()
         agent = next(process for process in find_processes(run.out) if process.part == AGENT)
         os.kill(agent.pid, signal.SIGKILL)
-        assert run.end(within_s=5) == 3
-        wait_gone(ranks, within_s=0.5)
+        assert run.end() == 3
+        wait_gone(ranks)
     assert run.error().startswith("error: local is gone, and rank 0 with it")
     assert "its agent was killed (SIGKILL)" in run.error()
 
@@ -238,7 +238,7 @@ def test_a_kill_right_after_a_checkpoint_leaves_no_gap_in_the_ledger(tmp_path: P
     with training(tmp_path / "run", *LONG, *set_flags("train.checkpoint_every=1", "train.eval_every=100000")) as run:
         run.wait_until(lambda: any((run.out / "checkpoints").glob("step-*")))
         end_processes(find_processes(run.out))
-        assert run.end(within_s=5) == 3
+        assert run.end() == 3
     newest = max(int(path.name[5:13]) for path in (run.out / "checkpoints").glob("step-*"))
     assert max(commit["step"] for commit in read_jsonl(run.out / "commits.jsonl")) >= newest
     done = shoal("train", "--resume", run.out, "--steps", str(newest + 2))
@@ -250,7 +250,7 @@ def test_a_kill_right_after_a_checkpoint_leaves_no_gap_in_the_ledger(tmp_path: P
 def test_a_signal_to_one_rank_stops_all_of_them_in_order(tmp_path: Path) -> None:
     with training(tmp_path / "run", *LONG) as run:
         os.kill(run.pids()[1], signal.SIGINT)
-        assert run.end(within_s=10) == 130
+        assert run.end() == 130
     assert "interrupted: saved what was done" in run.error()
     assert len(steps_of(run.out, 0)) == len(steps_of(run.out, 1))
 
@@ -263,7 +263,7 @@ def test_a_run_that_trains_cannot_be_resumed(tmp_path: Path) -> None:
         assert beside.returncode == 2
         assert "is being trained in right now" in beside.stderr
         run.process.send_signal(signal.SIGINT)
-        assert run.end(within_s=10) == 130
+        assert run.end() == 130
 
 
 @pytest.mark.exhaustive
@@ -278,7 +278,7 @@ def test_states_of_an_earlier_end_are_never_compared(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     resumed.send_signal(signal.SIGINT)
-    assert resumed.wait(10) == 130
+    assert resumed.wait(30) == 130
     done = shoal("verify", run)
     # An interrupted run is verified up to its last step.
     assert done.returncode == 0, done.stdout

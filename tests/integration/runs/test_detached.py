@@ -152,7 +152,7 @@ def test_a_detached_script_runs_on_and_all_its_output_is_kept(tmp_path: Path) ->
             end_file.touch()
             assert follower.code() == 0
             check_whole(follower.out)
-        wait_until(lambda: not find_processes(run), within_s=5)
+        wait_until(lambda: not find_processes(run))
     check_whole(shoal("logs", run).stdout)
     assert shoal("logs", run, "--rank", "1").stdout.splitlines() == lines_of(1)
     attached = shoal("attach", run)
@@ -207,7 +207,7 @@ def terminal(*words: str | Path) -> Iterator[tuple[subprocess.Popen[bytes], Scre
         yield process, Screen(terminal_fd)
     finally:
         os.close(terminal_fd)
-        process.wait(10)
+        process.wait(30)
 
 
 @pytest.mark.long
@@ -217,7 +217,7 @@ def test_a_run_continues_when_its_terminal_is_closed(tmp_path: Path) -> None:
     with ended_afterwards(run):
         with terminal("train", "--out", run, *LONG) as (process, screen):
             wait_until(lambda: "tokens/s" in screen.read(), within_s=60, why=screen.read)
-        assert process.wait(5) == -signal.SIGHUP
+        assert process.wait(30) == -signal.SIGHUP
         steps = len(steps_of(run))
         wait_until(lambda: len(steps_of(run)) > steps + 5)
         state = state_of(run)
@@ -229,7 +229,7 @@ def test_a_run_continues_when_its_terminal_is_closed(tmp_path: Path) -> None:
             wait_until(lambda: "tokens/s" in screen.read(), why=screen.read)
             stopped = shoal("stop", run)
             assert find_processes(run) == []
-            assert process.wait(5) == 130
+            assert process.wait(30) == 130
             wait_until(lambda: "error: interrupted: saved what was done" in screen.read(), why=screen.read)
             assert screen.read().count("2 ranks") == 1
     assert (stopped.returncode, stopped.stderr) == (0, "")
@@ -283,7 +283,7 @@ def test_a_run_survives_its_killed_command_and_is_ended_when_it_ignores_the_stop
             stopped = shoal("stop", run, "--wait", "1", "--json")
             assert json.loads(stopped.stdout) == {"run": str(run), "outcome": "ended"}
             assert find_processes(run) == []
-            assert watcher.code(within_s=2) == 130
+            assert watcher.code() == 130
 
 
 @pytest.mark.long
@@ -293,7 +293,7 @@ def test_a_run_whose_supervisor_was_killed_can_still_be_stopped(tmp_path: Path) 
     with ended_afterwards(run), front(tmp_path, "run", "--out", run, script(tmp_path, ends_on_sigint)) as first:
         first.await_words("[1] ready")
         os.kill(parts_of(run)[SUPERVISOR].pid, signal.SIGKILL)
-        assert first.code(within_s=5) == 3
+        assert first.code() == 3
         assert f"error: the supervisor of the run {run} was killed" in first.err
         state = state_of(run)
         assert state is not None

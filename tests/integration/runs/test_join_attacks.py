@@ -552,10 +552,9 @@ def test_links_are_not_sent_to_the_host(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("facts", "seen"),
     [
-        ({"cores": -1}, "cores"),
-        ({"cores": BIG}, "cores"),
-        ({"cores": "2"}, "cores"),
-        ({"address": "10.0.0.1; rm -rf /"}, "cores"),
+        ({"address": "10.0.0.1; rm -rf /"}, "its address is"),
+        ({"address": BIG}, "its address is"),
+        ({"address": None}, "its address is"),
         ({"hello": None}, "a hello that is none"),
         ({"hello": {}}, "a hello without"),
     ],

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shoal.sync.compression.base import Fp32
@@ -26,8 +28,9 @@ MAKE: dict[str, Callable[[nn.Module, World], HookedDDP | StockDDP]] = {
 }
 
 
-def train_and_lose_peer(way: str, steps: int, world: World) -> float:
-    """Train this many steps; then rank 1 stops taking part. Return the seconds that rank 0 waits for it."""
+def train_and_lose_peer(way: str, steps: int, world: World) -> tuple[bool, bool]:
+    """Train this many steps; then rank 1 stops taking part and rank 0's generation ends. Return whether that had
+    happened, and whether rank 1 was still connected, when rank 0 stopped waiting for it."""
     release = GroupInterrupt()
     world = replace(world, release=release)
     model = nn.Linear(4, 4)
@@ -40,13 +43,18 @@ def train_and_lose_peer(way: str, steps: int, world: World) -> float:
         for _ in range(steps):
             train()
     if world.rank > 0:
-        time.sleep(1.5)
+        with suppress(dist.DistError):
+            world.store.wait(["rank 0 is free"], timedelta(seconds=10))
+        world.store.set("rank 1 left", "")
         os._exit(0)
-    started = time.perf_counter()
-    threading.Timer(0.5, release.end).start()
+    has_ended = threading.Event()
+    release.at_end(has_ended.set)
+    threading.Timer(0.3, release.end).start()
     with pytest.raises(Exception, match="generation was over"):
         train() if steps else MAKE[way](model, world)
-    return time.perf_counter() - started
+    is_connected = not world.store.check(["rank 1 left"])
+    world.store.set("rank 0 is free", "")
+    return has_ended.is_set(), is_connected
 
 
 @pytest.mark.parametrize(
@@ -58,5 +66,4 @@ def train_and_lose_peer(way: str, steps: int, world: World) -> float:
     ],
 )
 def test_a_rank_waiting_in_ddp_is_released_when_its_generation_ends(way: str, steps: int, tmp_path: Path) -> None:
-    waited_s = run_ranks(partial(train_and_lose_peer, way, steps), 2, tmp_path, dying=[1])[0]
-    assert 0.4 < waited_s < 1.2
+    assert run_ranks(partial(train_and_lose_peer, way, steps), 2, tmp_path, dying=[1])[0] == (True, True)

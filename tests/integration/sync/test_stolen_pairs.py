@@ -110,26 +110,26 @@ def make_identity(warnings: list[ShoalError]) -> RankIdentity:
     return RankIdentity("here", torch.device("cpu"), "lo", None, GroupInterrupt(), warnings.append)
 
 
-def form_attacked(world: World, name: str, times: int) -> tuple[float, float, list[str]]:
-    """Form a generation whose ports are attacked; return an all-reduce's sum, the seconds taken and the warnings."""
+def form_attacked(world: World, name: str, times: int) -> tuple[float, list[str]]:
+    """Form a generation whose ports are attacked; return an all-reduce's sum and the warnings.
+
+    An undetected attack ends with the timeout of a collective, which is longer than the deadline of the ranks.
+    """
     warnings: list[ShoalError] = []
     store = AttackedStore(world.store, name, times)
     barrier(world)
     drop_groups()
-    started = time.monotonic()
-    formed = form_world(order(world), store, make_identity(warnings), meet_s=20, timeout_s=60)
-    return total(formed), time.monotonic() - started, [warning.seen for warning in warnings]
+    formed = form_world(order(world), store, make_identity(warnings), meet_s=20, timeout_s=600)
+    return total(formed), [warning.seen for warning in warnings]
 
 
 @pytest.mark.parametrize("mode", ["silent", "close", pytest.param("garbage", marks=pytest.mark.long), "digest"])
 def test_an_attacked_group_is_formed_again(mode: str, tmp_path: Path) -> None:
     with attacker(mode) as name:
         answers = run_ranks(form_attacked, 2, tmp_path, name, 1)
-    assert [sum_ for sum_, _, _ in answers] == [3.0, 3.0]
-    # The timeout of a collective, which an undetected attack would reach, is 60 s here.
-    assert max(seconds for _, seconds, _ in answers) < 20
-    [warning] = answers[0][2]
-    assert answers[1][2] == [], "only one rank must warn"
+    assert [sum_ for sum_, _ in answers] == [3.0, 3.0]
+    [warning] = answers[0][1]
+    assert answers[1][1] == [], "only one rank must warn"
     assert "rank 0" in warning or "rank 1" in warning
     assert "formed again on new ports" in warning
     if mode == "silent":
@@ -138,7 +138,7 @@ def test_an_attacked_group_is_formed_again(mode: str, tmp_path: Path) -> None:
 
 
 def test_without_an_attack_there_is_no_warning(tmp_path: Path) -> None:
-    for sum_, _, warnings in run_ranks(form_attacked, 2, tmp_path, "", 0):
+    for sum_, warnings in run_ranks(form_attacked, 2, tmp_path, "", 0):
         assert (sum_, warnings) == (3.0, [])
 
 
@@ -219,7 +219,7 @@ def test_the_doctors_group_is_proved_too(tmp_path: Path) -> None:
 def form_with_several_connections(world: World, name: str) -> tuple[float, list[str]]:
     """Open two connections to every peer; the attacker takes the second ones."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo,lo"
-    return form_attacked(world, name, 1)[::2]
+    return form_attacked(world, name, 1)
 
 
 @pytest.mark.long
@@ -247,35 +247,35 @@ def test_a_peer_with_another_key_is_foreign(tmp_path: Path) -> None:
         assert "the connection between rank 0 and rank 1 did not prove that it belongs to this run" in seen
 
 
-def wait_for_proof(world: World) -> float:
-    """Rank 1 connects and sends nothing; meanwhile rank 0's generation ends."""
-    process_groups._PROOF_S = 30.0
+def wait_for_proof(world: World) -> bool:
+    """Rank 1 connects and sends nothing; meanwhile rank 0's generation ends. Without its end rank 0 would wait for
+    longer than the deadline of the ranks."""
+    process_groups._PROOF_S = 600.0
     barrier(world)
     drop_groups()
     store, release = dist.PrefixStore("over", world.store), GroupInterrupt()
     if world.rank == 1:
         connected = dist.ProcessGroupGloo(dist.PrefixStore("attempt/0/0//cpu/", store), 1, 2, timedelta(seconds=30))
         store.set("connected", "")
-        time.sleep(8)
+        store.wait(["released"], timedelta(seconds=60))
         del connected
         os._exit(0)
 
     def end_generation() -> None:
         store.wait(["connected"], timedelta(seconds=30))
-        time.sleep(1.0)
-        ended.append(time.monotonic())
+        time.sleep(0.5)
         release.end()
 
-    ended: list[float] = []
     threading.Thread(target=end_generation, daemon=True).start()
     with pytest.raises(GenerationEnded):
         form_main_group(GroupForming(store, 0, 2, b"key", "over", 5.0, release=release), 60)
-    return time.monotonic() - ended[0]
+    store.set("released", "")
+    return True
 
 
 @pytest.mark.long
 def test_a_rank_waiting_for_a_proof_is_released_when_its_generation_ends(tmp_path: Path) -> None:
-    assert run_ranks(wait_for_proof, 2, tmp_path, dying=[1])[0] < 5
+    assert run_ranks(wait_for_proof, 2, tmp_path, dying=[1])[0]
 
 
 def test_a_digest_depends_on_every_field_of_a_connection() -> None:
@@ -314,7 +314,8 @@ def test_a_warning_names_the_ranks_and_the_address() -> None:
 
 @pytest.mark.long
 def test_a_training_continues_when_its_regrouping_is_attacked(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", "sync.inside=gloo")
+    # An undetected attack would end with the timeout of a collective, long after this test's.
+    run = make_run(tmp_path / "run", "sync.inside=gloo", "sync.timeout_s=600")
     with attacker("silent") as name, ScriptedAgent(run, 3) as agent:
         agent.start(0, 1, 2)
         agent.form((0, 1, 2))
@@ -336,6 +337,5 @@ def test_a_training_continues_when_its_regrouping_is_attacked(tmp_path: Path) ->
         agent.await_end((0, 1))
     assert attacked == {0, 1}
     check_run(run, (0, 1))
-    assert agent.events(0, "membership")[-1]["formed_s"] < 20
     warnings = [event for event in agent.events(0, "warning") if event["error"] == "ForeignConnection"]
     assert "between rank 0 on local and rank 1 on local" in warnings[0]["seen"]

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import pytest
 
 import shoal
 from shoal.host import proc
-from shoal.host.facts import Core, installed_version
+from shoal.host.facts import installed_version
 from shoal.tools.doctor.collect import machine
 from shoal.tools.doctor.collect import machine as collector_processes
 from shoal.tools.doctor.collect import network as collector_names
@@ -58,9 +59,9 @@ def test_a_missing_package_has_no_version() -> None:
 
 
 def test_slow_look_ups_are_abandoned() -> None:
-    started = time.monotonic()
-    answers = collector_names.ask_all({"slow": lambda: time.sleep(5), "quick": lambda: "yes"}, timeout_s=0.2)
-    assert time.monotonic() - started < 4
+    answered = threading.Event()
+    answers = collector_names.ask_all({"slow": lambda: answered.wait(30), "quick": lambda: "yes"}, timeout_s=0.5)
+    answered.set()
     assert answers["slow"] == {"took_s": None}
     assert answers["quick"]["answer"] == "yes"
 
@@ -97,11 +98,13 @@ def test_the_holder_of_a_port_is_described(family: socket.AddressFamily) -> None
         pytest.skip(f"this machine has no {loopback}")
     listen = f"server = socket.create_server(({loopback!r}, 0), family=socket.{family.name})"
     program = f"{listen}\nprint(server.getsockname()[1], flush=True)"
+    began = time.time()
     with child(program, SHOAL_RUN="/no/such/run", SHOAL_PART="rank-3") as (pid, port):
         (holder,) = collector_processes.holders(int(port))
     assert (holder["address"], holder["pid"]) == (loopback, pid)
     assert holder["command"].startswith(sys.executable)
-    assert 0 <= holder["age_s"] < 60
+    # The kernel counts in hundredths of a second.
+    assert 0 <= holder["age_s"] <= time.time() - began + 1
     assert (holder["run"], holder["part"], holder["has_folder"]) == ("/no/such/run", "rank-3", False)
 
 
@@ -193,27 +196,11 @@ POWER = {
 
 
 @pytest.mark.parametrize("case", POWER)
-def test_power_supplies_are_read(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_power_supplies_are_read(case: str, tmp_path: Path) -> None:
     supplies, on_battery = POWER[case]
     for supply, files in supplies.items():
-        (tmp_path / supply).mkdir()
+        folder = tmp_path / "class/power_supply" / supply
+        folder.mkdir(parents=True)
         for name, text in files.items():
-            (tmp_path / supply / name).write_text(f"{text}\n")
-    monkeypatch.setattr(machine, "_SUPPLIES", tmp_path)
-    assert machine.power().get("on_battery") == on_battery
-
-
-@pytest.mark.parametrize(
-    ("cores", "counts"),
-    [
-        ([Core((0, 4), 1), Core((1,), 1)], {"threads": 3, "physical": 2}),
-        ([Core((0, 1), 1), Core((2,), 0), Core((3,), 0)], {"threads": 4, "physical": 3, "fast": 1, "slow": 2}),
-        ([], {"threads": os.cpu_count(), "physical": os.cpu_count()}),
-    ],
-    ids=["equal", "fast and slow", "not listed by the system"],
-)
-def test_cores_are_counted_by_speed(cores: list[Core], counts: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "usable_cores", lambda: cores)
-    counted = machine.cores()
-    del counted["quota"]
-    assert counted == counts
+            (folder / name).write_text(f"{text}\n")
+    assert machine.power(tmp_path).get("on_battery") == on_battery

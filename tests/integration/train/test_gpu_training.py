@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +77,8 @@ def lose_a_rank_then_interrupt_and_resume(folder: Path, device: str) -> None:
         training.process.send_signal(signal.SIGINT)
         assert training.code(30.0) == 130, training.err
         assert not parts_of(run)
-    times = [step["time"] for step in events_of(run, "step")]
-    # The goal is 1.5 s; a machine that runs other tests may take longer.
-    assert max(later - earlier for earlier, later in pairwise(times)) < 3.0
+    _, away, back = (event["time"] for event in events_of(run, "membership")[:3])
+    assert any(away < step["time"] < back for step in events_of(run, "step")), "the survivor waited for the lost rank"
     done = last_step(run)
     resumed = shoal("train", "--resume", run, "--steps", str(done + 5), "--detach")
     assert resumed.returncode == 0, resumed.stderr

@@ -14,9 +14,9 @@ import torch
 from torch.distributed import HashStore, init_process_group
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.train.worker import _LateCompiler
+from shoal.train.worker import LateCompiler
 
-_LateCompiler.install()
+LateCompiler.install()
 late = sys.modules["torch._dynamo"]
 init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 model = DistributedDataParallel(torch.nn.Linear(2, 2))

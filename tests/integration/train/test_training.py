@@ -96,7 +96,7 @@ def test_the_manifest_has_every_documented_field(runs: Runs) -> None:
     [command] = manifest["commands"]
     assert command.startswith("shoal train ")
     assert "--on local:2" in command
-    assert 0 < manifest["duration_s"] < 600
+    assert manifest["duration_s"] >= sum(step["step_s"] for step in steps_of(runs[2][0])) > 0
     assert manifest["theoretical_bytes_per_step"] == 0
     assert 0 < min(step["wire_bytes"] for step in steps_of(runs[2][0])) < manifest["model_params"]
     assert len(manifest["lesson_notes"]) > 100

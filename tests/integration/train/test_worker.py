@@ -7,9 +7,9 @@ import sys
 
 _TRAIN = """
 import sys, torch
-from shoal.train.worker import _LateCompiler
+from shoal.train.worker import LateCompiler
 
-_LateCompiler.install()
+LateCompiler.install()
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 model(torch.ones(1, 2)).sum().backward()

@@ -7,7 +7,6 @@ import contextlib
 import os
 import socket
 import struct
-import time
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -167,13 +166,12 @@ def test_a_handshake_sent_byte_by_byte_gets_no_extra_time(monkeypatch: pytest.Mo
 
     async def scenario() -> None:
         async with open_port() as port:
-            with connect(port.number) as slow:
-                began = time.monotonic()
-                with contextlib.suppress(OSError):
-                    for byte in struct.pack(">I", 500) + bytes(500):
-                        slow.sendall(bytes([byte]))
-                        await asyncio.sleep(0.05)
-            assert time.monotonic() - began < 5
+            handshake, sent = struct.pack(">I", 500) + bytes(500), 0
+            with connect(port.number) as slow, contextlib.suppress(OSError):
+                for sent, byte in enumerate(handshake):  # noqa: B007
+                    slow.sendall(bytes([byte]))
+                    await asyncio.sleep(0.05)
+            assert sent < len(handshake) - 1, "the connection was kept while bytes arrived"
             assert port.notes == [f"refused a connection from {LOOPBACK}: its handshake took too long"]
             assert port.guard.waiting == 0
 
@@ -212,11 +210,10 @@ def test_a_member_that_differs_is_refused_at_once_with_both_versions_named(field
 
     async def scenario() -> None:
         roster = [await peer.listen() for peer in peers]
-        began = time.monotonic()
         ends = await asyncio.gather(
             *(peer.mesh.meet(dict(enumerate(roster))) for peer in peers), return_exceptions=True
         )
-        assert time.monotonic() - began < 2
+        # The error of a meeting that timed out names no version.
         for end in ends:
             assert isinstance(end, ControlError)
             assert f"{own_value} on node1" in end.seen

@@ -39,7 +39,6 @@ def facts(*pythons: PythonFacts) -> HostFacts:
         others=("/usr/bin/python3.9",),
         folder="/srv/shoal",
         free_bytes=10**9,
-        cores=4,
         arch="x86_64",
         os="Linux",
         host_name="laptop-b",

@@ -152,6 +152,13 @@ def test_each_node_gets_its_own_rank_and_slots() -> None:
     assert "NCCL_SOCKET_IFNAME=wlan0" in commands[1]
 
 
+def test_threads_of_a_hosts_file_are_used() -> None:
+    node = Node("big", "10.0.0.1", "eno1", 2, 8, threads=3)
+    [command] = torchrun_commands(job(nodes=(node,)), 4242)
+    assert "OMP_NUM_THREADS=3 " in command.command
+    assert command.command.endswith("--set run.threads=3")
+
+
 # Slurm
 
 

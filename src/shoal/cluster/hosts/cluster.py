@@ -103,7 +103,7 @@ def _node(ready: ReadyHost, run_files: RunFiles) -> Node:
         address=ready.address,
         interface=ready.interface,
         slots=host.slots,
-        cores=ready.cores,
+        cores=None,
         link_mbps=ready.link_mbps,
         threads=host.threads,
         python=ready.python,

@@ -61,7 +61,6 @@ class HostFacts(BaseModel):
     others: tuple[str, ...]  # other Pythons there, for messages only
     folder: str  # shoal's own, expanded
     free_bytes: int
-    cores: int
     arch: str
     os: str
     host_name: str

@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import ipaddress
 import json
-import os
 import platform
 import shutil
 import socket
@@ -32,7 +31,6 @@ def look(request: dict[str, Any], origin: str) -> dict[str, Any]:
         "python": {"origin": origin, **python_facts(request["packages"])},
         "folder": str(folder),
         "free_bytes": free_bytes(folder),
-        "cores": cores(),
         "arch": platform.machine(),
         "os": platform.system(),
         "host_name": socket.gethostname(),
@@ -91,20 +89,6 @@ def free_bytes(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def cores() -> int:
-    """Count the cores that this process may use; two hardware threads of one core count once."""
-    if sys.platform != "linux":
-        return os.cpu_count() or 1
-    return len({_siblings(cpu) for cpu in os.sched_getaffinity(0)})
-
-
-def _siblings(cpu: int) -> str:
-    try:
-        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="utf-8")
-    except OSError:
-        return str(cpu)
 
 
 def interfaces() -> dict[str, list[str]]:

@@ -287,7 +287,6 @@ class ReadyHost:
     here: bool
     address: str
     interface: str
-    cores: int
     link_mbps: int | None
     python: str
     pythonpath: str
@@ -322,7 +321,6 @@ def make_ready(
             here=is_here(host),
             address=address,
             interface=interface,
-            cores=facts.cores,
             link_mbps=facts.link_mbps.get(interface),
             python=python.executable,
             pythonpath=ensure_code(host, spec, facts, code),

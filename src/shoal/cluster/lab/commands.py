@@ -355,10 +355,14 @@ def _server_step(node: str, site: LabSite, argv: list[str], log: Path) -> RunCom
     return RunCommand(_in_control_groups(entered, node, site), log)
 
 
+def group_files(node: str, site: LabSite) -> list[Path]:
+    """Return the files that put a process into the node's control groups, when its number is written to them."""
+    return [group.of_node(site.name, node) / "cgroup.procs" for group in site.groups.all()]
+
+
 def _in_control_groups(words: tuple[Word, ...], node: str, site: LabSite) -> tuple[Word, ...]:
     """Run a command in a shell that first puts itself into the node's control groups."""
-    files = [group.of_node(site.name, node) / "cgroup.procs" for group in site.groups.all()]
-    script = "".join(f"echo $$ > {file} && " for file in files)
+    script = "".join(f"echo $$ > {file} && " for file in group_files(node, site))
     return ("sh", "-c", f'{script}exec "$@"', "sh", *words) if script else words
 
 

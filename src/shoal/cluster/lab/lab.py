@@ -44,12 +44,14 @@ from shoal.cluster.lab.processes import (
 )
 from shoal.cluster.lab.spec import INTERFACE, SWITCH, LabLink, LabNode, LabSpec, check_name
 from shoal.cluster.lab.state import LabOwner, LabState, cut, heal, with_node
+from shoal.cluster.lab.template import LabTemplate
 from shoal.cluster.node import Node
 from shoal.config.defaults import LAB_NAME
 from shoal.config.presets import did_you_mean
 from shoal.errors import LabError, UsageError
-from shoal.host.facts import physical_cores
 from shoal.host.proc import start_ticks
+from shoal.host.topology import this_topology, threads_for
+from shoal.run_folder import RunFolder
 
 _STEP_TIMEOUT_S = 10.0
 _POLL_S = 0.005
@@ -174,13 +176,13 @@ def _missing(name: str) -> UsageError:
 
 
 def as_nodes(spec: LabSpec) -> list[Node]:
-    machine_cores = physical_cores()
+    topology = this_topology()
     nodes = []
     for node in spec.nodes:
         # Nodes without a limit share the machine. More threads than cores would only wait for each other.
-        cores = machine_cores // len(spec.nodes) if node.cpu is None else round(node.cpu)
+        share = threads_for(topology, len(spec.nodes))
+        cores = share if node.cpu is None else max(1, min(int(node.cpu), topology.usable))
         link_mbps = round(node.link.rate_bps / 1e6) if node.link.rate_bps else None
-        cores = max(1, min(cores, machine_cores))
         nodes.append(Node(node.name, node.address, INTERFACE, node.slots, cores=cores, link_mbps=link_mbps))
     return nodes
 
@@ -188,12 +190,22 @@ def as_nodes(spec: LabSpec) -> list[Node]:
 class LabCluster:
     """A lab as a cluster: each node in its own namespaces, behind its own shaped link."""
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(self, lab: Lab, template: LabTemplate | None = None) -> None:
         self._lab = lab
+        self._template = template
         self.nodes = lab.nodes
 
     def start_agent(self, node: Node, run: Path) -> AgentLink:
-        return PipeLink(self._lab.command(node.name, agent_command(run, node.name)), run, node.name)
+        command = self._lab.command(node.name, agent_command(run, node.name))
+        first = first_process(self._lab.folder, node.name)
+        if self._template is None or first is None:
+            return PipeLink(command, run, node.name)
+        groups = commands.group_files(node.name, self._lab.state.site(self._lab.folder))
+        log = RunFolder(run).template_log(node.name)
+        with self._template.serve_node(node.name, first, groups, log) or contextlib.nullcontext() as sock:
+            if node == self.nodes[-1]:
+                self._template.release()
+            return PipeLink(command, run, node.name, template=sock and sock.fileno())
 
     def folder(self, node: Node, run: Path) -> str:
         return str(run)

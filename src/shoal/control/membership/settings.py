@@ -100,6 +100,9 @@ AGENT_POLL_S = 0.05
 FOLDER_CHECK_S = 1.0
 # A rank that lost its peer gets this long to log the error before it is killed.
 FAILURE_GRACE_S = 3.0
+# How long a template that is ready may take to fork a rank, before ranks are started without it. Shorter: a busy
+# machine imports torch again for every rank.
+TEMPLATE_REPLY_S = 10.0
 # Delay before a killed rank is restarted: for the first, second and every further attempt.
 RESTART_BACKOFF_S = (0.2, 1.0, 3.0)
 # After this long without a kill the count of attempts starts again: a training of weeks may lose a rank every day.

@@ -15,6 +15,7 @@ from torch.futures import Future
 
 from shoal.errors import CheckpointError
 from shoal.sync.compression.native import load_kernels
+from shoal.sync.helper_threads import compute_alone_in_foreign_thread
 from shoal.sync.interruptible import GroupInterrupt
 from shoal.sync.world import World
 
@@ -152,7 +153,13 @@ class Fp16(NoState):
     def __call__(self, bucket: Bucket) -> Future[Tensor]:
         half = to_half(bucket.flat, self._halves.of(bucket))
         work = begun(dist.all_reduce(half, group=self._world.group, async_op=True))
-        return work.get_future().then(lambda done: from_half(done.value()[0], bucket.flat))
+
+        def decode(done: Future[list[Tensor]]) -> Tensor:
+            compute_alone_in_foreign_thread()
+            return from_half(done.value()[0], bucket.flat)
+
+        decoded: Future[Tensor] = work.get_future().then(decode)
+        return decoded
 
 
 def to_half(full: Tensor, half: Tensor) -> Tensor:

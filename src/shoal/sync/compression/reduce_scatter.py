@@ -22,6 +22,7 @@ from torch.futures import Future
 
 from shoal.cost.model_size import BLOCK, blocks_of
 from shoal.sync.compression.base import Bucket, BufferPool, State, begun, load_tensors
+from shoal.sync.helper_threads import compute_alone
 from shoal.sync.interruptible import await_work
 from shoal.sync.world import World
 
@@ -251,6 +252,7 @@ class OrderedQueue:
 
 @torch.no_grad()
 def _run_jobs(jobs: SimpleQueue[_Job | None]) -> None:
+    compute_alone()
     running: list[_Job] = []
     while (job := jobs.get()) is not None:
         running = _take_turns([*running, job])

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from shoal.sync.compression.base import Bucket, BufferPool, Compressor, CompressorState
+from shoal.sync.helper_threads import compute_alone
 
 
 class StagedCompressor(CompressorState):
@@ -26,7 +27,7 @@ class StagedCompressor(CompressorState):
         self._stream = torch.cuda.Stream(device)
         self._pinned = BufferPool(lambda bucket: torch.empty_like(bucket.flat, device="cpu", pin_memory=True))
         # One thread: every rank must begin the exchanges in the same order.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="staging")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="staging", initializer=compute_alone)
 
     def __call__(self, bucket: Bucket) -> Future[Tensor]:
         pinned = self._pinned.of(bucket)

@@ -3,15 +3,16 @@
     SharedDDP          gradients live in shared memory from the moment backward makes them: nothing is copied in or out
     SharedCompressor   sums tensors that live elsewhere, such as DDP's buckets: copied in, summed, copied out
 
-`SharedDDP` does what DDP does with its reducer: gradients are views of a flat buffer, a bucket is summed as soon as
-backward has filled it, and only the last micro-batch of a step sends. Every rank sums its slice of all ranks' buckets
-and writes the result into each of them, so that clipping and the optimizer find their own copy.
+Gradients are views of a flat buffer. Every rank sums its slice of all ranks' buffers and writes the result into each of
+them, so that clipping and the optimizer find their own copy. On one host the thread that computes does this after
+backward, with all its threads: the sum needs the cores that backward computes on, so there is nothing to overlap with.
+With several hosts a bucket is summed and sent as soon as backward has filled it, as DDP does.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.futures import Future as TorchFuture
 
 from shoal.sync.compression.base import Bucket, Compressor, CompressorState, NoState
+from shoal.sync.helper_threads import compute_alone
 from shoal.sync.interruptible import await_future
 from shoal.sync.shared_memory.group import HostSharing, InsideChoice
 from shoal.sync.step_stats import CommTimes, covered
@@ -37,8 +39,8 @@ AsBucket = Callable[[Tensor], Bucket]
 
 # Two ranks never write to one cache line (64 bytes, 128 on some machines), for elements of two bytes and more.
 _LINE_ELEMENTS = 64
-# The parts of all rows and their sum stay in the cache. A call takes some microseconds: blocks of 128 kB, which a
-# core's own cache would hold, took 1.7 times as long in all (measured, four ranks).
+# For each thread. The parts of all rows and their sum stay in the cache. A call takes some microseconds: blocks of 128
+# kB, which a core's own cache would hold, took 1.7 times as long in all (measured, four ranks).
 BLOCK_BYTES = 1 << 20
 # Each chunk costs two barriers, which wake every rank: with 2 MB a sum of 64 MB took 1.6 times the processor time
 # (measured, four ranks on two cores), with 16 MB a tenth less.
@@ -71,7 +73,10 @@ class SharedDDP(CompressorState):
         self._parameters: list[list[Tensor]] = [[] for _ in layout.buckets]
         for parameter, bucket in self._bucket_of.items():
             self._parameters[bucket].append(parameter)
-        self._pipeline = Pipeline(sharing, ResidentSum(sharing, rows), compressor)
+        self._sharing = sharing
+        self._sum = ResidentSum(sharing, rows)
+        is_one_host = len(sharing.group.first_ranks) == 1
+        self._pipeline = None if is_one_host else Pipeline(sharing, self._sum, compressor)
         self._compressor = compressor or NoState()
         self._is_last = False
         self._start_step()
@@ -85,16 +90,30 @@ class SharedDDP(CompressorState):
         loss.backward()
 
     def finish(self) -> CommTimes:
+        if self._pipeline is None:
+            return self._sum_on_this_host()
         while len(self._sent) < len(self._buckets):
-            for parameter in self._missing[len(self._sent)]:
-                if parameter.grad is None:
-                    # The last backward did not use it here; other ranks may have a gradient for it.
-                    parameter.grad = self._views[parameter].zero_()
-            self._send_next()
+            self._fill_in_zeros(self._missing[len(self._sent)])
+            self._send_next(self._pipeline)
         spans = [[begin, done.result()] for begin, done in self._sent]
         self._start_step()
         now = time.perf_counter()
         return CommTimes(spans[-1][0], now - spans[-1][0], covered(spans)) if self._timed else CommTimes(now, 0.0, None)
+
+    def _sum_on_this_host(self) -> CommTimes:
+        self._fill_in_zeros(self._views)
+        ready_at = time.perf_counter()
+        together_at = self._sum.sum_in_place((0, self._buckets[-1][1]))
+        now = time.perf_counter()
+        if not self._timed:
+            return CommTimes(now, 0.0, None)
+        return CommTimes(ready_at, now - ready_at, now - together_at, wait_s=together_at - ready_at)
+
+    def _fill_in_zeros(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            if parameter.grad is None:
+                # The last backward did not use it here; other ranks may have a gradient for it.
+                parameter.grad = self._views[parameter].zero_()
 
     def resize(self, tokens: int) -> None:
         pass
@@ -103,7 +122,10 @@ class SharedDDP(CompressorState):
         """Close the pipeline, after the last bucket of all ranks."""
         for hook in self._hooks:
             hook.remove()
-        self._pipeline.close()
+        if self._pipeline is None:
+            self._sharing.close()
+        else:
+            self._pipeline.close()
 
     def _start_step(self) -> None:
         self._sent: list[tuple[float, Future[float]]] = []
@@ -117,15 +139,15 @@ class SharedDDP(CompressorState):
         if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad)
             parameter.grad = view
-        if self._is_last:
+        if self._is_last and self._pipeline is not None:
             self._missing[self._bucket_of[parameter]].discard(parameter)
             # In the order of the buckets, whichever is full first: all ranks must send in the same order.
             while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
-                self._send_next()
+                self._send_next(self._pipeline)
 
-    def _send_next(self) -> None:
+    def _send_next(self, pipeline: Pipeline[Range]) -> None:
         index = len(self._sent)
-        done = self._pipeline.put(self._buckets[index], partial(self._as_bucket, index))
+        done = pipeline.put(self._buckets[index], partial(self._as_bucket, index))
         self._sent.append((time.perf_counter(), done))
 
     def _as_bucket(self, index: int, flat: Tensor) -> Bucket:
@@ -231,7 +253,7 @@ class PipelineStage:
     """
 
     def __init__(self, name: str, on_failure: Callable[[], None]) -> None:
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=compute_alone)
         self._on_failure = on_failure
         self._failed: Exception | None = None
 
@@ -278,7 +300,7 @@ def sum_rows(rows: Sequence[Tensor], low: int, high: int, into: Sequence[Tensor]
 
 
 def _make_scratch(dtype: torch.dtype) -> Tensor:
-    return torch.empty(BLOCK_BYTES // dtype.itemsize, dtype=dtype)
+    return torch.empty(torch.get_num_threads() * BLOCK_BYTES // dtype.itemsize, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -320,11 +342,17 @@ class ResidentSum:
 
     def sum(self, item: Range, for_all: bool) -> Tensor:
         if self._group.size > 1:
-            self._barriers[0].arrive()
-            into = self._rows if for_all else self._rows[:1]
-            sum_rows(self._rows, *slice_of(*item, self._group.index, self._group.size), into, self._scratch)
-            self._barriers[0].arrive()
+            self.sum_in_place(item, self._rows if for_all else self._rows[:1])
         return self._rows[self._group.index][slice(*item)]
+
+    def sum_in_place(self, item: Range, into: Sequence[Tensor] | None = None) -> float:
+        """Write the sum to the rows `into`, by default all; return when all ranks had arrived, by perf_counter."""
+        self._barriers[0].arrive()
+        together_at = time.perf_counter()
+        own = slice_of(*item, self._group.index, self._group.size)
+        sum_rows(self._rows, *own, self._rows if into is None else into, self._scratch)
+        self._barriers[0].arrive()
+        return together_at
 
     def distribute(self, item: Range) -> None:
         self._barriers[1].arrive()

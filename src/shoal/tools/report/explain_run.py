@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from shoal.config.manifest import ChoiceRecord, PredictionRecord
 from shoal.config.schema import SyncConfig
 from shoal.config.sync_choice import choice_of_event
+from shoal.cost.causes import Demand
 from shoal.events import Event
 from shoal.tools.report.figures import ScalingPoint, are_alike, efficiency, in_order
 from shoal.tools.report.rank_log import is_number, is_step
@@ -72,6 +73,7 @@ def explain_step_time(summary: RunSummary) -> str:
         _explain_bytes(summary),
         _name_slowest_rank(summary, step_s.median),
         _explain_tail(summary),
+        _explain_demand(summary.demand, summary.other_load),
         warn_of_other_programs({"": summary.other_load}),
     ]
     return " ".join(sentence for sentence in sentences if sentence)
@@ -148,6 +150,15 @@ def _explain_tail(summary: RunSummary) -> str:
     )
 
 
+def _explain_demand(demand: Demand | None, other_load: float | None, label: str = "") -> str:
+    """Explain that the threads of the run, or of that on `label`, want more processors than there are, if they do."""
+    if demand is None or not demand.is_cause(other_load or 0.0):
+        return ""
+    whose = "the threads of " + ("one rank" if demand.ranks == 1 else f"{name_ranks(demand.ranks)} on one machine")
+    whose = f"With {label}, {whose}" if label else whose.capitalize()
+    return f"{demand.describe(whose)}. To change that, {demand.fix}."
+
+
 def _wait_times(summary: RunSummary) -> dict[int, float]:
     return {number: rank.phases["wait"].median for number, rank in summary.ranks.items() if "wait" in rank.phases}
 
@@ -218,6 +229,7 @@ def explain_scaling(points: list[ScalingPoint]) -> str:
             f"An efficiency above 100% ({join_words(above)}) is not plausible: something slowed down the run on "
             f"{base.label}. Measure again with --repeat 3."
         )
+    sentences.append(_explain_demand(base.demand, base.other_load, base.label))
     sentences.append(warn_of_load(points))
     return " ".join(sentence for sentence in sentences if sentence)
 
@@ -285,6 +297,7 @@ def _explain_point(comparison: IdealComparison) -> list[str]:
     if not same:
         no_cause = f"No single part stands out: each is under {format_percent(_NEGLIGIBLE)} of the step."
         return [verdict, against_ideal, no_cause]
+    demand = _explain_demand(point.demand, point.other_load, point.label) if lost_s > 0 else ""
     (cause, seconds), *further = same
     what = "cost" if seconds > 0 else "gain"
     amount = f"{format_ms(abs(seconds))} ({format_percent(abs(seconds) / point.step_s)} of the step)"
@@ -294,7 +307,7 @@ def _explain_point(comparison: IdealComparison) -> list[str]:
         sentences.append(f"{'More time went into' if lost_s > 0 else 'Time was also saved in'} {_list_parts(further)}.")
     if against:
         sentences.append(f"{'Time was saved in' if lost_s > 0 else 'Time was lost in'} {_list_parts(against)}.")
-    return sentences
+    return [*sentences, demand]
 
 
 def _list_parts(parts: list[tuple[str, float]]) -> str:
@@ -307,6 +320,8 @@ def _compute_reason(comparison: IdealComparison) -> str:
     took = f"they took {format_ms(point.compute_s)} where their share of the work gives {format_ms(ideal_s)}"
     if base.threads is None or point.threads is None or not (base.compute_s and point.compute_s):
         return took
+    if point.compute_s > ideal_s and _explain_demand(point.demand, point.other_load):
+        return f"{took}; their threads had too few processors"
     before, after = base.ranks * base.threads, point.ranks * point.threads
     per_rank = f"each rank computed with {pluralize(point.threads, 'thread')} ({base.threads} with {base.label})"
     if point.cores is not None and after > point.cores and point.compute_s > ideal_s:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from shoal.cost.causes import Demand
 from shoal.errors import DataError, ShoalError
 from shoal.run_folder import RunFolder
 from shoal.tools.report.summary import RunSummary
@@ -85,6 +86,7 @@ class ScalingPoint(BaseModel):
     allreduce_p95_s: float | None = None
     hidden_s: float | None = None  # the part of the all-reduce hidden behind backward
     other_load: float | None = None  # cores that other programs kept busy
+    demand: Demand | None = None  # for processors, on the machine that has the fewest for it
 
     @property
     def compute_s(self) -> float:
@@ -121,6 +123,7 @@ def make_scaling_point(summary: RunSummary, name: str = "") -> ScalingPoint:
         allreduce_p95_s=summary.allreduce_s.p95 if summary.allreduce_s else None,
         hidden_s=summary.hidden_s,
         other_load=summary.other_load,
+        demand=summary.demand,
     )
 
 
@@ -160,12 +163,19 @@ def read_scaling(run: RunFolder) -> list[ScalingPoint]:
 
 
 def _cores(summary: RunSummary) -> int | None:
-    """Return the cores of all machines; None if any is unknown. Emulated nodes share those of their machine."""
-    cores: dict[str, int | None] = {}
+    """Return the cores of all machines; None if any is unknown. Emulated nodes share those of their machine, except
+    where each has a quota of its own."""
+    machines: dict[str, dict[str, Mapping[str, Any]]] = {}
     for rank in summary.ranks.values():
-        cores[str(rank.hardware.get("boot_id") or rank.node)] = rank.hardware.get("cores")
-    known = [count for count in cores.values() if isinstance(count, int)]
-    return sum(known) if known and len(known) == len(cores) else None
+        machines.setdefault(str(rank.hardware.get("boot_id") or rank.node), {})[rank.node] = rank.hardware
+    total = 0
+    for nodes in machines.values():
+        cores = {node: count for node, facts in nodes.items() if isinstance(count := facts.get("cores"), int)}
+        if len(cores) < len(nodes):
+            return None
+        shared = [cores[node] for node, facts in nodes.items() if facts.get("quota") is None]
+        total += max(shared) if shared else sum(cores.values())
+    return total or None
 
 
 def _processors(summary: RunSummary) -> str:

@@ -28,6 +28,7 @@ Floats = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
 
 # Fields of a `start` event that a later `choice` event replaces.
+_SETUP_FIELDS = ("threads", "cpus", "inside")
 _SYNC_FIELDS = ("sync", "wire", "grad_bytes", "round_steps", "wire_made_by", "inside", "inside_note")
 # A measured script: from the end of an exchange until this rank's last gradient is ready, and from then to its end.
 _MEASURED = ("ready_s", "tail_s")
@@ -155,6 +156,8 @@ class RankLog:
                 # Steps measured before used another sync method and count as warm-up.
                 self.choice, self._is_restarted = event, True
                 self.start = {**self.start, **{name: event[name] for name in _SYNC_FIELDS if name in event}}
+            case "trial":
+                self.start = {**self.start, **{name: event[name] for name in _SETUP_FIELDS if name in event}}
             case "membership":
                 if (entered := read_entered(event)) is not None:
                     self.entered.append(entered)

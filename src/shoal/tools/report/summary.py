@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from shoal.control.membership.types import NEVER, Ballot
+from shoal.cost.causes import Demand, machine_demands
 from shoal.cost.network import ring_bytes
 from shoal.errors import PeerLost
 from shoal.events import EXCHANGE_TIMES, PHASES, STEP_TIMES, Event
-from shoal.tools.report.measured import find_stragglers
+from shoal.tools.report.measured import find_stragglers, node_stats
 from shoal.tools.report.membership import (
     FinalLineage,
     GenerationSpan,
@@ -116,6 +117,7 @@ class RunSummary:
     val_loss: dict[int, float]
     logged: dict[str, dict[int, float]]  # what the user's program recorded: values by name and step
     other_load: float | None  # cores that other programs kept busy, on the busiest machine
+    demand: Demand | None  # for processors, on the machine that has the fewest for it; None where it is not known
     peak_memory_bytes: float | None  # of the rank that used the most
     choice: Event
     faults: list[Event]
@@ -201,6 +203,7 @@ def summarize(events: Iterable[Event]) -> RunSummary:
         val_loss=_val_losses(logs),
         logged=_logged_values(logs),
         other_load=_other_load(member_logs.values()),
+        demand=_highest_demand(member_logs.values()),
         peak_memory_bytes=max((size for size in memory_bytes if size > 0), default=None),
         choice=next((log.choice for log in logs.values() if log.choice), {}),
         # A lost peer is a consequence: show the peer's own fault first.
@@ -450,6 +453,14 @@ def busy_cores_of_others(meters: Collection[Event]) -> float | None:
     if not cpu or not all(0 < value < math.inf for value in (*cpu, *busy, *wall)):
         return None
     return max(0.0, (max(busy) - sum(cpu)) / max(wall))
+
+
+def _highest_demand(logs: Collection[RankLog]) -> Demand | None:
+    """Return the demand for processors of the ranks on one machine, of that which lacks the most."""
+    names = sorted({_machine(log) for log in logs})
+    nodes = [replace(node_stats(log), machine=names.index(_machine(log))) for log in logs]
+    demands = [demand for demand in machine_demands(nodes).values() if demand.wanted and demand.cpus]
+    return max(demands, key=lambda demand: (demand.is_too_high, demand.wanted / demand.cpus), default=None)
 
 
 def _machine(log: RankLog) -> str:

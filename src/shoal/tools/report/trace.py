@@ -44,10 +44,10 @@ _CATEGORIES = {
     "optimizer": "compute",
 }
 _RECOVERY = ("halted_s", "waited_s", "formed_s", "copied_s")
-_RANK_MOMENTS = {"warning": "seen", "fault": "seen", "note": "text", "choice": "why", "lost": "why"}
+_RANK_MOMENTS = {"warning": "seen", "fault": "seen", "note": "text", "choice": "why", "trial": "why", "lost": "why"}
 _AGENT_MOMENTS = {"note": "text", "announce": "text", "restart": "name", "ended": "name", "lost": "how"}
 # Of the samples of a node, see `host.node_stats.NodeStats`.
-_COUNTERS = ("throttled", "frozen", "other_cores", "memory_stall", "io_stall", "steal", "clock", "resent")
+_COUNTERS = ("throttled", "frozen", "other_cores", "memory_stall", "io_stall", "steal", "clock", "resent", "waited")
 # Threads of a node beside its ranks' own, whose numbers are those of the ranks.
 _AGENT_THREAD = 1_000_000
 _NETWORK_THREADS = 2_000_000

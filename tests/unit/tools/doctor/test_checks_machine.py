@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from shoal.cli.doctor import place_of
+from shoal.tools.doctor.checks import judge
+from shoal.tools.doctor.collect.machine import describe_cores
 from shoal.tools.doctor.facts import ClusterFacts, Facts, Finding, Severity
-from tests.support.doctor_facts import complaints, disk, machine, names, nodes, only, process, processes, remarks, scene
+from tests.support.doctor_facts import (
+    complaints,
+    cores,
+    disk,
+    machine,
+    names,
+    nodes,
+    only,
+    process,
+    processes,
+    remarks,
+    scene,
+)
+from tests.support.topology_trees import machine_topology
 
 
 def test_healthy_machines_have_no_complaints() -> None:
@@ -325,14 +343,53 @@ def test_other_load_is_only_a_remark() -> None:
     assert "9.0 processes at a time wanted one of its 4 cores" in only(remarks(busy, "speed.load")).evidence
 
 
-def test_the_cores_that_a_run_will_use_are_remarked() -> None:
-    hybrid = {"threads": 12, "physical": 8, "quota": 6.0, "fast": 8, "slow": 4}
-    first, *_ = remarks(scene({"machine": machine(cores=hybrid)}), "speed.cores")
-    assert "8 cores with 12 hardware threads (8 fast, 4 slow), of which a container may use 6" in first.evidence
-    assert first.meaning == "a run has 1 rank here, with 4 threads each"
-    few_fast = {"threads": 4, "physical": 4, "quota": None, "fast": 2, "slow": 2}
-    slow, *_ = remarks(scene({"machine": machine(cores=few_fast)}), "speed.cores")
-    assert "on slow cores" in slow.meaning
+def test_the_cores_that_a_run_will_use_are_remarked(tmp_path: Path) -> None:
+    def remark(name: str, check: str) -> Finding:
+        seen = describe_cores(machine_topology(name, tmp_path / name))
+        cluster = scene({"machine": machine(cores=seen)}, count=1)
+        # As in a hosts file: the launcher does not know the cores.
+        cluster = replace(cluster, nodes=[replace(node, cores=None) for node in cluster.nodes])
+        return only(remarks(cluster, check))
+
+    for name, evidence, threads in (
+        ("desktop", "Some CPU: 8 cores with 16 hardware threads, ", 8),
+        ("hybrid_laptop", "Some CPU: 14 cores with 20 hardware threads (6 fast, 8 slow), ", 6),
+        ("two_sockets", "Some CPU: 16 cores with 32 hardware threads, ", 16),
+        ("container_v1", "Some CPU: 8 cores, ", 2),
+    ):
+        cores = remark(name, "speed.cores")
+        assert cores.evidence.startswith(evidence)
+        assert cores.meaning == f"a run has 1 rank here, with {threads} threads each"
+
+    seen = describe_cores(machine_topology("container_v2", tmp_path / "quota"))
+    limited = scene({"machine": machine(cores=seen)}, count=1)
+    limited = replace(limited, nodes=[replace(node, cores=None) for node in limited.nodes])
+    assert remarks(limited, "speed.threads") == []
+    quota = remark("container_v2", "speed.quota")
+    assert "the time of 2.5 of its 8 cores: " in quota.evidence
+    assert quota.evidence.endswith("/sys/fs/cgroup/cpu.max")
+    assert quota.meaning.startswith("a run uses 2 cores here")
+    hybrid = remark("hybrid_laptop", "speed.hybrid")
+    assert hybrid.evidence == "6 of its 14 cores are fast; the slowest has about 37% of their speed"
+    assert "fast cores only" in hybrid.meaning
+    assert hybrid.meaning.endswith("--threads 14")
+    numa = remark("two_sockets", "speed.numa")
+    assert "2 NUMA nodes" in numa.evidence
+    assert "try 2 ranks there" in numa.meaning
+
+
+def test_equal_cores_without_a_quota_need_no_remark(tmp_path: Path) -> None:
+    for name in ("desktop", "cloud_vm", "bare_vm"):
+        healthy = scene({"machine": machine(cores=describe_cores(machine_topology(name, tmp_path / name)))})
+        for check in ("speed.quota", "speed.hybrid", "speed.numa"):
+            assert remarks(healthy, check) == []
+
+
+def test_slow_cores_in_use_are_remarked(tmp_path: Path) -> None:
+    seen = describe_cores(machine_topology("hybrid_laptop", tmp_path))
+    crowded = scene({"machine": machine(cores=seen)}, count=1)
+    crowded = replace(crowded, nodes=[replace(node, cores=None, slots=7) for node in crowded.nodes])
+    assert "uses slow cores too" in only(remarks(crowded, "speed.hybrid")).meaning
 
 
 # Where to run a command
@@ -349,3 +406,55 @@ def test_the_cores_that_a_run_will_use_are_remarked() -> None:
 )
 def test_a_fix_states_on_which_machine_to_run_it(id_: str, fix: str, place: str) -> None:
     assert place_of(Finding(id_, Severity.ERROR, "node2", "seen", "meaning", fix)) == place
+
+
+# Threads
+
+
+@pytest.mark.parametrize(
+    ("slots", "threads", "facts", "severity", "evidence"),
+    [
+        # By default each rank gets its share of the cores, and a hosts file may ask for all hardware threads.
+        (2, None, {}, None, ""),
+        (2, 4, {}, None, ""),
+        (2, 8, {}, Severity.WARNING, "2 ranks with 16 threads in all share 8 processors"),
+        (1, None, {"omp_num_threads": "16"}, Severity.INFO, "1 rank with 16 threads in all share 8 processors"),
+        # The number that the hosts file has wins over the variable.
+        (1, 4, {"omp_num_threads": "16"}, None, ""),
+        (1, None, {"omp_num_threads": "many"}, None, ""),
+        (
+            2,
+            2,
+            {"cores": cores(usable=2, quota=2.5, quota_file="cpu.max")},
+            Severity.WARNING,
+            "4 threads in all share 2",
+        ),
+        (9, None, {}, Severity.INFO, "9 ranks with 9 threads in all share 8 processors"),
+    ],
+)
+def test_threads_are_compared_with_the_processors(
+    slots: int, threads: int | None, facts: Facts, severity: Severity | None, evidence: str
+) -> None:
+    seen = scene({"machine": machine(**facts)}, count=1)
+    seen = replace(seen, nodes=[replace(seen.nodes[0], slots=slots, threads=threads)])
+    findings = [finding for finding in judge(seen) if finding.id == "speed.threads"]
+    assert [finding.severity for finding in findings] == ([severity] if severity else [])
+    assert all(evidence in finding.evidence for finding in findings)
+    assert all(("--threads" in finding.meaning) == (severity is Severity.WARNING) for finding in findings)
+
+
+def test_emulated_nodes_share_the_processors_of_one_machine() -> None:
+    own = machine(boot_id="a1", cores=cores(threads=2, physical=2, usable=2))
+    seen = scene(*[{"machine": own}] * 3)
+    seen = replace(seen, nodes=[replace(node, cores=1) for node in seen.nodes])
+    finding = only(remarks(seen, "speed.threads"))
+    assert (finding.node, finding.evidence) == ("node1", "3 ranks with 3 threads in all share 2 processors")
+
+
+def test_ranks_of_another_run_share_them_too() -> None:
+    other = [
+        process(100 + rank, part=f"rank-{rank}", run="/runs/other", has_folder=True, orphan=False) for rank in range(5)
+    ]
+    seen = scene({"processes": processes(marked=other)}, count=1)
+    finding = only(remarks(seen, "speed.threads"))
+    assert finding.evidence.endswith("share 8 processors, and 5 ranks of other runs compute there now")

@@ -34,12 +34,12 @@ def test_a_connection_without_the_token_is_closed_without_an_answer(port: int, s
 
 
 def test_a_request_sent_byte_by_byte_gets_no_extra_time(port: int) -> None:
-    began = time.monotonic()
+    sent = 0
     with connect(port) as slow, contextlib.suppress(OSError):
-        for _ in range(150):
+        for sent in range(150):  # noqa: B007
             slow.sendall(b"x")
             time.sleep(0.05)
-    assert time.monotonic() - began < 5
+    assert sent < 149, "the connection was kept while bytes arrived"
 
 
 @pytest.mark.long

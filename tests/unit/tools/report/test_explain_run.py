@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.config.schema import Config
+from shoal.cost.causes import Demand
 from shoal.errors import DataError
 from shoal.events import Event
 from shoal.run_folder import RunFolder
@@ -64,6 +66,38 @@ def test_threads_that_are_more_efficient_apart_are_not_called_divided() -> None:
     text = explain_scaling([ONE, point(2, 60, 1, forward=18, backward=34, exposed=2, optimizer=5, other=1)])
     assert "so the ranks shared the computing power that one had alone, and used it 1.73 times as well" in text
     assert "divided the same computing power" not in text
+
+
+def test_threads_that_wait_for_each_other_are_the_cause_and_not_divided_computing_power() -> None:
+    spinning = Demand(wanted=15.6, waited=7.6, cpus=8, threads=8)
+    phases = {"forward": 29, "backward": 62, "exposed": 4, "optimizer": 8, "other": 2, "allreduce": 10}
+    two = point(2, 105, 1, **phases).model_copy(update={"demand": spinning})
+    text = explain_scaling([ONE, two])
+    assert "divided the same computing power" not in text
+    assert "where their share of the work gives 45 ms; their threads had too few processors" in text
+    named = "the threads of one rank want 15.6 processors and may use 8: they wait for one 49% of the time"
+    assert f"With two ranks, {named}" in text
+    assert f"With one rank, {named}" in explain_scaling([ONE.model_copy(update={"demand": spinning}), two])
+    assert "OMP_WAIT_POLICY=passive" in text
+    # Other programs that use the processors are named instead, and threads that have enough are not.
+    disturbed = two.model_copy(update={"other_load": 4.0})
+    calm = two.model_copy(update={"demand": Demand(wanted=8.1, waited=0.4, cpus=8, threads=8)})
+    for other in (disturbed, calm):
+        assert "processors" not in explain_scaling([ONE, other])
+    assert read_back(two).demand == spinning
+
+
+def read_back(one: ScalingPoint) -> ScalingPoint:
+    return ScalingPoint.model_validate_json(one.model_dump_json())
+
+
+def test_the_report_of_one_run_names_threads_that_wait_for_each_other() -> None:
+    crowded = {"wanted": 1.0, "waited": 0.35, "cpus": 2, "run_cpus": 2}
+    events = [event | crowded if event["event"] == "end" else event for event in all_events(3)]
+    text = explain_step_time(summarize(events))
+    assert "The threads of three ranks on one machine want 3.0 processors and may use 2" in text
+    assert "To change that, start at most two ranks there." in text
+    assert "processors" not in explain_step_time(summarize(all_events(3)))
 
 
 def test_waiting_is_named_as_the_largest_cost() -> None:
@@ -362,15 +396,18 @@ def test_clusters_are_compared_with_the_first_that_is_given() -> None:
 
 
 def test_emulated_nodes_share_the_cores_of_their_machine() -> None:
-    def started(node: str, boot: str) -> Event:
-        hardware = {"cpu": "A CPU", "cores": 2, "boot_id": boot, "gpu": None}
-        return start(0, node=node, hardware=hardware)
+    def points(boots: str, cores: Sequence[int | None], quotas: Sequence[float | None]) -> ScalingPoint:
+        events = []
+        for rank in range(2):
+            hardware = {"cpu": "A CPU", "cores": cores[rank], "quota": quotas[rank], "boot_id": boots[rank]}
+            started = {"node": f"node{rank}", "hardware": {**hardware, "gpu": None}}
+            events += [event | (started if event["event"] == "start" else {}) for event in rank_events(rank)]
+        return make_scaling_point(summarize(events), "lab:2")
 
-    for boots, cores in ((("a", "a"), 2), (("a", "b"), 4)):
-        events = [
-            event | ({"hardware": started(f"node{rank}", boots[rank])["hardware"]} if event["event"] == "start" else {})
-            for rank in range(2)
-            for event in rank_events(rank)
-        ]
-        made = make_scaling_point(summarize(events), "lab:2")
-        assert (made.cores, made.processors, made.name) == (cores, "A CPU", "lab:2")
+    made = points("aa", (2, 2), (None, None))
+    assert (made.cores, made.processors, made.name) == (2, "A CPU", "lab:2")
+    assert points("ab", (2, 2), (None, None)).cores == 4
+    # Each node has a quota of its own, or one of them.
+    assert points("aa", (1, 1), (1.0, 1.5)).cores == 2
+    assert points("aa", (1, 2), (0.3, None)).cores == 2
+    assert points("ab", (1, None), (0.3, None)).cores is None

@@ -8,6 +8,7 @@ import pytest
 
 from shoal.config.schema import EngineConfig
 from shoal.events import Event
+from shoal.host.node_stats import NodeStats
 from shoal.tools.report.manifest import compose_manifest
 from shoal.tools.report.measured import exchange_findings, find_stragglers, is_measured
 from shoal.tools.report.rank_log import read_rank_logs
@@ -94,6 +95,34 @@ def test_a_straggler_is_named_once_it_is_sure() -> None:
     assert [found["seen"] for found in summarize(measured_run((0.05, 0.12))).warnings] == [warning["seen"]]
     assert not list(find_stragglers(read_rank_logs(measured_run((0.06, 0.07)))))
     assert not list(find_stragglers(read_rank_logs(measured_run((0.05, 0.12), steps=10))))
+
+
+def with_machine(events: list[Event], machine: list[float]) -> list[Event]:
+    return [event | {"machine": machine, "starved": 0.7} if event["event"] == "end" else event for event in events]
+
+
+def test_ranks_that_are_slow_alike_because_of_their_threads_are_named() -> None:
+    crowded = NodeStats(wanted=3.9, waited=2.9, cpus=2, run_cpus=2, threads=4, machine=7)
+    events = with_machine(measured_run((0.06, 0.06)), list(crowded.numbers()))
+    [warning] = summarize(events).warnings
+    assert warning["seen"] == (
+        "the threads of two ranks on here want 7.8 processors and may use 2: they wait for one 74% of the time"
+    )
+    assert (warning["cause"], "--threads 1" in warning["fix"]) == ("oversubscription", True)
+    one = with_machine(measured_run((0.06,)), list(crowded.numbers()))
+    assert [warning["cause"] for warning in summarize(one).warnings] == ["oversubscription"]
+
+
+def test_a_run_of_an_earlier_version_has_no_such_verdict() -> None:
+    twelve_numbers = [0.0, 0.0, 0.3, 5.0, *[0.0] * 8]
+    summary = summarize(with_machine(measured_run((0.06, 0.06)), twelve_numbers))
+    assert (summary.warnings, summary.demand) == ([], None)
+    # What it did record still explains a late rank.
+    frozen = with_machine(measured_run((0.05, 0.12)), [0.0, 0.6, *[0.0] * 10])
+    events = [
+        event | {"machine": [0.0] * 12} if event["rank"] == 0 and "machine" in event else event for event in frozen
+    ]
+    assert [warning["cause"] for warning in summarize(events).warnings] == ["freezes"]
 
 
 def test_sharded_parameters_are_not_called_identical() -> None:

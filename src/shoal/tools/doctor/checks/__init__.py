@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from shoal.cluster.node import Node
-from shoal.tools.doctor.checks import gpu, machine, network, processes, reach
+from shoal.tools.doctor.checks import gpu, machine, network, processes, reach, threads
 from shoal.tools.doctor.facts import ClusterFacts, Finding, Severity
 
 Check = Callable[[ClusterFacts], Iterator[Finding]]
@@ -128,6 +128,10 @@ CHECKS: tuple[tuple[Check, dict[str, str]], ...] = (
         {"disk.free": "enough disk space", "disk.readonly": "the disks of a run can be written"},
     ),
     (machine.check_cores, {"speed.cores": "the cores of a machine, and the threads a run would use"}),
+    (machine.check_quota, {"speed.quota": "no container or slice limits it to less time than its cores have"}),
+    (machine.check_kinds_of_cores, {"speed.hybrid": "all of its cores are equally fast"}),
+    (machine.check_numa, {"speed.numa": "each of its NUMA nodes can have a rank of its own"}),
+    (threads.check_threads, {"speed.threads": "the threads of all ranks fit the processors of their machine"}),
     (
         machine.check_frequency,
         {

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from shoal.cluster.node import Node
+from shoal.host.topology import divide_cores
 from shoal.tools.doctor.collect.machine import TEMPORARY
 from shoal.tools.doctor.facts import (
     ClusterFacts,
@@ -21,7 +22,7 @@ from shoal.tools.doctor.facts import (
     setup_command,
     sudo,
 )
-from shoal.units import format_duration, format_si, pluralize
+from shoal.units import format_duration, format_percent, format_si, pluralize
 
 
 @dataclass(frozen=True)
@@ -199,11 +200,14 @@ def check_cores(cluster: ClusterFacts) -> Iterator[Finding]:
         parts = [f"{machine['cpu']}: {_describe_cores(cores)}"]
         parts += [f"{format_si(memory['available'], 'B')} of memory free"] if memory else []
         parts += [f"{format_si(memory['swap_used'], 'B')} of swap in use"] if memory.get("swap_used") else []
-        threads = node.threads or max(1, (node.cores or cores["physical"]) // node.slots)
-        meaning = f"a run has {pluralize(node.slots, 'rank')} here, with {pluralize(threads, 'thread')} each"
-        if 0 < cores.get("fast", 0) < threads * node.slots:
-            meaning += "; some of them on slow cores, for which the others wait: try fewer threads"
+        threads = pluralize(rank_threads(node, cores), "thread")
+        meaning = f"a run has {pluralize(node.slots, 'rank')} here, with {threads} each"
         yield Finding("speed.cores", Severity.INFO, node.name, ", ".join(parts), meaning)
+
+
+def rank_threads(node: Node, cores: dict[str, Any]) -> int:
+    """Return the threads of each rank on a node, by its collector's facts if its cores are not known."""
+    return node.rank_threads or divide_cores(cores["usable"], node.slots, cores.get("speeds", ()))
 
 
 def _describe_cores(cores: dict[str, Any]) -> str:
@@ -212,7 +216,59 @@ def _describe_cores(cores: dict[str, Any]) -> str:
         text += f" with {cores['threads']} hardware threads"
     if cores.get("slow"):
         text += f" ({cores['fast']} fast, {cores['slow']} slow)"
-    return text if cores["quota"] is None else f"{text}, of which a container may use {cores['quota']:g}"
+    return text
+
+
+def check_quota(cluster: ClusterFacts) -> Iterator[Finding]:
+    for node, _, machine in _machines(cluster):
+        cores = machine["cores"]
+        if cores["quota"] is not None and cores["quota"] < cores["physical"]:
+            yield Finding(
+                "speed.quota",
+                Severity.INFO,
+                node.name,
+                f"a control group limits it to the time of {cores['quota']:g} of its {cores['physical']} cores: "
+                f"{cores['quota_file']}",
+                f"a run uses {pluralize(cores['usable'], 'core')} here, because a group that has used its time stands "
+                "still; raise the limit where it was set: docker --cpus, a Kubernetes cpu limit, CPUQuota= of systemd",
+                retest=doctor_command(cluster),
+            )
+
+
+def check_kinds_of_cores(cluster: ClusterFacts) -> Iterator[Finding]:
+    for node, _, machine in _machines(cluster):
+        cores = machine["cores"]
+        if not cores.get("slow"):
+            continue
+        part = format_percent(min(cores["speeds"]) / max(cores["speeds"]))
+        used = node.slots * rank_threads(node, cores)
+        if used <= cores["fast"]:
+            meaning = "a run uses fast cores only, because every thread waits for the slowest; to try all of them: "
+            meaning += f"--threads {max(1, cores['physical'] // node.slots)}"
+        else:
+            meaning = "a run uses slow cores too, for which the fast ones wait; to try fast ones only: "
+            meaning += f"--threads {max(1, cores['fast'] // node.slots)}"
+        yield Finding(
+            "speed.hybrid",
+            Severity.INFO,
+            node.name,
+            f"{cores['fast']} of its {cores['physical']} cores are fast; the slowest has about {part} of their speed",
+            meaning,
+        )
+
+
+def check_numa(cluster: ClusterFacts) -> Iterator[Finding]:
+    """Remark ranks that must use cores of several NUMA nodes."""
+    for node, _, machine in _machines(cluster):
+        count = machine["cores"]["numa_nodes"]
+        if node.slots < count:
+            yield Finding(
+                "speed.numa",
+                Severity.INFO,
+                node.name,
+                f"its cores and memory are divided into {count} NUMA nodes, and it has {pluralize(node.slots, 'rank')}",
+                f"a rank on several of them waits for memory that is far from its cores: try {count} ranks there",
+            )
 
 
 # A busy core should reach this share of the base frequency, which the maker promises for all cores together; where

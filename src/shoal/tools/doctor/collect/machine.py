@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import shoal
-from shoal.host.facts import Core, cpu_name, has_avx2, installed_version, usable_cores
+from shoal.host.facts import boot_id, cpu_name, has_avx2, installed_version
 from shoal.host.proc import (
     describe_process,
     environment_of,
@@ -29,6 +29,7 @@ from shoal.host.proc import (
     read_text,
     user_name,
 )
+from shoal.host.topology import SYS, Topology, is_on_battery, power_supplies, this_topology
 
 _CPUS = Path("/sys/devices/system/cpu")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -51,25 +52,32 @@ def observe(request: dict[str, Any]) -> dict[str, Any]:
         "shoal": shoal.__version__,
         # Root needs no sudo, and in a container it often has none.
         "is_root": hasattr(os, "geteuid") and os.geteuid() == 0,
-        "cores": cores(),
+        "cores": describe_cores(this_topology()),
+        "boot_id": boot_id(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "memory": memory(),
         "disks": disks(),
         **{topic: facts for topic, facts in slowdowns.items() if facts},
     }
 
 
-def cores() -> dict[str, Any]:
-    """Return the usable hardware `threads`, their `physical` cores and a container's `quota` in cores.
+def describe_cores(topology: Topology) -> dict[str, Any]:
+    """Return the hardware `threads`, their `physical` cores, a control group's `quota` in cores and the file that sets
+    it, and how many cores are `usable` within it.
 
-    Where cores differ, also how many `fast` and `slow` ones there are.
+    Where cores differ, also their `speeds` and how many `fast` and `slow` ones there are.
     """
-    usable = usable_cores() or [Core((cpu,)) for cpu in range(os.cpu_count() or 1)]
-    limit, _, period = read_text(_CGROUP / "cpu.max").partition(" ")
-    quota = int(limit) / int(period) if limit.isdigit() and period.isdigit() else None
-    counts = {"threads": sum(len(core.cpus) for core in usable), "physical": len(usable), "quota": quota}
-    highest_speed = max(core.speed for core in usable)
-    fast = sum(core.speed == highest_speed for core in usable)
-    return counts if fast == len(usable) else {**counts, "fast": fast, "slow": len(usable) - fast}
+    quota, speeds = topology.quota, topology.core_speeds
+    fast = speeds.count(speeds[0]) if speeds else 0
+    return {
+        "threads": sum(len(core.cpus) for core in topology.cores) or os.cpu_count(),
+        "physical": len(topology.cores),
+        "usable": topology.usable,
+        "quota": quota and quota.cores,
+        "quota_file": quota and quota.file,
+        "numa_nodes": topology.numa_nodes,
+        **({"speeds": speeds, "fast": fast, "slow": len(speeds) - fast} if speeds else {}),
+    }
 
 
 TEMPORARY = "temporary files"
@@ -178,19 +186,12 @@ def throttle_count() -> int | None:
     return sum(count or 0 for count in counts) if counts else None
 
 
-_SUPPLIES = Path("/sys/class/power_supply")
-
-
-def power() -> dict[str, Any]:
-    # Batteries of mice and keyboards have the scope "Device".
-    supplies = [path for path in _list_folder(_SUPPLIES) if read_text(path / "scope") != "Device"]
-    batteries = [path for path in supplies if read_text(path / "type") == "Battery"]
-    mains = [path for path in supplies if read_text(path / "type") != "Battery" and read_number(path / "online") == 1]
+def power(sys_root: Path = SYS) -> dict[str, Any]:
+    batteries = [path for path in power_supplies(sys_root) if read_text(path / "type") == "Battery"]
     if not batteries:
         return {}
-    is_discharging = any(read_text(path / "status") == "Discharging" for path in batteries)
     percent = [value for path in batteries if (value := read_number(path / "capacity")) is not None]
-    return {"on_battery": is_discharging and not mains, "percent": min(percent, default=None)}
+    return {"on_battery": is_on_battery(sys_root), "percent": min(percent, default=None)}
 
 
 _LIDS = Path("/proc/acpi/button/lid")

@@ -1,0 +1,274 @@
+"""Tries in the first steps of a run how the ranks of this machine share it best: threads, pins, shared memory or gloo.
+
+The steps of a trial are steps of the training. What was measured is remembered by machine, model and torch version, so
+that the next run begins with the best setup. Whatever the user has set is not tried.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.control.rank_env import DEFAULT_THREADS
+from shoal.cost.machine_setup import (
+    RankSetup,
+    TrialSchedule,
+    describe_fewer_ranks,
+    explain_best,
+    is_worth_trying,
+    list_candidates,
+)
+from shoal.engine import trial_memory
+from shoal.engine.auto_sync import SyncChooser
+from shoal.engine.engine import Engine, shapes_of
+from shoal.host.facts import boot_id, cpu_name
+from shoal.host.topology import cores_for_rank, this_topology, threads_for
+from shoal.sync.replicas import gather_integers
+from shoal.sync.world import World, barrier
+
+_NS_PER_S = 1e9
+# The first steps of a process allocate memory and load kernels.
+_WARM_UP_STEPS = 3
+_TASKS = Path("/proc/self/task")
+
+
+class CorePins:
+    """The cores of this rank: apart from the other ranks of its machine, or all that its process may use."""
+
+    def __init__(self, own: tuple[int, ...] | None) -> None:
+        self.own = own  # None if this rank cannot have cores of its own
+        self.is_pinned = False
+        # Read before pinning: it has the cores that the machine gives this process.
+        self.all_threads = threads_for(this_topology(), 1)
+        self._all = os.sched_getaffinity(0) if own else set()
+        # gloo's threads exist by now and stay free: they run on any idle core.
+        self._free_threads = _thread_ids() - {threading.get_native_id()}
+
+    @property
+    def cpus(self) -> tuple[int, ...] | None:
+        return self.own if self.is_pinned else None
+
+    def set(self, is_pinned: bool) -> None:
+        """Pin the threads that compute, and those that they will start, or let them go."""
+        if self.own is None or is_pinned == self.is_pinned:
+            return
+        try:
+            for thread in _thread_ids() - self._free_threads:
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(thread, self.own if is_pinned else self._all)
+        except OSError:
+            # A container may forbid it.
+            self.own, is_pinned = None, False
+        self.is_pinned = is_pinned
+
+
+def _thread_ids() -> set[int]:
+    with suppress(OSError):
+        return {int(entry.name) for entry in _TASKS.iterdir()}
+    return {threading.get_native_id()}
+
+
+def choose_cores(world: World, setting: str) -> tuple[int, ...] | None:
+    """Return cores for this rank that no other rank of its machine has; None if it should not be pinned.
+
+    Emulated nodes share the cores of one machine, so ranks of the same machine count, not of the same node.
+    """
+    if setting == "off":
+        return None
+    # Every rank takes part, also one that computes on a GPU and is not pinned.
+    machines = machine_ids(world)
+    if world.device.type != "cpu":
+        return None
+    neighbours = [rank for rank, machine in enumerate(machines) if machine == machines[world.rank]]
+    if setting == "auto" and len(neighbours) == 1:
+        return None
+    return cores_for_rank(this_topology(), neighbours.index(world.rank), len(neighbours), torch.get_num_threads())
+
+
+def machine_ids(world: World) -> list[int]:
+    """Return a number for every rank's machine, equal for ranks on the same machine."""
+    name = boot_id() or socket.gethostname()
+    own_id = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+    return [machine_id for [machine_id] in gather_integers(world, [own_id])]
+
+
+class MachineTrial:
+    """Called after every step, on all ranks. A new generation begins with the first setup again."""
+
+    def __init__(self, engine: Engine, chooser: SyncChooser, pins: CorePins) -> None:
+        self._engine = engine
+        self._chooser = chooser
+        self._pins = pins
+        self._first_threads = torch.get_num_threads()
+        self._is_pinned_first = pins.is_pinned
+        self._generation: object = MachineTrial  # none yet
+        self._warm_up_left = 0
+        self._machines: list[int] = []
+        self._candidates: list[RankSetup] = []
+        self._schedule: TrialSchedule | None = None
+        # Seconds of a step that one process would take, where that was measured.
+        self.alone_s: float | None = None
+
+    @contextmanager
+    def as_one_process(self) -> Iterator[None]:
+        """Compute with all cores that this process may use, as if no other rank were on its machine."""
+        was_pinned, threads = self._pins.is_pinned, torch.get_num_threads()
+        self._pins.set(is_pinned=False)
+        torch.set_num_threads(self._pins.all_threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            self._pins.set(was_pinned)
+
+    def after_step(self) -> None:
+        self._chooser.after_step()
+        world = self._engine.world
+        if self._generation != world.generation:
+            self._generation, self._warm_up_left, self._schedule = world.generation, _WARM_UP_STEPS, None
+            self._engine.is_trial = False
+            self._apply(RankSetup("", self._is_pinned_first, self._first_threads))
+        if self._chooser.is_open or world.device.type != "cpu":
+            return
+        if self._warm_up_left:
+            self._warm_up_left -= 1
+            if not self._warm_up_left:
+                self._begin()
+        elif self._schedule is not None:
+            self._observe(self._schedule)
+
+    def _begin(self) -> None:
+        """Use the setup that an earlier run found, or start a trial."""
+        engine, world = self._engine, self._engine.world
+        if engine.config.sync.measure == "off":
+            return
+        self._machines = machine_ids(world)
+        has_one_machine = len(set(self._machines)) == 1
+        can_choose_inside = has_one_machine and engine.config.sync.inside == "auto"
+        inside = "shared" if can_choose_inside and engine.sync.inside.way == "shared" else ""
+        first = RankSetup(inside, self._pins.is_pinned, self._first_threads)
+        can_pin = engine.config.train.pin == "auto" and self._pins.own is not None
+        self._candidates = list_candidates(first, can_pin, self._can_change_threads())
+        known = self._known_setup(world.size)
+        index = self._candidates.index(known) if known in self._candidates else -1
+        steps_left = engine.config.train.steps - engine.progress.step
+        rows = gather_integers(world, [index, len(self._candidates), steps_left])
+        if all(row[0] >= 0 for row in rows) and (len({row[0] for row in rows}) == 1 or not has_one_machine):
+            self._keep(index, "as a trial on this machine found before")
+            return
+        count = max(row[1] for row in rows)
+        if is_worth_trying(count, steps_left):
+            self._schedule = TrialSchedule(count)
+            engine.is_trial = True
+            self._try(0)
+
+    def _observe(self, schedule: TrialSchedule) -> None:
+        engine, before = self._engine, schedule.current
+        seconds = engine.times["step"] - engine.times.get("wait", 0.0)
+        if len(set(self._machines)) > 1:
+            seconds -= engine.times.get("exposed", 0.0)
+        rows = gather_integers(engine.world, [round(_NS_PER_S * seconds)])
+        slowest: dict[int, float] = {}
+        for machine, [taken_ns] in zip(self._machines, rows, strict=True):
+            slowest[machine] = max(slowest.get(machine, 0.0), taken_ns / _NS_PER_S)
+        schedule.observe(slowest)
+        if schedule.current is None:
+            self._finish(schedule)
+        elif schedule.current != before:
+            self._try(schedule.current)
+
+    def _try(self, candidate: int) -> None:
+        """Use a candidate in the next steps. A machine with fewer of them uses its first one meanwhile."""
+        self._apply(self._candidates[candidate if candidate < len(self._candidates) else 0])
+
+    def _finish(self, schedule: TrialSchedule) -> None:
+        engine, machine = self._engine, self._machines[self._engine.world.rank]
+        self._schedule, engine.is_trial = None, False
+        # The speeds of ranks with other setups say nothing about the machines.
+        engine.set_launched_ranks(engine.launched_ranks)
+        best = schedule.best(machine)
+        best = best if best < len(self._candidates) else 0
+        step_s = schedule.seconds(machine, best)
+        if self._machines.index(machine) == engine.world.rank:
+            entry = {**asdict(self._candidates[best]), "step_s": step_s}
+            trial_memory.remember(trial_memory.trials_file(), self._key(engine.world.size), entry)
+        self._keep(best, explain_best(self._candidates, schedule, machine), step_s)
+
+    def _keep(self, candidate: int, why: str, step_s: float | None = None) -> None:
+        engine, setup = self._engine, self._candidates[candidate]
+        self._apply(setup)
+        inside = setup.inside or engine.sync.inside.way
+        fields: dict[str, Any] = {"threads": setup.threads, "cpus": self._pins.cpus, "inside": inside}
+        engine.recorder.event("trial", step=engine.progress.step, why=why, changed=candidate > 0, **fields)
+        if engine.world.is_main and len(set(self._machines)) == 1 and step_s is not None:
+            self._advise_fewer_ranks(step_s)
+
+    def _advise_fewer_ranks(self, step_s: float) -> None:
+        """Note that fewer ranks are faster: by this run's own measurement of one process, or by earlier runs."""
+        engine, ranks = self._engine, self._engine.world.size
+        known = {fewer: self._known_step_s(fewer) for fewer in range(1, ranks)}
+        if self.alone_s is not None:
+            known[1] = self.alone_s + engine.times.get("optimizer", 0.0)
+        fewer, fewer_s = min(
+            ((fewer, seconds) for fewer, seconds in known.items() if seconds is not None),
+            key=lambda pair: pair[1],
+            default=(0, step_s),
+        )
+        if fewer and (text := describe_fewer_ranks(ranks, step_s, fewer, fewer_s)):
+            engine.recorder.event("note", step=engine.progress.step, text=text)
+
+    def _apply(self, setup: RankSetup) -> None:
+        engine = self._engine
+        if torch.get_num_threads() != setup.threads:
+            torch.set_num_threads(setup.threads)
+        self._pins.set(setup.is_pinned)
+        if setup.inside and setup.inside != engine.sync.inside.way:
+            # After the barrier all ranks have done the last step, and none needs its exchange any more.
+            barrier(engine.world)
+            engine.recorder.commit()
+            engine.change_sync(engine.config.sync.model_copy(update={"inside": setup.inside}))
+
+    def _can_change_threads(self) -> bool:
+        """Whether shoal chose the number of threads, and nothing is compiled for it."""
+        chosen = os.environ.get(DEFAULT_THREADS)
+        is_default = chosen == os.environ.get("OMP_NUM_THREADS") == str(self._first_threads)
+        return is_default and not self._is_compiled
+
+    @property
+    def _is_compiled(self) -> bool:
+        modules = self._engine.model.modules()
+        return any(hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) for module in modules)
+
+    def _known_setup(self, ranks: int) -> RankSetup | None:
+        entry = self._recall(ranks)
+        with suppress(KeyError, TypeError, ValueError):
+            return RankSetup(str(entry["inside"]), bool(entry["is_pinned"]), int(entry["threads"]))
+        return None
+
+    def _known_step_s(self, ranks: int) -> float | None:
+        with suppress(KeyError, TypeError, ValueError):
+            return float(self._recall(ranks)["step_s"])
+        return None
+
+    def _recall(self, ranks: int) -> Any:
+        return trial_memory.recall(trial_memory.trials_file(), self._key(ranks))
+
+    def _key(self, ranks: int) -> str:
+        """Return all that the times depend on."""
+        engine = self._engine
+        shapes = hashlib.sha256(repr(shapes_of(engine.state)).encode()).hexdigest()[:16]
+        own = self._machines[engine.world.rank]
+        here = ranks if len(set(self._machines)) == 1 else self._machines.count(own)
+        machine = f"{cpu_name()} ({platform.machine()}), {self._pins.all_threads} cores, torch {torch.__version__}"
+        model = f"model {shapes}{' compiled' if self._is_compiled else ''}, batch {engine.global_batch}"
+        return f"setup: {machine}, {model}, {engine.config.sync.mode}, {here} of {ranks} ranks"

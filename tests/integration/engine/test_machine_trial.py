@@ -1,0 +1,158 @@
+"""Trials of threads, pins and shared memory in the first steps of real ranks."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.control.rank_env import DEFAULT_THREADS
+from shoal.engine.engine import Engine
+from shoal.engine.machine_trial import CorePins, MachineTrial
+from shoal.engine.recorder import last_event
+from shoal.host.topology import this_topology
+from shoal.sync.helper_threads import compute_alone
+from shoal.sync.world import World
+from tests.support.ranks import run_ranks
+from tests.support.trainings import GptTraining, make_run
+
+STEPS = ("train.steps=140", "train.eval_every=1000", "members.digest_every=1000", "train.checkpoint_every=1000")
+
+
+def thread_ids() -> set[int]:
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+
+def train_with_trial(world: World, path: Path, cache: Path, faked_s: dict[str, float]) -> dict[str, Any]:
+    """Train; a step with a setup of `faked_s` takes so long for the trial. Return what was tried and kept."""
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    os.environ[DEFAULT_THREADS] = os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+    training = GptTraining(world, path)
+    tried: list[tuple[int, str, bool, int]] = []
+
+    def look(engine: Engine) -> None:
+        pinned = os.sched_getaffinity(0) != everywhere
+        tried.append((engine.progress.step + 1, engine.sync.inside.way, pinned, torch.get_num_threads()))
+
+    observe = MachineTrial._observe
+
+    def faked_observe(self: MachineTrial, schedule: Any) -> None:
+        number = schedule.current
+        setup = str(self._candidates[number])
+        self._engine.times = {"step": faked_s.get(setup, 1.0)}
+        observe(self, schedule)
+
+    MachineTrial._observe = faked_observe  # type: ignore[method-assign]
+    everywhere = os.sched_getaffinity(0)
+    try:
+        training.train(look)
+    finally:
+        MachineTrial._observe = observe  # type: ignore[method-assign]
+        os.sched_setaffinity(0, everywhere)
+    weights = sum(parameter.double().sum().item() for parameter in training.engine.model.parameters())
+    return {"tried": tried, "event": last_event(training.run.events(world.rank), "trial"), "weights": weights}
+
+
+def test_the_fastest_setup_is_kept_and_remembered(tmp_path: Path) -> None:
+    """Two ranks with one thread: gloo is made the fastest. The next run begins with it, without a trial."""
+    cache, fastest = tmp_path / "cache", {"1 thread, pinned, gloo between the ranks": 0.5}
+    can_pin = this_topology().usable >= 2
+    if not can_pin:
+        fastest = {"1 thread, not pinned, gloo between the ranks": 0.5}
+    first = run_ranks(train_with_trial, 2, tmp_path, make_run(tmp_path / "a", 2, *STEPS).path, cache, fastest)
+    for rank in first:
+        ways = {way for _, way, _, _ in rank["tried"]}
+        assert ways == {"shared", "gloo"}
+        assert {pinned for _, _, pinned, _ in rank["tried"]} == ({True, False} if can_pin else {False})
+        assert rank["event"]["inside"] == "gloo"
+        assert rank["event"]["changed"]
+        # After the trial nothing changes any more.
+        kept = [rest for step, *rest in rank["tried"] if step > rank["event"]["step"]]
+        assert {tuple(rest) for rest in kept} == {("gloo", can_pin, 1)}
+    second = run_ranks(train_with_trial, 2, tmp_path, make_run(tmp_path / "b", 2, *STEPS).path, cache, {})
+    for rank in second:
+        assert rank["event"]["why"] == "as a trial on this machine found before"
+        assert rank["event"]["step"] == 3
+        assert {way for step, way, _, _ in rank["tried"] if step > 3} == {"gloo"}
+    assert first[0]["weights"] == first[1]["weights"]
+
+
+def test_a_setting_of_the_user_is_not_tried(tmp_path: Path) -> None:
+    sets = (*STEPS, "sync.inside=shared", "train.pin=off")
+    ranks = run_ranks(train_with_trial, 2, tmp_path, make_run(tmp_path, 2, *sets).path, tmp_path / "cache", {})
+    for rank in ranks:
+        assert {(way, pinned) for _, way, pinned, _ in rank["tried"]} == {("shared", False)}
+
+
+def test_a_short_run_has_no_trial(tmp_path: Path) -> None:
+    sets = (*STEPS, "train.steps=60")
+    ranks = run_ranks(train_with_trial, 2, tmp_path, make_run(tmp_path, 2, *sets).path, tmp_path / "cache", {})
+    assert all(rank["event"] == {} for rank in ranks)
+
+
+def try_threads(world: World, path: Path, cache: Path) -> dict[str, Any]:
+    torch.set_num_threads(4)
+    return train_with_trial(world, path, cache, {"2 threads, not pinned": 0.5})
+
+
+def test_fewer_threads_are_tried(tmp_path: Path) -> None:
+    [rank] = run_ranks(
+        try_threads, 1, tmp_path, make_run(tmp_path, 1, *STEPS, "train.steps=90").path, tmp_path / "cache"
+    )
+    assert {threads for *_, threads in rank["tried"]} == {4, 2}
+    assert rank["event"]["threads"] == 2
+    assert [threads for step, *_, threads in rank["tried"] if step > rank["event"]["step"]][-1] == 2
+
+
+def look_at_pins(world: World) -> list[set[int]]:
+    """Return how many processors the threads of a team have: pinned when it is made, let go, and pinned again."""
+    before = thread_ids() - {threading.get_native_id()}
+    torch.set_num_threads(2)
+    pins, found = CorePins((min(os.sched_getaffinity(0)),)), []
+    for is_pinned in (True, False, True):
+        pins.set(is_pinned)
+        torch.randn(1 << 20).add_(1)
+        found.append({len(os.sched_getaffinity(thread)) for thread in thread_ids() - before})
+    return found
+
+
+def test_pins_move_the_threads_that_compute_and_let_them_go(tmp_path: Path) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two processors")
+    everywhere = len(os.sched_getaffinity(0))
+    assert run_ranks(look_at_pins, 1, tmp_path) == [[{1}, {everywhere}, {1}]]
+
+
+def compute_in_helper(world: World, is_alone: bool) -> tuple[int, int, int]:
+    """Return how many threads came with a thread that computes beside this one, and both threads' numbers."""
+    torch.set_num_threads(4)
+    numbers = torch.randn(1 << 20)
+    numbers.add_(1)
+    before, found, may_end, has_computed = len(thread_ids()), [], threading.Event(), threading.Event()
+
+    def work() -> None:
+        if is_alone:
+            compute_alone()
+        numbers.mul(2)
+        found.append(torch.get_num_threads())
+        has_computed.set()
+        may_end.wait()
+
+    helper = threading.Thread(target=work)
+    helper.start()
+    has_computed.wait()
+    came = len(thread_ids()) - before
+    may_end.set()
+    helper.join()
+    return came, found[0], torch.get_num_threads()
+
+
+def test_a_helper_thread_gets_no_team(tmp_path: Path) -> None:
+    [(with_team, helper, own)] = run_ranks(compute_in_helper, 1, tmp_path, False)
+    assert (with_team, helper, own) == (4, 4, 4)
+    [(alone, helper, own)] = run_ranks(compute_in_helper, 1, tmp_path, True)
+    assert (alone, helper, own) == (1, 1, 4)
