@@ -138,7 +138,8 @@ class MachineTrial:
             self._generation, self._warm_up_left, self._schedule = world.generation, _WARM_UP_STEPS, None
             self._engine.is_trial = False
             self._apply(RankSetup("", self._is_pinned_first, self._first_threads))
-        if self._chooser.is_open or world.device.type != "cpu":
+        # The same on all ranks: those that try exchange their times.
+        if self._chooser.is_open or world.has_gpus:
             return
         if self._warm_up_left:
             self._warm_up_left -= 1

@@ -110,9 +110,9 @@ def start_training(
 def _importing_for_lab(config: RunConfig, run: Path) -> Iterator[socket.socket | None]:
     """Start the template from which the ranks of a lab are forked; yield its socket, None on any other cluster."""
     variables = None
-    if config.launcher == "shoal" and isinstance(parse_on(config.on), LabSpec | ExistingLab):
-        # A lab that is not up is an error later, of a run that needs it.
-        with contextlib.suppress(ShoalError):
+    # A hosts file that is gone, or a lab that is not up, is an error later, of a run that needs it.
+    with contextlib.suppress(ShoalError):
+        if config.launcher == "shoal" and isinstance(parse_on(config.on), LabSpec | ExistingLab):
             nodes = planned_nodes(config.on)
             rank, *_ = plan_ranks(config, lambda node: str(run), nodes, Rendezvous(nodes[0].address, 0), resume=False)
             variables = rank.env

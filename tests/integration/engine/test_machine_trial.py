@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,6 +108,20 @@ def test_fewer_threads_are_tried(tmp_path: Path) -> None:
     assert {threads for *_, threads in rank["tried"]} == {4, 2}
     assert rank["event"]["threads"] == 2
     assert [threads for step, *_, threads in rank["tried"] if step > rank["event"]["step"]][-1] == 2
+
+
+def step_beside_a_gpu(world: World) -> None:
+    """Do what follows five steps on a rank of which the world says that rank 0 has a GPU."""
+    device = torch.device("cuda" if world.rank == 0 else "cpu")
+    engine = SimpleNamespace(world=replace(world, device=device, devices=("cuda:0", "cpu")), is_trial=False)
+    chooser = SimpleNamespace(after_step=lambda: None, is_open=False)
+    trial = MachineTrial(engine, chooser, CorePins(None))  # type: ignore[arg-type]
+    for _ in range(5):
+        trial.after_step()
+
+
+def test_no_rank_waits_for_one_with_a_gpu_which_tries_nothing(tmp_path: Path) -> None:
+    run_ranks(step_beside_a_gpu, 2, tmp_path, deadline_s=20)
 
 
 def look_at_pins(world: World) -> list[set[int]]:

@@ -217,7 +217,9 @@ def test_an_interrupt_while_the_ranks_start_ends_them(tmp_path: Path) -> None:
         run.process.send_signal(signal.SIGINT)
         assert run.end() == 130
         wait_gone(ranks)
-    assert run.error().startswith("error: interrupted before the first checkpoint\n")
+    # Forked ranks may have done a step by now.
+    starts = ("error: interrupted before the first checkpoint\n", "error: interrupted: saved what was done\n")
+    assert run.error().startswith(starts)
 
 
 @pytest.mark.long

@@ -104,7 +104,7 @@ def test_a_run_without_a_step_is_started_from_the_beginning(
     run = make_run(tmp_path / "run", events, "train.steps=40", f"run.on={on}")
     run.supervisor.write_text('{"event": "running", "time": 1.0}\n')
     jobs: list[RunJob] = []
-    monkeypatch.setattr(start, "_train", lambda run, watch, job, detach, prepare: jobs.append(job))
+    monkeypatch.setattr(start, "_train", lambda run, watch, job, detach, prepare, template: jobs.append(job))
     resume_training(run.path, never)
     assert [job.resume for job in jobs] == [is_resumed]
 
@@ -117,7 +117,7 @@ def test_the_learning_rate_is_named_for_the_step_after_the_checkpoint(
     (run.checkpoints / "step-00000050").mkdir(parents=True)
     monkeypatch.setattr(start, "reopen_run", lambda *args: None)
     notes: list[str] = []
-    monkeypatch.setattr(start, "_train", lambda run, watch, job, detach, prepare: notes.extend(prepare()))
+    monkeypatch.setattr(start, "_train", lambda run, watch, job, detach, prepare, template: notes.extend(prepare()))
     resume_training(run.path, never, {"train": {"steps": 400}})
     assert "at step 51 it is" in notes[-1]
 
