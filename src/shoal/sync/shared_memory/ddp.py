@@ -79,6 +79,7 @@ class SharedDDP(CompressorState):
         self._pipeline = None if is_one_host else Pipeline(sharing, self._sum, compressor)
         self._compressor = compressor or NoState()
         self._is_last = False
+        self._ready_at = 0.0  # the end of the last backward, by perf_counter
         self._start_step()
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in parameters]
 
@@ -88,6 +89,7 @@ class SharedDDP(CompressorState):
     def backward(self, loss: Tensor, last: bool) -> None:
         self._is_last = last
         loss.backward()
+        self._ready_at = time.perf_counter()
 
     def finish(self) -> CommTimes:
         if self._pipeline is None:
@@ -102,12 +104,13 @@ class SharedDDP(CompressorState):
 
     def _sum_on_this_host(self) -> CommTimes:
         self._fill_in_zeros(self._views)
-        ready_at = time.perf_counter()
+        arrived_at = time.perf_counter()
         together_at = self._sum.sum_in_place((0, self._buckets[-1][1]))
         now = time.perf_counter()
         if not self._timed:
             return CommTimes(now, 0.0, None)
-        return CommTimes(ready_at, now - ready_at, now - together_at, wait_s=together_at - ready_at)
+        # The tail begins with the last gradient, as in DDP; the engine takes out what the program did since.
+        return CommTimes(self._ready_at, now - self._ready_at, now - together_at, wait_s=together_at - arrived_at)
 
     def _fill_in_zeros(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
