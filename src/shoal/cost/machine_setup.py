@@ -107,11 +107,10 @@ class TrialSchedule:
         return median(self.times[machine][candidate])
 
 
-def explain_best(candidates: list[RankSetup], schedule: TrialSchedule, machine: int) -> str:
-    best = schedule.best(machine)
+def explain_choice(candidates: list[RankSetup], schedule: TrialSchedule, machine: int, chosen: int) -> str:
     tried = [f"{format_ms(schedule.seconds(machine, number))} with {setup}" for number, setup in enumerate(candidates)]
-    verdict = "stays with" if best == 0 else "goes on with"
-    return f"{verdict} {candidates[best]}; a step took {'; '.join(tried)}"
+    verdict = "stays with" if chosen == 0 else "continues with"
+    return f"{verdict} {candidates[chosen]}; a step took {'; '.join(tried)}"
 
 
 def describe_fewer_ranks(ranks: int, step_s: float, fewer: int, fewer_s: float) -> str | None:

@@ -365,6 +365,8 @@ class Engine:
         self.move_to(step, cursor)
         self._unsettled.clear()
         self._leaves_at_boundary, self._nonfinite, self._terms_per_sample = False, None, None
+        # The same on ranks that were there and on those that join: all count the steps by which shares are judged.
+        self.is_trial = False
         self.zero_grad()
 
     def set_launched_ranks(self, launched_ranks: int) -> None:

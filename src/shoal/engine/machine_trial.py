@@ -11,7 +11,7 @@ import os
 import platform
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -24,15 +24,18 @@ from shoal.cost.machine_setup import (
     RankSetup,
     TrialSchedule,
     describe_fewer_ranks,
-    explain_best,
+    explain_choice,
     is_worth_trying,
     list_candidates,
 )
 from shoal.engine import trial_memory
 from shoal.engine.auto_sync import SyncChooser
 from shoal.engine.engine import Engine, shapes_of
+from shoal.engine.recorder import last_event
+from shoal.events import Event
 from shoal.host.facts import boot_id, cpu_name
 from shoal.host.topology import cores_for_rank, this_topology, threads_for
+from shoal.run_folder import RunFolder
 from shoal.sync.replicas import gather_integers
 from shoal.sync.world import World, barrier
 
@@ -45,14 +48,15 @@ _TASKS = Path("/proc/self/task")
 class CorePins:
     """The cores of this rank: apart from the other ranks of its machine, or all that its process may use."""
 
-    def __init__(self, own: tuple[int, ...] | None) -> None:
+    def __init__(self, own: tuple[int, ...] | None, computing: Collection[int] = ()) -> None:
+        """`computing` are threads that exist by now and compute. All others, which are gloo's, stay free: they run on
+        any idle core."""
         self.own = own  # None if this rank cannot have cores of its own
         self.is_pinned = False
         # Read before pinning: it has the cores that the machine gives this process.
         self.all_threads = threads_for(this_topology(), 1)
         self._all = os.sched_getaffinity(0) if own else set()
-        # gloo's threads exist by now and stay free: they run on any idle core.
-        self._free_threads = _thread_ids() - {threading.get_native_id()}
+        self._free_threads = thread_ids() - {threading.get_native_id(), *computing}
 
     @property
     def cpus(self) -> tuple[int, ...] | None:
@@ -63,7 +67,7 @@ class CorePins:
         if self.own is None or is_pinned == self.is_pinned:
             return
         try:
-            for thread in _thread_ids() - self._free_threads:
+            for thread in thread_ids() - self._free_threads:
                 with suppress(ProcessLookupError):
                     os.sched_setaffinity(thread, self.own if is_pinned else self._all)
         except OSError:
@@ -72,7 +76,7 @@ class CorePins:
         self.is_pinned = is_pinned
 
 
-def _thread_ids() -> set[int]:
+def thread_ids() -> set[int]:
     with suppress(OSError):
         return {int(entry.name) for entry in _TASKS.iterdir()}
     return {threading.get_native_id()}
@@ -119,6 +123,11 @@ class MachineTrial:
         # Seconds of a step that one process would take, where that was measured.
         self.alone_s: float | None = None
 
+    @property
+    def cpus(self) -> tuple[int, ...] | None:
+        """The cores of this rank, if it is pinned."""
+        return self._pins.cpus
+
     @contextmanager
     def as_one_process(self) -> Iterator[None]:
         """Compute with all cores that this process may use, as if no other rank were on its machine."""
@@ -130,6 +139,32 @@ class MachineTrial:
         finally:
             torch.set_num_threads(threads)
             self._pins.set(was_pinned)
+
+    def recall(self, run: RunFolder) -> None:
+        """Use the setup that the run had when it was interrupted: others may round differently. All ranks call it."""
+        world = self._engine.world
+        setup = self._recorded_setup(last_event(run.events(world.id), "trial"))
+        code = -1 if setup is None else ("", "shared", "gloo").index(setup.inside)
+        codes = {code for [code] in gather_integers(world, [code])}
+        if setup is not None and len(codes) == 1:
+            self._generation, self._warm_up_left = world.generation, 0
+            self._apply(setup)
+
+    def _recorded_setup(self, event: Event) -> RankSetup | None:
+        """Return the setup of an event as far as the settings leave it open; None if it was made by other ranks."""
+        engine = self._engine
+        try:
+            step, ranks, threads, inside = (event[name] for name in ("step", "ranks", "threads", "inside"))
+            if step > engine.progress.step or ranks != engine.world.size:
+                return None
+            can_choose_inside = engine.config.sync.inside == "auto" and engine.sync.inside.way == "shared"
+            return RankSetup(
+                inside if can_choose_inside and inside in ("shared", "gloo") else "",
+                self._pins.is_pinned and (engine.config.train.pin != "auto" or bool(event["cpus"])),
+                int(threads) if self._can_change_threads() and int(threads) >= 1 else self._first_threads,
+            )
+        except (KeyError, TypeError, ValueError):
+            return None
 
     def after_step(self) -> None:
         self._chooser.after_step()
@@ -165,7 +200,7 @@ class MachineTrial:
         steps_left = engine.config.train.steps - engine.progress.step
         rows = gather_integers(world, [index, len(self._candidates), steps_left])
         if all(row[0] >= 0 for row in rows) and (len({row[0] for row in rows}) == 1 or not has_one_machine):
-            self._keep(index, "as a trial on this machine found before")
+            self._keep(index, f"continues with {self._candidates[index]}, as a trial on this machine found before")
             return
         count = max(row[1] for row in rows)
         if is_worth_trying(count, steps_left):
@@ -195,23 +230,26 @@ class MachineTrial:
     def _finish(self, schedule: TrialSchedule) -> None:
         engine, machine = self._engine, self._machines[self._engine.world.rank]
         self._schedule, engine.is_trial = None, False
-        # The speeds of ranks with other setups say nothing about the machines.
-        engine.set_launched_ranks(engine.launched_ranks)
+        # The same on all ranks of a machine. Those with fewer candidates tried their first setup in place of others.
         best = schedule.best(machine)
         best = best if best < len(self._candidates) else 0
         step_s = schedule.seconds(machine, best)
         if self._machines.index(machine) == engine.world.rank:
             entry = {**asdict(self._candidates[best]), "step_s": step_s}
             trial_memory.remember(trial_memory.trials_file(), self._key(engine.world.size), entry)
-        self._keep(best, explain_best(self._candidates, schedule, machine), step_s)
+        self._keep(best, explain_choice(self._candidates, schedule, machine, best), step_s)
 
     def _keep(self, candidate: int, why: str, step_s: float | None = None) -> None:
         engine, setup = self._engine, self._candidates[candidate]
         self._apply(setup)
-        inside = setup.inside or engine.sync.inside.way
-        fields: dict[str, Any] = {"threads": setup.threads, "cpus": self._pins.cpus, "inside": inside}
-        engine.recorder.event("trial", step=engine.progress.step, why=why, changed=candidate > 0, **fields)
-        if engine.world.is_main and len(set(self._machines)) == 1 and step_s is not None:
+        # The speeds of ranks with other setups say nothing about the machines.
+        engine.set_launched_ranks(engine.launched_ranks)
+        fields: dict[str, Any] = {"threads": setup.threads, "cpus": self._pins.cpus, "inside": engine.sync.inside.way}
+        ranks = engine.world.size
+        engine.recorder.event("trial", step=engine.progress.step, ranks=ranks, why=why, changed=candidate > 0, **fields)
+        # Emulated nodes are on one machine too, but their links count; and with weak scaling fewer ranks do less.
+        is_local = engine.world.local_size == ranks and engine.config.train.scaling == "strong"
+        if engine.world.is_main and is_local and step_s is not None:
             self._advise_fewer_ranks(step_s)
 
     def _advise_fewer_ranks(self, step_s: float) -> None:
@@ -232,6 +270,8 @@ class MachineTrial:
         engine = self._engine
         if torch.get_num_threads() != setup.threads:
             torch.set_num_threads(setup.threads)
+            if engine.watch is not None:
+                engine.watch.threads = setup.threads
         self._pins.set(setup.is_pinned)
         if setup.inside and setup.inside != engine.sync.inside.way:
             # After the barrier all ranks have done the last step, and none needs its exchange any more.
@@ -272,4 +312,5 @@ class MachineTrial:
         here = ranks if len(set(self._machines)) == 1 else self._machines.count(own)
         machine = f"{cpu_name()} ({platform.machine()}), {self._pins.all_threads} cores, torch {torch.__version__}"
         model = f"model {shapes}{' compiled' if self._is_compiled else ''}, batch {engine.global_batch}"
-        return f"setup: {machine}, {model}, {engine.config.sync.mode}, {here} of {ranks} ranks"
+        nodes = f" on {len(set(engine.world.nodes))} nodes" if engine.world.local_size < engine.world.size else ""
+        return f"setup: {machine}, {model}, {engine.config.sync.mode}, {here} of {ranks} ranks{nodes}"

@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
@@ -44,7 +44,7 @@ from shoal.engine.batches import BatchAhead, Source, move, open_source, read_ahe
 from shoal.engine.engine import Engine, flush_denormals
 from shoal.engine.environment import open_session
 from shoal.engine.loop import Loop, StepOutcome, Task
-from shoal.engine.machine_trial import CorePins, MachineTrial, choose_cores
+from shoal.engine.machine_trial import CorePins, MachineTrial, choose_cores, thread_ids
 from shoal.engine.recorder import Recorder, last_event, last_step
 from shoal.engine.recover import GenerationChanger
 from shoal.engine.sampling import SHARDS, Shard
@@ -276,6 +276,7 @@ class Session:
         """Join a world whose members do not change."""
         start, sync = self._start, self._start.config.sync
         warnings: list[ShoalError] = []
+        computing = thread_ids() if start.world is None else ()
         world = start.world or join_world(
             start.placement, self.device, None, sync.join_timeout_s, sync.timeout_s, warnings.append
         )
@@ -290,11 +291,12 @@ class Session:
         # Before pinning: it has the number of cores that the machine gives this process.
         process = describe_process(world)
         chooser = SyncChooser(engine, start.config.sync)
-        pins = self._pin(choose_cores(world, start.config.train.pin))
-        self._prepare_trial(chooser, pins)
+        trial = self._prepare_trial(chooser, choose_cores(world, start.config.train.pin), computing)
         start_training(engine, chooser, start.run, start.resume)
+        if start.resume:
+            trial.recall(start.run)
         self._call_on_start(engine)
-        self._announce(process, pins.cpus)
+        self._announce(process, trial.cpus)
         return Loop(engine, start.run, None, tuple(self._tasks))
 
     def _enter_elastic(self, state: TrainingState) -> Loop:
@@ -344,17 +346,19 @@ class Session:
     def _enter_first_generation(self, membership: GenerationChanger, enter: EnterGeneration) -> None:
         """Form the first world of a launch. If that fails, it is an error: the run does not start with fewer ranks."""
         engine, sync = membership.engine, membership.engine.config.sync
+        computing = thread_ids()
         world = form_world(enter, membership.store, membership.place, sync.join_timeout_s, sync.timeout_s)
         engine.enter_world(world, 0, 0, launched_ranks=world.size)
         engine.recorder.enter_world(world, [])
         # Before pinning: it has the number of cores that the machine gives this process.
         process = describe_process(world)
-        pins = self._pin(choose_cores(world, engine.config.train.pin))
-        self._prepare_trial(membership.chooser, pins)
+        trial = self._prepare_trial(membership.chooser, choose_cores(world, engine.config.train.pin), computing)
         start_training(engine, membership.chooser, membership.run, self._start.resume)
+        if self._start.resume:
+            trial.recall(membership.run)
         self._call_on_start(engine)
         membership.member.fence.set_step(engine.outer.common_step(engine.progress.step))
-        self._announce(process, pins.cpus)
+        self._announce(process, trial.cpus)
         membership.record_entry(how="first")
         membership.member.send_formed(enter.generation, 0.0)
 
@@ -369,23 +373,23 @@ class Session:
         """Join a generation that trains already, on the cores of this rank's last start: its neighbours keep theirs."""
         engine = membership.engine
         cpus = last_event(membership.run.events(engine.world.id), "start").get("cpus")
-        pins = self._pin(tuple(cpus) if cpus and engine.config.train.pin != "off" else None)
-        self._prepare_trial(membership.chooser, pins)
+        cores = tuple(cpus) if cpus and engine.config.train.pin != "off" else None
+        trial = self._prepare_trial(membership.chooser, cores, thread_ids())
         membership.has_state = False
         began = time.perf_counter()
         while not membership.try_to_enter(enter, began):
             enter = membership.member.await_enter()
-        self._announce(describe_process(engine.world), pins.cpus)
+        self._announce(describe_process(engine.world), trial.cpus)
 
-    @staticmethod
-    def _pin(cores: tuple[int, ...] | None) -> CorePins:
-        pins = CorePins(cores)
+    def _prepare_trial(
+        self, chooser: SyncChooser, cores: tuple[int, ...] | None, computing: Collection[int]
+    ) -> MachineTrial:
+        """Pin this rank to its cores, if it has any, and let the first steps try what is better."""
+        pins = CorePins(cores, computing)
         pins.set(is_pinned=True)
-        return pins
-
-    def _prepare_trial(self, chooser: SyncChooser, pins: CorePins) -> None:
         self.trial = MachineTrial(self.engine, chooser, pins)
         self.engine.between_steps = self.trial.after_step
+        return self.trial
 
     def _configure_engine(self, engine: Engine, reset: Callable[[], None] | None) -> None:
         engine.reset, engine.is_reset_copy = reset, reset is not self._reset

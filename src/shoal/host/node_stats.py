@@ -267,7 +267,8 @@ class NodeWatch:
         self._thread_times = ThreadTimes()
         self._busy_s = self._counters.read_busy_s(usable_cpus()[1])
         # Small enough for means of it to be exact.
-        self._same = {"threads": threads, "machine": zlib.crc32((boot_id() or socket.gethostname()).encode())}
+        self.threads = threads
+        self._machine = zlib.crc32((boot_id() or socket.gethostname()).encode())
         self._recent: deque[NodeStats] = deque(maxlen=_RECENT)
         self._sums, self._count = NodeStats().numbers(), 0
         self._written_at = float("-inf")
@@ -359,7 +360,8 @@ class NodeWatch:
             cpus=len(cpus),
             run_cpus=len(run_cpus),
             busy=max(0.0, self._busy_s - busy_before) / elapsed_s,
-            **self._same,
+            threads=self.threads,
+            machine=self._machine,
         )
         self._at, self._last, self._own = now, counters, own
         self._recent.append(stats)

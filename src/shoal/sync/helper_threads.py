@@ -11,16 +11,13 @@ import threading
 
 import torch
 
-_known = threading.local()
-
 
 def compute_alone() -> None:
     """Let torch compute without a team in the calling thread."""
-    if getattr(_known, "is_alone", False):
-        return
-    _known.is_alone = True
     # Asked first: torch sets the number of a thread when it is first asked for.
     threads = torch.get_num_threads()
+    if threads == 1:
+        return
     torch.set_num_threads(1)
     # torch gives the last number that was set to threads that start later: set it back, in a thread that then ends.
     setter = threading.Thread(target=torch.set_num_threads, args=(threads,))

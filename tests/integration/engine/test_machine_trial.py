@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,27 +14,29 @@ import pytest
 import torch
 
 from shoal.control.rank_env import DEFAULT_THREADS
+from shoal.cost.machine_setup import TrialSchedule
+from shoal.engine import machine_trial
 from shoal.engine.engine import Engine
-from shoal.engine.machine_trial import CorePins, MachineTrial
+from shoal.engine.machine_trial import CorePins, MachineTrial, thread_ids
 from shoal.engine.recorder import last_event
 from shoal.host.topology import this_topology
 from shoal.sync.helper_threads import compute_alone
 from shoal.sync.world import World
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks as run_some_ranks
 from tests.support.trainings import GptTraining, make_run
 
+# Whole trainings, some with more threads than cores: they may take long beside other tests.
+run_ranks = partial(run_some_ranks, deadline_s=110.0)
 STEPS = ("train.steps=140", "train.eval_every=1000", "members.digest_every=1000", "train.checkpoint_every=1000")
 
 
-def thread_ids() -> set[int]:
-    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
-
-
-def train_with_trial(world: World, path: Path, cache: Path, faked_s: dict[str, float]) -> dict[str, Any]:
+def train_with_trial(
+    world: World, path: Path, cache: Path, faked_s: dict[str, float], resume: bool = False
+) -> dict[str, Any]:
     """Train; a step with a setup of `faked_s` takes so long for the trial. Return what was tried and kept."""
     os.environ["XDG_CACHE_HOME"] = str(cache)
     os.environ[DEFAULT_THREADS] = os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
-    training = GptTraining(world, path)
+    training = GptTraining(world, path, resume)
     tried: list[tuple[int, str, bool, int]] = []
 
     def look(engine: Engine) -> None:
@@ -43,8 +46,7 @@ def train_with_trial(world: World, path: Path, cache: Path, faked_s: dict[str, f
     observe = MachineTrial._observe
 
     def faked_observe(self: MachineTrial, schedule: Any) -> None:
-        number = schedule.current
-        setup = str(self._candidates[number])
+        setup = str(self._candidates[schedule.current]) if schedule.current < len(self._candidates) else ""
         self._engine.times = {"step": faked_s.get(setup, 1.0)}
         observe(self, schedule)
 
@@ -77,10 +79,44 @@ def test_the_fastest_setup_is_kept_and_remembered(tmp_path: Path) -> None:
         assert {tuple(rest) for rest in kept} == {("gloo", can_pin, 1)}
     second = run_ranks(train_with_trial, 2, tmp_path, make_run(tmp_path / "b", 2, *STEPS).path, cache, {})
     for rank in second:
-        assert rank["event"]["why"] == "as a trial on this machine found before"
+        assert rank["event"]["why"].endswith("gloo between the ranks, as a trial on this machine found before")
         assert rank["event"]["step"] == 3
         assert {way for step, way, _, _ in rank["tried"] if step > 3} == {"gloo"}
     assert first[0]["weights"] == first[1]["weights"]
+
+
+def test_a_resumed_run_has_the_setup_of_the_interrupted_one(tmp_path: Path) -> None:
+    """It is the same training to the bit: no step of it may be done with another setup."""
+    run = make_run(tmp_path / "a", 2, *STEPS, "train.checkpoint_every=70")
+    fastest = {"1 thread, pinned, gloo between the ranks": 0.5, "1 thread, not pinned, gloo between the ranks": 0.5}
+    run_ranks(train_with_trial, 2, tmp_path, run.path, tmp_path / "cache", fastest)
+    config = run.config.read_text().replace("steps = 140", "steps = 180")
+    run.config.write_text(config)
+    resumed = run_ranks(train_with_trial, 2, tmp_path, run.path, tmp_path / "other-cache", {}, True)
+    for rank in resumed:
+        assert [step for step, *_ in rank["tried"]] == list(range(141, 181))
+        assert {way for _, way, _, _ in rank["tried"]} == {"gloo"}
+
+
+def test_machines_with_other_candidates_end_their_trial_together(tmp_path: Path) -> None:
+    """The second machine has one candidate, and what it measures for the others is noise."""
+    run = make_run(tmp_path, 2, *STEPS)
+    ranks = run_ranks(train_on_two_machines, 2, tmp_path, run.path, tmp_path / "cache")
+    assert [rank["event"]["threads"] for rank in ranks] == [2, 1]
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+
+
+def train_on_two_machines(world: World, path: Path, cache: Path) -> dict[str, Any]:
+    """Rank 0 has four threads, rank 1 one; both are faster with the second candidate."""
+    machine_trial.machine_ids = lambda world: list(range(world.size))
+    torch.set_num_threads(4 if world.rank == 0 else 1)
+    observe = TrialSchedule.observe
+
+    def faked(self: TrialSchedule, seconds: dict[int, float]) -> None:
+        observe(self, dict.fromkeys(seconds, 0.5 if self.current == 1 else 1.0))
+
+    TrialSchedule.observe = faked  # type: ignore[method-assign,assignment]
+    return train_with_trial(world, path, cache, {})
 
 
 def test_a_setting_of_the_user_is_not_tried(tmp_path: Path) -> None:
@@ -121,7 +157,7 @@ def step_beside_a_gpu(world: World) -> None:
 
 
 def test_no_rank_waits_for_one_with_a_gpu_which_tries_nothing(tmp_path: Path) -> None:
-    run_ranks(step_beside_a_gpu, 2, tmp_path, deadline_s=20)
+    run_some_ranks(step_beside_a_gpu, 2, tmp_path, deadline_s=30.0)
 
 
 def look_at_pins(world: World) -> list[set[int]]:

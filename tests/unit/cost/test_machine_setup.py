@@ -10,7 +10,7 @@ from shoal.cost.machine_setup import (
     RankSetup,
     TrialSchedule,
     describe_fewer_ranks,
-    explain_best,
+    explain_choice,
     is_worth_trying,
     list_candidates,
     trial_steps,
@@ -101,8 +101,8 @@ def test_what_is_kept_is_never_slower_than_what_it_began_with(seconds: list[floa
 
 def test_the_reason_names_every_setup_with_its_time() -> None:
     candidates = list_candidates(RankSetup("shared", True, 1), can_pin=True, can_change_threads=False)
-    assert explain_best(candidates, run_trial([[0.030], [0.040], [0.020]]), HERE) == (
-        "goes on with 1 thread, not pinned, shared memory; a step took 30 ms with 1 thread, pinned, shared memory; "
+    assert explain_choice(candidates, run_trial([[0.030], [0.040], [0.020]]), HERE, chosen=2) == (
+        "continues with 1 thread, not pinned, shared memory; a step took 30 ms with 1 thread, pinned, shared memory; "
         "40 ms with 1 thread, pinned, gloo between the ranks; 20 ms with 1 thread, not pinned, shared memory"
     )
 
