@@ -5,8 +5,8 @@
 .PHONY: help setup demo check check-and-collect collect test test-long test-gpu test-exhaustive bench clean
 BIN := .venv/bin
 PYTEST_ARGS ?=
-# Most tests wait for processes and networks: six at once keep two cores busy.
-export WORKERS ?= 6
+# Most tests wait for processes and networks: four at once keep two cores busy, and six are no faster.
+export WORKERS ?= 4
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
