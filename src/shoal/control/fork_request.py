@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from shoal.control.processes import PART_MARK, RUN_MARK
 from shoal.control.rank_env import DEFAULT_THREADS, TRAINING, Placement
@@ -35,6 +36,7 @@ _SHELL_VARIABLES = {"PWD", "OLDPWD", "SHLVL", "_"}
 TEMPLATE_FD = "SHOAL_TEMPLATE_FD"
 _MOST_BYTES = 128 << 10
 _MOST_DESCRIPTORS = 8
+Received = TypeVar("Received")
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def receive_request(connection: socket.socket) -> tuple[ForkRequest | EnterReque
 
     The variables for a rank's descriptors have their numbers in this process.
     """
-    data, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_DESCRIPTORS)
+    data, descriptors, _, _ = _despite_reset(lambda: socket.recv_fds(connection, _MOST_BYTES, _MOST_DESCRIPTORS))
     if not data:
         return None
     [(kind, fields)] = json.loads(data).items()
@@ -115,8 +117,16 @@ def send_reply(to: socket.socket, reply: Reply) -> None:
 
 def receive_reply(connection: socket.socket) -> Reply | None:
     """Return the next reply; None when the template has ended. BlockingIOError: there is none yet."""
-    data = connection.recv(_MOST_BYTES)
+    data = _despite_reset(lambda: connection.recv(_MOST_BYTES))
     return Reply(**json.loads(data)) if data else None
+
+
+def _despite_reset(receive: Callable[[], Received]) -> Received:
+    """Receive what a peer has sent that ended without reading all messages: the kernel reports a reset first, once."""
+    try:
+        return receive()
+    except ConnectionResetError:
+        return receive()
 
 
 def _module_at(argv: Sequence[str]) -> int:
