@@ -81,11 +81,15 @@ class RankProcesses:
 
         def start_plain(fds: Mapping[str, int]) -> subprocess.Popen[bytes]:
             numbers = {name: str(fd) for name, fd in fds.items()}
-            return start_process(start.argv, {**variables, **numbers}, log, tuple(fds.values()), stdin)
+            try:
+                return start_process(start.argv, {**variables, **numbers}, log, tuple(fds.values()), stdin)
+            except OSError as error:
+                raise _cannot_start(start.name, self._node, error) from error
 
         process: subprocess.Popen[bytes] | ForkedRank | None = None
         self.prepare(start)
-        if (template := self._template) is not None and template.is_open and can_be_forked(start.argv, sys.executable):
+        template = self._template
+        if template is not None and template.can_be_asked and can_be_forked(start.argv, sys.executable):
             process = template.fork(start.argv, variables, log, fds, start_plain)
         self._running.append(_Running(start, process or start_plain(fds), clock, oom_kills_before))
 
@@ -266,7 +270,7 @@ class RankEnvironment:
         try:
             self._store = start_process(command, env, self._store_log, (listener.fileno(),))
         except OSError as error:
-            raise self._cannot_start("the store of the script's ranks", error) from error
+            raise _cannot_start("the store of the script's ranks", self._node, error) from error
         finally:
             # Only the store keeps it: if the store dies, ranks are refused and do not wait for ever.
             listener.close()
@@ -375,14 +379,15 @@ class RankEnvironment:
         try:
             yield
         except OSError as error:
-            raise self._cannot_start(start.name, error) from error
+            raise _cannot_start(start.name, self._node, error) from error
 
-    def _cannot_start(self, name: str, error: OSError) -> RunFailed:
-        return RunFailed(
-            f"cannot start {name} on {self._node}: {error.strerror}",
-            why="the machine is out of processes or memory, or the run folder is not writable",
-            fix="check there: ulimit -u; df -h",
-        )
+
+def _cannot_start(name: str, node: str, error: OSError) -> RunFailed:
+    return RunFailed(
+        f"cannot start {name} on {node}: {error.strerror}",
+        why="the machine is out of processes or memory, or the run folder is not writable",
+        fix="check there: ulimit -u; df -h",
+    )
 
 
 def _take_stdin() -> int | None:

@@ -1,7 +1,8 @@
 """Requests to the template, the process that has imported torch and forks ranks: `python -m shoal.train.template`.
 
-The agent sends one request per rank through a socket pair, with the descriptors that the rank inherits. The template
-answers each with the rank's process number, in the same order. One template serves all emulated nodes of a lab: it
+The agent sends one request per rank through a socket pair, with the descriptors that the rank inherits. The rank itself
+sends its process number once it can be signalled, and ends if it cannot send that: so the agent has the numbers of all
+ranks that run. One template serves all emulated nodes of a lab: it
 forks one for each node, which enters the node and serves its agent.
 """
 
@@ -46,6 +47,7 @@ class ForkRequest:
     env: dict[str, str]  # all of the rank's variables
     # Variables that get the numbers of the descriptors sent along, in this order behind that of the log.
     fd_variables: tuple[str, ...] = ()
+    number: int = 0  # of this request, from 1
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -67,6 +69,7 @@ class Reply:
     pid: int = 0  # 0: the template is ready, and has forked nothing yet
     code: int | None = None  # how the rank `pid` ended, where the template is its parent
     refused: str = ""  # why it can fork no rank
+    number: int = 0  # the request that this answers; 0: none
 
 
 def can_be_forked(argv: Sequence[str], python: str) -> bool:
@@ -108,7 +111,8 @@ def receive_request(connection: socket.socket) -> tuple[ForkRequest | EnterReque
     for fd in descriptors[1:]:
         os.set_inheritable(fd, True)
     numbers = dict(zip(names, map(str, descriptors[1:]), strict=True))
-    return ForkRequest(fields["parent"], tuple(fields["argv"]), {**fields["env"], **numbers}, names), descriptors
+    env = {**fields["env"], **numbers}
+    return ForkRequest(fields["parent"], tuple(fields["argv"]), env, names, fields["number"]), descriptors
 
 
 def send_reply(to: socket.socket, reply: Reply) -> None:
