@@ -86,12 +86,14 @@ class RankProcesses:
             except OSError as error:
                 raise _cannot_start(start.name, self._node, error) from error
 
-        process: subprocess.Popen[bytes] | ForkedRank | None = None
+        process: subprocess.Popen[bytes] | ForkedRank
         self.prepare(start)
         template = self._template
         if template is not None and template.can_be_asked and can_be_forked(start.argv, sys.executable):
             process = template.fork(start.argv, variables, log, fds, start_plain)
-        self._running.append(_Running(start, process or start_plain(fds), clock, oom_kills_before))
+        else:
+            process = start_plain(fds)
+        self._running.append(_Running(start, process, clock, oom_kills_before))
 
     def prepare(self, start: StartProcess) -> None:
         """Start the template for ranks such as this one, which then start sooner; not again after it has ended."""

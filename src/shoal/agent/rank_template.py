@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -43,6 +44,7 @@ class RankTemplate:
         self._ready_at: float | None = None
         self._has_refused = False
         self._requests = 0
+        self._unsent: deque[ForkedRank] = deque()
         self._waiting: dict[int, ForkedRank] = {}  # by the numbers of their requests, oldest first
         self._forked: dict[int, ForkedRank] = {}
         sock.setblocking(False)
@@ -68,22 +70,34 @@ class RankTemplate:
 
     def fork(
         self, argv: tuple[str, ...], env: Mapping[str, str], log: Path, fds: Mapping[str, int], plain: StartPlain
-    ) -> ForkedRank | None:
-        """Ask for a rank; it exists once it has a `pid`. None when the template cannot be asked."""
+    ) -> ForkedRank:
+        """Ask for a rank; it exists once it has a `pid`."""
         self._requests += 1
         request = ForkRequest(os.getpid(), argv, {**os.environ, **env}, tuple(fds), self._requests)
-        try:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("ab") as output:
-                send_request(self._socket, request, (output.fileno(), *fds.values()))
-        except OSError as error:
-            self._give_up(f"it cannot be asked: {error.strerror}")
-            return None
-        rank = self._waiting[self._requests] = ForkedRank(self, fds, plain)
+        rank = ForkedRank(self, request, log, fds, plain)
+        self._unsent.append(rank)
+        self._send_requests()
         return rank
+
+    def _send_requests(self) -> None:
+        """Send what the socket takes: while the template imports torch, it holds the requests of about 25 ranks."""
+        while self.is_open and self._unsent:
+            rank = self._unsent[0]
+            try:
+                rank.send_request(self._socket)
+            except BlockingIOError:
+                return
+            except ConnectionError as error:
+                self._give_up(f"it cannot be asked: {error.strerror}")
+            except OSError as error:
+                self._refuse(rank, f"it cannot be asked: {error.strerror}")
+            else:
+                self._waiting[rank.request.number] = rank
+            self._unsent.popleft()
 
     def read_replies(self) -> None:
         """Give the ranks that were forked since the last call their numbers, and those that ended their exit codes."""
+        self._send_requests()
         try:
             while self.is_open:
                 reply = receive_reply(self._socket)
@@ -106,11 +120,7 @@ class RankTemplate:
         elif reply.refused:
             # A rank that was killed just after it sent its number is no longer waiting.
             if (refused := self._waiting.pop(reply.number, None)) is not None:
-                refused.is_refused = True
-                if not self._has_refused:
-                    self._note_plain_start(reply.refused)
-                # It stays open: on an emulated node its ranks would end with it.
-                self._has_refused = True
+                self._refuse(refused, reply.refused)
         elif reply.code is not None:
             if (ended := self._forked.pop(reply.pid, None)) is not None:
                 ended.end(reply.code)
@@ -120,6 +130,13 @@ class RankTemplate:
         else:
             self._ready_at = boot_clock()
 
+    def _refuse(self, rank: ForkedRank, why: str) -> None:
+        """Have one rank started without the template, which stays open: on an emulated node its ranks end with it."""
+        rank.is_refused = True
+        if not self._has_refused:
+            self._note_plain_start(why)
+        self._has_refused = True
+
     def _give_up(self, why: str) -> None:
         self._note_plain_start(why)
         self.end()
@@ -127,9 +144,12 @@ class RankTemplate:
     def _note_plain_start(self, why: str) -> None:
         self._note(f"ranks are started one by one, without a template: {why} ({self._log})")
 
-    def cancel(self) -> None:
-        """Make sure that ranks which are cancelled do not run. A template that is ready answers soon; they end then."""
-        if self._ready_at is None:
+    def cancel(self, rank: ForkedRank) -> None:
+        """Make sure that a cancelled rank does not run. A template that is ready answers soon; the rank ends then."""
+        if rank in self._unsent:
+            self._unsent.remove(rank)
+            rank.is_refused = True
+        elif self._ready_at is None:
             self.end()
 
     def end(self) -> None:
@@ -150,10 +170,14 @@ class RankTemplate:
 class ForkedRank:
     """A rank that the template forks. It becomes a child of this process, or on an emulated node of the template."""
 
-    def __init__(self, template: RankTemplate, fds: Mapping[str, int], plain: StartPlain) -> None:
+    def __init__(
+        self, template: RankTemplate, request: ForkRequest, log: Path, fds: Mapping[str, int], plain: StartPlain
+    ) -> None:
         self.pid = 0  # 0: it is not forked yet
         self.asked_at = boot_clock()
+        self.request = request
         self._template = template
+        self._log = log
         self._plain = plain
         # Kept until it has its own: the template may end before it forks this rank.
         self._fds = {name: os.dup(fd) for name, fd in fds.items()}
@@ -162,6 +186,12 @@ class ForkedRank:
         self._is_cancelled = False
         self._process: subprocess.Popen[bytes] | None = None  # started as a program, because the template has ended
         self._code: int | None = None
+
+    def send_request(self, to: socket.socket) -> None:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as output:
+            send_request(to, self.request, (output.fileno(), *self._fds.values()))
+        self.asked_at = boot_clock()
 
     def begin(self, pid: int) -> None:
         self.pid = pid
@@ -215,5 +245,6 @@ class ForkedRank:
 
     def cancel(self) -> None:
         """Kill a rank that is not forked yet, or keep it from being so."""
-        self._is_cancelled = True
-        self._template.cancel()
+        if not self._is_cancelled:
+            self._is_cancelled = True
+            self._template.cancel(self)

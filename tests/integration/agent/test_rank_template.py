@@ -125,9 +125,7 @@ class Requests:
             self.plain.append(self.sleep())
             return self.processes[-1]
 
-        rank = self.template.fork(WORKER, {}, self._log, fds or {}, start_plain)
-        assert rank is not None
-        return rank
+        return self.template.fork(WORKER, {"PADDING": "." * 4096}, self._log, fds or {}, start_plain)
 
     def sleep(self) -> int:
         sleeping = (sys.executable, "-c", "import time; time.sleep(1000)")
@@ -219,6 +217,24 @@ def test_a_refused_rank_ends_no_other(requests: Requests) -> None:
     assert all(map(is_running, (first, third)))
     (note,) = requests.notes
     assert "a reason" in note
+
+
+def test_more_ranks_are_asked_for_than_a_template_that_imports_can_be_sent(requests: Requests) -> None:
+    ranks = [requests.ask() for _ in range(100)]
+    ranks[99].cancel()
+    assert ranks[99].poll() == -signal.SIGKILL
+    ranks[99].cancel()
+    numbers: list[int] = []
+    requests.template_end.setblocking(False)
+    while len(numbers) < 99:
+        assert ranks[98].poll() is None
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                numbers.append(requests.receive())
+    assert numbers == list(range(1, 100))
+    pid = requests.answer(99)
+    assert ranks[98].poll() is None
+    assert (ranks[98].pid, requests.plain, requests.notes) == (pid, [], [])
 
 
 def begin_training(run: Path, on: str) -> None:
