@@ -8,16 +8,20 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 
+from shoal.agent.rank_processes import RankProcesses
 from shoal.agent.rank_template import ForkedRank, RankTemplate
 from shoal.control.fork_request import ForkRequest, Reply, receive_request, send_reply
 from shoal.control.orders import StartProcess
 from shoal.control.processes import RunProcess, find_processes, is_running
+from shoal.errors import RunFailed
+from shoal.run_folder import RunFolder
 from tests.support.agents import Agent, agents, go
 from tests.support.labs import need_lab
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, steps_of
@@ -107,6 +111,29 @@ def test_a_rank_that_is_not_forked_yet_can_be_ended(tmp_path: Path) -> None:
         assert agent.code() == 0
         assert agent.ended() == {"rank-1": (-signal.SIGKILL, True)}
         assert find_processes(tmp_path) == []
+
+
+# It looks at a rank as soon as it has its number.
+IMPATIENT_AGENT = """
+import os, sys
+from pathlib import Path
+from shoal.agent.rank_template import RankTemplate
+
+folder, *argv = sys.argv[1:]
+template = RankTemplate.start({}, folder, Path(folder, "template.log"), sys.exit)
+rank = template.fork(tuple(argv), {"RANK": "1", "WORLD_SIZE": "9"}, Path(folder, "rank.log"), {}, None)
+while not rank.pid:
+    template.read_replies()
+status = Path(f"/proc/{rank.pid}/status").read_text().split()
+print(os.getsid(rank.pid) == rank.pid, int(status[status.index("SigIgn:") + 1], 16) >> 1 & 1)
+template.end()
+"""
+
+
+def test_a_rank_has_its_session_and_signals_before_the_agent_has_its_number(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", IMPATIENT_AGENT, str(tmp_path), *waiting_rank(tmp_path).argv)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START_S)
+    assert (done.stdout, done.stderr) == ("True 0\n", "")
 
 
 class Requests:
@@ -235,6 +262,13 @@ def test_more_ranks_are_asked_for_than_a_template_that_imports_can_be_sent(reque
     pid = requests.answer(99)
     assert ranks[98].poll() is None
     assert (ranks[98].pid, requests.plain, requests.notes) == (pid, [], [])
+
+
+def test_a_start_that_fails_is_reported_also_in_place_of_a_fork(tmp_path: Path) -> None:
+    """Then it is tried while the agent polls, and not while it starts ranks."""
+    ranks = RankProcesses(RunFolder(tmp_path), "node1", time.time)
+    with pytest.raises(RunFailed, match="cannot start rank-1 on node1: No such file"):
+        ranks.start(StartProcess("rank-1", (1,), ("/missing/program",), {}), {}, {})
 
 
 def begin_training(run: Path, on: str) -> None:
