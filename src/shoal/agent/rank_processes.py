@@ -81,13 +81,19 @@ class RankProcesses:
 
         def start_plain(fds: Mapping[str, int]) -> subprocess.Popen[bytes]:
             numbers = {name: str(fd) for name, fd in fds.items()}
-            return start_process(start.argv, {**variables, **numbers}, log, tuple(fds.values()), stdin)
+            try:
+                return start_process(start.argv, {**variables, **numbers}, log, tuple(fds.values()), stdin)
+            except OSError as error:
+                raise _cannot_start(start.name, self._node, error) from error
 
-        process: subprocess.Popen[bytes] | ForkedRank | None = None
+        process: subprocess.Popen[bytes] | ForkedRank
         self.prepare(start)
-        if (template := self._template) is not None and template.is_open and can_be_forked(start.argv, sys.executable):
+        template = self._template
+        if template is not None and template.can_be_asked and can_be_forked(start.argv, sys.executable):
             process = template.fork(start.argv, variables, log, fds, start_plain)
-        self._running.append(_Running(start, process or start_plain(fds), clock, oom_kills_before))
+        else:
+            process = start_plain(fds)
+        self._running.append(_Running(start, process, clock, oom_kills_before))
 
     def prepare(self, start: StartProcess) -> None:
         """Start the template for ranks such as this one, which then start sooner; not again after it has ended."""
@@ -266,7 +272,7 @@ class RankEnvironment:
         try:
             self._store = start_process(command, env, self._store_log, (listener.fileno(),))
         except OSError as error:
-            raise self._cannot_start("the store of the script's ranks", error) from error
+            raise _cannot_start("the store of the script's ranks", self._node, error) from error
         finally:
             # Only the store keeps it: if the store dies, ranks are refused and do not wait for ever.
             listener.close()
@@ -375,14 +381,15 @@ class RankEnvironment:
         try:
             yield
         except OSError as error:
-            raise self._cannot_start(start.name, error) from error
+            raise _cannot_start(start.name, self._node, error) from error
 
-    def _cannot_start(self, name: str, error: OSError) -> RunFailed:
-        return RunFailed(
-            f"cannot start {name} on {self._node}: {error.strerror}",
-            why="the machine is out of processes or memory, or the run folder is not writable",
-            fix="check there: ulimit -u; df -h",
-        )
+
+def _cannot_start(name: str, node: str, error: OSError) -> RunFailed:
+    return RunFailed(
+        f"cannot start {name} on {node}: {error.strerror}",
+        why="the machine is out of processes or memory, or the run folder is not writable",
+        fix="check there: ulimit -u; df -h",
+    )
 
 
 def _take_stdin() -> int | None:

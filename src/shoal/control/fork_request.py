@@ -1,7 +1,8 @@
 """Requests to the template, the process that has imported torch and forks ranks: `python -m shoal.train.template`.
 
-The agent sends one request per rank through a socket pair, with the descriptors that the rank inherits. The template
-answers each with the rank's process number, in the same order. One template serves all emulated nodes of a lab: it
+The agent sends one request per rank through a socket pair, with the descriptors that the rank inherits. The rank itself
+sends its process number once it can be signalled, and ends if it cannot send that: so the agent has the numbers of all
+ranks that run. One template serves all emulated nodes of a lab: it
 forks one for each node, which enters the node and serves its agent.
 """
 
@@ -10,8 +11,9 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from shoal.control.processes import PART_MARK, RUN_MARK
 from shoal.control.rank_env import DEFAULT_THREADS, TRAINING, Placement
@@ -35,6 +37,7 @@ _SHELL_VARIABLES = {"PWD", "OLDPWD", "SHLVL", "_"}
 TEMPLATE_FD = "SHOAL_TEMPLATE_FD"
 _MOST_BYTES = 128 << 10
 _MOST_DESCRIPTORS = 8
+Received = TypeVar("Received")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class ForkRequest:
     env: dict[str, str]  # all of the rank's variables
     # Variables that get the numbers of the descriptors sent along, in this order behind that of the log.
     fd_variables: tuple[str, ...] = ()
+    number: int = 0  # of this request, from 1
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -65,6 +69,7 @@ class Reply:
     pid: int = 0  # 0: the template is ready, and has forked nothing yet
     code: int | None = None  # how the rank `pid` ended, where the template is its parent
     refused: str = ""  # why it can fork no rank
+    number: int = 0  # the request that this answers; 0: none
 
 
 def can_be_forked(argv: Sequence[str], python: str) -> bool:
@@ -96,7 +101,7 @@ def receive_request(connection: socket.socket) -> tuple[ForkRequest | EnterReque
 
     The variables for a rank's descriptors have their numbers in this process.
     """
-    data, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_DESCRIPTORS)
+    data, descriptors, _, _ = _despite_reset(lambda: socket.recv_fds(connection, _MOST_BYTES, _MOST_DESCRIPTORS))
     if not data:
         return None
     [(kind, fields)] = json.loads(data).items()
@@ -106,7 +111,8 @@ def receive_request(connection: socket.socket) -> tuple[ForkRequest | EnterReque
     for fd in descriptors[1:]:
         os.set_inheritable(fd, True)
     numbers = dict(zip(names, map(str, descriptors[1:]), strict=True))
-    return ForkRequest(fields["parent"], tuple(fields["argv"]), {**fields["env"], **numbers}, names), descriptors
+    env = {**fields["env"], **numbers}
+    return ForkRequest(fields["parent"], tuple(fields["argv"]), env, names, fields["number"]), descriptors
 
 
 def send_reply(to: socket.socket, reply: Reply) -> None:
@@ -115,8 +121,16 @@ def send_reply(to: socket.socket, reply: Reply) -> None:
 
 def receive_reply(connection: socket.socket) -> Reply | None:
     """Return the next reply; None when the template has ended. BlockingIOError: there is none yet."""
-    data = connection.recv(_MOST_BYTES)
+    data = _despite_reset(lambda: connection.recv(_MOST_BYTES))
     return Reply(**json.loads(data)) if data else None
+
+
+def _despite_reset(receive: Callable[[], Received]) -> Received:
+    """Receive what a peer has sent that ended without reading all messages: the kernel reports a reset first, once."""
+    try:
+        return receive()
+    except ConnectionResetError:
+        return receive()
 
 
 def _module_at(argv: Sequence[str]) -> int:

@@ -49,7 +49,11 @@ def main() -> int:
     # Collections would write to the pages that it shares with its ranks.
     gc.collect()
     gc.freeze()
-    request = Template(agent).serve()
+    try:
+        request = Template(agent).serve()
+    except ConnectionError:
+        # The agent has ended, or wants no more ranks. So ends also a rank that could not send its number.
+        return 0
     return 0 if request is None else run_rank(request)
 
 
@@ -88,38 +92,56 @@ class Template:
             if isinstance(request, EnterRequest):
                 self._fork_for_node(request, *descriptors)
             elif names := differing_variables(self._loaded_with, request.env):
-                send_reply(self._agent, Reply(refused=f"libraries were loaded with other values of {sorted(names)}"))
-            elif self._fork_child() if self._is_on_node else self._fork_orphan():
-                self._begin_rank(request, descriptors[0])
+                self._refuse(request, f"libraries were loaded with other values of {sorted(names)}")
+            elif self._fork_rank(request, descriptors[0]):
                 return request
             for fd in descriptors:
                 os.close(fd)
 
-    def _fork_orphan(self) -> bool:
+    def _refuse(self, request: ForkRequest, why: str) -> None:
+        send_reply(self._agent, Reply(refused=why, number=request.number))
+
+    def _fork_rank(self, request: ForkRequest, log: int) -> bool:
+        """Fork a rank, and wait until it has sent its process number; return True in the rank."""
+        sent, has_sent = os.pipe()
+        why = "a rank ended before it began"
+        try:
+            is_rank = self._fork_child() if self._is_on_node else self._fork_orphan(request.parent)
+        except OSError as error:
+            is_rank, why = False, f"it cannot fork: {error.strerror}"
+        if is_rank:
+            os.close(sent)
+            self._begin_rank(request, log)
+            with contextlib.suppress(BrokenPipeError):
+                os.write(has_sent, b".")
+            os.close(has_sent)
+            return True
+        os.close(has_sent)
+        if not os.read(sent, 1):
+            self._refuse(request, why)
+        os.close(sent)
+        return False
+
+    def _fork_orphan(self, agent: int) -> bool:
         """Fork a rank by a process that ends at once; return True in the rank.
 
         So the agent adopts it: it sees how the rank ends, and the rank outlives the template.
         """
-        began, begin = os.pipe()
-        pids, pid_to = os.pipe()
-        if child := os.fork():
-            os.waitpid(child, 0)
-            os.close(pid_to)
-            if number := os.read(pids, 32):
-                send_reply(self._agent, Reply(int(number)))
-                os.write(begin, b".")
-            for fd in (began, begin, pids):
-                os.close(fd)
-            return False
-        if pid := os.fork():
-            os.write(pid_to, str(pid).encode())
-            os._exit(0)
-        for fd in (begin, pids, pid_to):
-            os.close(fd)
-        # Until the agent is its parent and has its number.
-        if not os.read(began, 1):
-            os.kill(os.getpid(), signal.SIGKILL)
-        os.close(began)
+        adopted, is_adopted = os.pipe()
+        with os.fdopen(adopted, "rb", 0) as until_adopted, os.fdopen(is_adopted, "wb", 0) as when_adopted:
+            if child := os.fork():
+                os.waitpid(child, 0)
+                return False
+            try:
+                is_parent = os.fork() != 0
+            except OSError:
+                os._exit(1)
+            if is_parent:
+                os._exit(0)
+            when_adopted.close()
+            # It is empty: the template has seen that process end, or has ended itself.
+            until_adopted.read()
+        tie_to(agent)()
         return True
 
     def _fork_child(self) -> bool:
@@ -127,7 +149,6 @@ class Template:
         parent = os.getpid()
         if pid := os.fork():
             self._children[os.pidfd_open(pid)] = pid
-            send_reply(self._agent, Reply(pid))
             return False
         tie_to(parent)()
         for fd in self._children:
@@ -142,10 +163,7 @@ class Template:
 
     def _begin_rank(self, request: ForkRequest, log: int) -> None:
         """Do what `cluster.node.start_process` does for a rank that is started as a program of its own."""
-        self._agent.close()
         os.setsid()
-        if not self._is_on_node:
-            tie_to(request.parent)()
         default_signals()
         for signum in IGNORED_BY_PYTHON:
             signal.signal(signum, signal.SIG_IGN)
@@ -157,6 +175,9 @@ class Template:
         os.close(log)
         replace_identity(request.argv, request.env)
         sys.argv = [sys.argv[0], *request.words]
+        # Only now: from here on the agent may signal it.
+        send_reply(self._agent, Reply(os.getpid(), number=request.number))
+        self._agent.close()
 
     def _fork_for_node(self, request: EnterRequest, agent: int, log: int) -> None:
         """Fork a template that serves the agent of an emulated node; if that fails, the agent's socket is closed."""
@@ -169,15 +190,17 @@ class Template:
             for group in request.groups:
                 Path(group).write_text(str(os.getpid()), encoding="ascii")
             folder = Path.cwd()
-            user, pid, *others = (open_namespace(request.first, kind) for kind in ("user", "pid", "net", "uts", "mnt"))
-            if not os.path.sameopenfile(user, open_namespace(os.getpid(), "user")):
-                enter_namespace(user)
-            enter_namespace(pid)
-            # Only a child is in the pid namespace.
-            if os.fork():
-                os._exit(0)
-            for namespace in others:
+            kinds: tuple[str, ...] = ("pid", "net", "uts", "mnt")
+            of_node = Path(f"/proc/{request.first}/ns")
+            if not (of_node / "user").samefile("/proc/self/ns/user"):
+                kinds = ("user", *kinds)
+            namespaces = [os.open(of_node / kind, os.O_RDONLY) for kind in kinds]
+            for kind, namespace in zip(kinds, namespaces, strict=True):
                 enter_namespace(namespace)
+                os.close(namespace)
+                # Only a child is in the pid namespace.
+                if kind == "pid" and os.fork():
+                    os._exit(0)
             os.chdir(folder)
         except OSError as error:
             sys.stderr.write(f"cannot enter a node: {error}\n")
@@ -187,10 +210,6 @@ class Template:
         self._agent.close()
         self._agent, self._is_on_node = socket.socket(fileno=os.dup(agent)), True
         send_reply(self._agent, Reply())
-
-
-def open_namespace(process: int, kind: str) -> int:
-    return os.open(f"/proc/{process}/ns/{kind}", os.O_RDONLY)
 
 
 def run_rank(request: ForkRequest) -> int:

@@ -80,6 +80,27 @@ def test_the_end_of_either_side_is_seen() -> None:
         assert receive_reply(here) is None
 
 
+def test_messages_of_a_peer_that_ended_with_unread_ones_arrive() -> None:
+    here, there = pair()
+    request = EnterRequest(17, (), {})
+    with there:
+        send_reply(there, Reply())
+        send_request(here, request, (here.fileno(),))
+        here.close()
+        received = receive_request(there)
+        assert received is not None
+        assert received[0] == request
+        os.close(*received[1])
+        assert receive_request(there) is None
+    here, there = pair()
+    with here:
+        send_request(here, request, (here.fileno(),))
+        send_reply(there, Reply(17))
+        there.close()
+        assert receive_reply(here) == Reply(17)
+        assert receive_reply(here) is None
+
+
 def test_a_request_that_is_too_long_is_refused() -> None:
     here, there = pair()
     request = ForkRequest(1, RANK, {"LONG": "x" * (4 << 20)})
