@@ -134,8 +134,8 @@ def test_a_lost_connection_ends_no_rank_and_a_stop_ends_all(lab: Lab, hosts: Pat
     listing = json.loads(done(lab, "ps", "--on", hosts, "--json").stdout)["hosts"]
     parts = {name: [process["part"] for run in runs for process in run["processes"]] for name, runs in listing.items()}
     assert {name: sorted(names) for name, names in parts.items()} == {
-        "node1": ["agent", "messenger", "rank-0"],
-        "node2": ["agent", "messenger", "rank-1"],
+        "node1": ["agent", "messenger", "rank-0", "template"],
+        "node2": ["agent", "messenger", "rank-1", "template"],
     }
     stopped = done(lab, "stop", run)
     assert "finished its step and stopped" in stopped.stdout, stopped.stderr

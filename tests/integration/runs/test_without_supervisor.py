@@ -39,14 +39,16 @@ def test_processes_of_a_killed_supervisor_are_listed_and_ended_with_clean(tmp_pa
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     run, pids = tmp_path / "run", report["pids"]
-    assert pids.keys() == {"agent", "rank-0", "rank-1"}
+    assert pids.keys() == {"agent", "template", "rank-0", "rank-1"}
     assert report["state"] == "unsupervised"
 
     code, words = report["resumed"]
     assert code == 3
     listed = words.index("error: an earlier launch of")
     assert words.startswith("left over from earlier runs (--clean ends them):\n")
-    assert f"still works on local: process {', '.join(map(str, sorted(pids.values())))}\n" in words[listed:]
+    # The template ends with its agent, and writes nothing.
+    writers = sorted(pid for part, pid in pids.items() if part != "template")
+    assert f"still works on local: process {', '.join(map(str, writers))}\n" in words[listed:]
     assert f"next: end it first: shoal stop {run}\n" in words[listed:]
     assert report["still_there"] == pids
 
@@ -54,7 +56,7 @@ def test_processes_of_a_killed_supervisor_are_listed_and_ended_with_clean(tmp_pa
         code, words = report[name]
         assert code == 0
         assert words.startswith(title)
-        assert [f"{pid:>8}  {part}" in words for part, pid in pids.items()] == [True] * 3
+        assert [f"{pid:>8}  {part}" in words for part, pid in pids.items()] == [True] * 4
         assert "-m shoal.agent.agent\n" in words
     assert report["left"] == []
     assert report["ps"] == "no run is going on here\n"
