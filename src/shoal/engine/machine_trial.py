@@ -158,10 +158,11 @@ class MachineTrial:
             if step > engine.progress.step or ranks != engine.world.size:
                 return None
             can_choose_inside = engine.config.sync.inside == "auto" and engine.sync.inside.way == "shared"
+            can_have = self._can_change_threads() and 1 <= int(threads) <= self._first_threads
             return RankSetup(
                 inside if can_choose_inside and inside in ("shared", "gloo") else "",
                 self._pins.is_pinned and (engine.config.train.pin != "auto" or bool(event["cpus"])),
-                int(threads) if self._can_change_threads() and int(threads) >= 1 else self._first_threads,
+                int(threads) if can_have else self._first_threads,
             )
         except (KeyError, TypeError, ValueError):
             return None
