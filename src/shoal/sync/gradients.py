@@ -289,9 +289,14 @@ class BarrierSync(_SyncDefaults, CompressorState):
         self._world = world
         self._compressor: Compressor = compressor
         self._bucket_bytes = int(bucket_mb * 2**20)
+        self._ready_at = 0.0  # the end of the last backward, by perf_counter
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        super().backward(loss, last)
+        self._ready_at = time.perf_counter()
 
     def finish(self) -> CommTimes:
-        ready_at = time.perf_counter()
+        arrived_at = time.perf_counter()
         barrier(self._world)
         together_at = time.perf_counter()
         for index, parameters in enumerate(self._buckets()):
@@ -301,7 +306,8 @@ class BarrierSync(_SyncDefaults, CompressorState):
             for gradient, part in zip(gradients, summed.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(part.view_as(gradient))
         now = time.perf_counter()
-        return CommTimes(ready_at, now - ready_at, now - together_at, wait_s=together_at - ready_at)
+        # The tail begins with the last gradient, as in DDP; the engine takes out what the program did since.
+        return CommTimes(self._ready_at, now - self._ready_at, now - together_at, wait_s=together_at - arrived_at)
 
     def close(self) -> None:
         if isinstance(self._compressor, SharedCompressor | StagedCompressor):
