@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -41,6 +42,9 @@ def pytest_collection_finish() -> None:
     """Compute with one thread: several pytest processes share the cores, and OpenMP's idle threads would spin there."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+    # Five thousand tests and all that they import stay: a collection would look at each of them, many times a minute.
+    gc.collect()
+    gc.freeze()
 
 
 class _GroupsAreKept:

@@ -5,6 +5,7 @@ pytest and hypothesis are imported by a rank's own test module: a tenth of a sec
 
 from __future__ import annotations
 
+import gc
 import importlib
 import pkgutil
 
@@ -18,3 +19,7 @@ for _module in pkgutil.walk_packages(shoal.__path__, "shoal."):
     # Programs, and kernels that need a compiler for GPUs.
     if not _module.name.endswith((".__main__", ".gpu_kernels")):
         importlib.import_module(_module.name)
+
+# A collection in a fork would write to the pages that it shares with the server: a third of a second.
+gc.collect()
+gc.freeze()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.main import main
+from tests.support import warm_starts
 from tests.support.paths import ROOT
 from tests.support.ranks import FORKSERVER
 
@@ -29,7 +30,7 @@ def shoal(
     *arguments: str | Path, cwd: Path | None = None, timeout_s: float = 90.0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in a process forked from the server of `run_ranks`, which has imported all of shoal: that takes a
-    hundredth of the time of a new interpreter. The supervisors, agents and ranks that it starts are new ones."""
+    hundredth of the time of a new interpreter. What it starts on this machine is forked too (`warm_starts`)."""
     words = [str(ROOT / "src/shoal/__main__.py"), *map(str, arguments)]
     env = {**os.environ, "PYTHONWARNINGS": "", **variables}
     pipes = [FORKSERVER.Pipe(duplex=False) for _ in ("stdout", "stderr")]
@@ -78,8 +79,9 @@ def _run_main(words: list[str], folder: Path, env: Mapping[str, str], out: Conne
     for number, file in enumerate((nothing, out.fileno(), err.fileno())):
         os.dup2(file, number)
         os.close(file)
-    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode, closefd=False) for number, mode in enumerate("rww"))
     sys.argv[:] = words
+    warm_starts.install()
     try:
         main()
     finally:

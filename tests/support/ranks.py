@@ -97,6 +97,8 @@ def _rank(
 
     from shoal.sync.world import World
 
+    # Workers of a loader are forked, as they are for a user; another server would import torch for each rank.
+    multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:

@@ -17,7 +17,7 @@ from tests.support.programs import shoal_command
 T = TypeVar("T")
 
 
-def wait_until(happened: Callable[[], T], within_s: float = 20.0, why: Callable[[], object] = lambda: "") -> T:
+def wait_until(happened: Callable[[], T], within_s: float = 60.0, why: Callable[[], object] = lambda: "") -> T:
     """Return the first truthy value of `happened`; `why` gives details if the time runs out."""
     deadline = time.monotonic() + within_s
     while not (value := happened()):
@@ -56,10 +56,10 @@ class Front:
     def err(self) -> str:
         return self._paths[1].read_text()
 
-    def await_words(self, words: str, within_s: float = 30.0) -> None:
+    def await_words(self, words: str, within_s: float = 60.0) -> None:
         wait_until(lambda: words in self.out + self.err, within_s, why=lambda: self.out + self.err)
 
-    def code(self, within_s: float = 20.0) -> int:
+    def code(self, within_s: float = 60.0) -> int:
         return self.process.wait(within_s)
 
 

@@ -107,7 +107,8 @@ def test_a_node_that_stands_still_while_its_rank_starts_is_awaited(tmp_path: Pat
         events = read_jsonl(path) if path.exists() else []
         return [event["id"] for event in events if event["event"] == "generation"]
 
-    with running_lab(2) as lab:
+    # With a tenth of a core a rank takes seconds to start: the node stands still before it has.
+    with running_lab(2, cpu="none/0.1") as lab:
         assert shoal("train", "--on", f"lab:{lab.name}", "--out", run, "--detach", *flags).returncode == 0
         try:
             wait_until(generations)

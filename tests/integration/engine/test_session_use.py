@@ -220,8 +220,7 @@ def test_the_losses_are_those_of_plain_torch(tmp_path: Path) -> None:
     ids=lambda recipe: recipe.__name__,
 )
 def test_two_ranks_train_like_one(recipe: Recipe, tmp_path: Path) -> None:
-    # Every step of a loader with workers starts processes.
-    given = settings(steps=8 if recipe is with_workers else 20, train={"count_varies": recipe is counted})
+    given = settings(steps=20, train={"count_varies": recipe is counted})
     alone = train(tmp_path / "one", 1, recipe, given)
     assert train(tmp_path / "two", 2, recipe, given) == pytest.approx(alone, rel=1e-3, abs=1e-4)
 

@@ -10,7 +10,7 @@ import pytest
 from tests.integration.runs.test_run_script import script
 from tests.support.labs import running_lab
 from tests.support.programs import shoal, shoal_command
-from tests.support.runs import Front, ended_afterwards
+from tests.support.runs import ended_afterwards, front
 
 # A training in miniature: a step a time, with a checkpoint of its own.
 COUNTING = """
@@ -79,17 +79,18 @@ def test_a_script_without_restarts_is_started_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_a_script_goes_on_without_a_machine_that_was_lost(tmp_path: Path) -> None:
     with running_lab(3) as lab, ended_afterwards(tmp_path / "run"):
         slow = "time.sleep(2 if attempt == 0 else 0)"
         words = ("--restarts", "1", "--on", f"lab:{lab.name}", "--out", tmp_path / "run")
-        front = Front(tmp_path, "run", *words, counting(tmp_path, slow), tmp_path / "saved")
-        front.await_words("attempt 0 of 1: rank 2 of 3 begins at 0", 60)
-        subprocess.run(shoal_command("lab", "kill", "node2", "--name", lab.name), check=True, capture_output=True)
-        assert front.process.wait(90) == 0, front.err
-        assert "attempt 1 of 1: rank 1 of 2 begins at" in front.out
-        assert "rank 1 has done 6" in front.out
-        assert "restart 1 of 1, without node2" in " ".join(front.err.split())
+        with front(tmp_path, "run", *words, counting(tmp_path, slow), tmp_path / "saved") as script_run:
+            script_run.await_words("attempt 0 of 1: rank 2 of 3 begins at 0", 120)
+            subprocess.run(shoal_command("lab", "kill", "node2", "--name", lab.name), check=True, capture_output=True)
+            assert script_run.code(120) == 0, script_run.err
+        assert "attempt 1 of 1: rank 1 of 2 begins at" in script_run.out
+        assert "rank 1 has done 6" in script_run.out
+        assert "restart 1 of 1, without node2" in " ".join(script_run.err.split())
 
 
 def test_machines_that_join_by_a_code_cannot_be_started_again(tmp_path: Path) -> None:
