@@ -232,9 +232,10 @@ class Engine:
             # Some exchanges would fill in zeros, others wait forever: refuse it in all of them, and on one rank too.
             check_gradients(self.model)
             self._has_checked_gradients = True
-        # What the program did since its last backward is its own work, and no part of the exchange.
-        between_s = time.perf_counter() - self._backward_ended
         with self.timer.phase("backward"):
+            # What the program did since its last backward is its own work, and no part of the exchange. Read inside the
+            # phase, so that the exchange is never longer than it.
+            between_s = time.perf_counter() - self._backward_ended
             comm = self.sync.finish()
         comm = replace(comm, tail_s=max(0.0, comm.tail_s - between_s))
         # The exchange of this step has succeeded: every rank had applied the step before it.
