@@ -40,12 +40,16 @@ _SHORTEST_NAME = 3
 _STAND_IN = re.compile(r"(?:node|address|user|path)-\d+")
 
 _PATH_CHARS = r"[^\s'\"`<>|;,:()\[\]{}*?…]"
+# Of a Windows path: the name of a folder may have spaces, since a backslash ends it.
+_FOLDER_CHARS = r"[^\\/'\"`<>|:;,*?\n…]"
+_FILE_CHARS = r"[^\\\s'\"`<>|;,:()\[\]{}*?…]"
 _FORMS = re.compile(
     rf"""
     (?P<url>\b[a-z][a-z0-9+.-]*://[^\s'"<>)\]]+)
     | (?P<login>[\w.+-]+@(?:\[[0-9a-fA-F:.]+\]|[\w-]+(?:\.[\w-]+)*))
     | (?P<path>(?:(?<![\w.~/])~[\w.-]*|(?<![\w./~<)\]]))/(?!/)(?:\\\ |{_PATH_CHARS})+)
-    | (?P<mac>(?<![\w:])(?:[0-9a-fA-F]{{2}}:){{5}}[0-9a-fA-F]{{2}}(?![\w:]))
+    | (?P<windows>(?<!\w)(?:[A-Za-z]:\\+|\\{{2,4}}[\w.$-]+\\+(?=[\w$]))(?:{_FOLDER_CHARS}+\\+)*{_FILE_CHARS}*)
+    | (?P<mac>(?<![\w:-])[0-9a-fA-F]{{2}}(?P<dash>[:-])(?:[0-9a-fA-F]{{2}}(?P=dash)){{4}}[0-9a-fA-F]{{2}}(?![\w:-]))
     | (?P<interface>\b(?:enx|wlx)[0-9a-f]{{12}}\b)
     | (?P<ipv4>(?<![\w.])\d{{1,3}}(?:\.\d{{1,3}}){{3}}(?![\w]|\.\d))
     | (?P<ipv6>(?<![\w:])(?:[0-9a-fA-F]{{0,4}}:){{2,7}}[0-9a-fA-F]{{0,4}}(?:%[\w.-]+)?(?![\w:]))
@@ -184,13 +188,15 @@ class Redactor:
         if kind == "login":
             user, _, host = text.rpartition("@")
             return f"{self._name_or_same('user', user)}@{self._name_or_same('node', host)}"
-        if kind == "path":
+        if kind in ("path", "windows"):
             return text if text.startswith(_PUBLIC_PATHS) else self._replace_path(text)
         if kind == "interface":
             return text[:3] + self._stand_in("address", text)
         if kind == "host":
             return text if text.endswith(_PUBLIC_SITES) else self._name_or_same("node", text)
-        if kind == "mac" or (_is_address(text) and not _is_public(text)):
+        if kind == "mac":
+            return self._stand_in("address", text.replace("-", ":"))
+        if _is_address(text) and not _is_public(text):
             return self._stand_in("address", text)
         return text
 

@@ -22,7 +22,6 @@ from importlib import resources
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -208,10 +207,11 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers = Headers(scope=scope)
-        if not self._is_own(headers.get("host", ""), scope):
+        host = headers.get("host", "").lower()
+        if not self._is_own(host, scope):
             return 403, "This server is not called that. Open the address that shoal watch printed."
-        origin = headers.get("origin")
-        if origin is not None and not self._is_own(urlsplit(origin).netloc, scope):
+        # Another port of this machine is another program's page.
+        if headers.get("origin", f"http://{host}").lower() not in (f"http://{host}", f"https://{host}"):
             return 403, "Another web site asked for this. Open the address that shoal watch printed."
         if scope["method"] != "GET":
             return 405, "Only GET is answered: the page can look at a run and cannot change it."

@@ -151,6 +151,21 @@ def test_a_stand_in_is_the_same_everywhere(tmp_path: Path) -> None:
     assert once.startswith("user-")
 
 
+@pytest.mark.parametrize(
+    ("text", "redacted"),
+    [
+        (r'File "C:\Users\alice\proj\train.py", line 3', 'File "path-1", line 3'),
+        (r"C:\Users\Alice B\my runs\a.txt is missing", "path-1 is missing"),
+        (r"\\fileserver\home\alice\data.txt: no such file", "path-1: no such file"),
+        (r'{"folder": "C:\\Users\\alice"}', '{"folder": "path-1"}'),
+        ("00-1A-2B-3C-4D-5E, 00:1a:2b:3c:4d:5e", "address-1, address-1"),
+        (r"error:\n 2026-11-18-10-20-30-40", r"error:\n 2026-11-18-10-20-30-40"),
+    ],
+)
+def test_paths_of_windows_and_hardware_addresses_are_redacted(text: str, redacted: str) -> None:
+    assert Redactor().text(text) == redacted
+
+
 def test_the_logs_of_a_redacted_script_have_stand_ins(tmp_path: Path) -> None:
     page = Page(render_script_page(script_run(tmp_path / "run"), Redactor()))
     assert "connect to address-1 failed on node-1" in page.text
