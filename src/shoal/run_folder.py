@@ -32,7 +32,8 @@ _LONGEST_NAME = 60  # of a run, without its time
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 RANK_LIMIT = 2**31
 # Ranks write RUN for the run folder in the commands they advise: its path differs between their machine and the user's.
-_RUN_PLACEHOLDER = re.compile(r"(\bshoal (?:train --resume|stop|verify|report|sample|attach|logs)) RUN\b")
+_RUN_PLACEHOLDER = re.compile(r"(\bshoal (?:(?:train|run) --resume|stop|verify|report|sample|attach|logs)) RUN\b")
+_RESUME_ADVICE = "resume from the last checkpoint: shoal train --resume RUN"
 
 
 def is_plain_name(name: object) -> bool:
@@ -226,7 +227,14 @@ class RunFolder:
         return run
 
     def name_in(self, text: str) -> str:
-        """Replace RUN by this folder in the commands that a rank advises."""
+        """Replace RUN by this folder in the commands that a rank advises.
+
+        A rank knows neither that a script trains, which another command resumes, nor whether there is a checkpoint.
+        """
+        if not self.has_checkpoint():
+            text = text.replace(_RESUME_ADVICE, "start it again, since it has no checkpoint yet")
+        if self.script.is_file():
+            text = text.replace("shoal train --resume RUN", "shoal run --resume RUN")
         return _RUN_PLACEHOLDER.sub(lambda match: f"{match[1]} {shlex.quote(str(self.path))}", text)
 
     def has_checkpoint(self) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.run_folder import write_atomically
+from shoal.run_folder import RunFolder, write_atomically
 
 
 def test_a_file_is_on_disk_before_it_replaces_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +43,13 @@ def test_two_processes_with_the_same_id_can_replace_one_file(tmp_path: Path, mon
     write_atomically(path, "of this")
     assert path.read_text() == "of this"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_advice_of_a_rank_fits_the_run(tmp_path: Path) -> None:
+    advice = "resume from the last checkpoint: shoal train --resume RUN. If the same samples fail again, lower the rate"
+    run = RunFolder(tmp_path)
+    assert run.name_in(advice).startswith("start it again, since it has no checkpoint yet. If the same samples")
+    (run.checkpoints / "step-00000002").mkdir(parents=True)
+    assert f"shoal train --resume {tmp_path}." in run.name_in(advice)
+    run.script.write_text("{}")
+    assert f"shoal run --resume {tmp_path}." in run.name_in(advice)

@@ -12,6 +12,8 @@ from shoal.units import format_number, format_percent, pluralize
 
 # A program this far below both roofs is limited by something else: dispatching many small operations, or other load.
 _FAR_BELOW = 0.25
+# A training is never faster than the products of large matrices alone, but for noise.
+_MOST_ABOVE = 1.1
 
 
 class Speed(Protocol):
@@ -59,6 +61,10 @@ class Roofline:
     def roof_gflops(self, intensity: float) -> float:
         return min(self.peak_gflops, intensity * self.memory_gbytes_per_s)
 
+    def is_plausible(self, gflops: float) -> bool:
+        """Return whether a training can have this rate. It may exceed the memory's roof, since caches serve it too."""
+        return gflops <= _MOST_ABOVE * self.peak_gflops
+
     def bound(self, intensity: float, gflops: float) -> Bound:
         if gflops < _FAR_BELOW * self.roof_gflops(intensity):
             return "overhead"
@@ -72,9 +78,10 @@ def roofline_of(compute: ComputeProfile) -> Roofline:
 def explain_roofline(name: str, compute: ComputeProfile) -> str:
     """Return a sentence about what limits training on a machine."""
     roof, best = roofline_of(compute), compute.best
-    reached = format_percent(best.gflops / roof.roof_gflops(compute.intensity))
+    part = best.gflops / roof.roof_gflops(compute.intensity)
+    reached = f"{format_percent(part)} of its roof" if part <= 1 else "all that its roof allows"
     threads = pluralize(best.threads, "thread")
-    point = f"the small GPT reaches {format_number(best.gflops)} GFLOP/s with {threads}, {reached} of its roof"
+    point = f"the small GPT reaches {format_number(best.gflops)} GFLOP/s with {threads}, {reached}"
     ridge = f"{compute.intensity:.3g} operations a byte, and from {roof.ridge:.3g} on arithmetic is the limit"
     match compute.bound:
         case "arithmetic":

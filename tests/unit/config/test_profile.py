@@ -290,6 +290,7 @@ def test_the_roofline_names_the_bound() -> None:
     assert roof.bound(intensity=2.0, gflops=30.0) == "memory"
     assert roof.bound(intensity=20.0, gflops=10.0) == "overhead"
     assert roof.bound(intensity=0.5, gflops=9.0) == "memory"
+    assert [roof.is_plausible(gflops) for gflops in (30.0, 105.0, 130.0)] == [True, True, False]
 
 
 def test_the_flops_of_gpt2_match_the_usual_estimate() -> None:

@@ -43,7 +43,7 @@ from shoal.launch.launcher import run_module
 from shoal.run_folder import RunFolder
 from shoal.tools.probe.links import LINK_METER, Report, measure_links, plan_flows
 from shoal.tools.report.summary import busy_cores_of_others
-from shoal.units import format_duration, format_percent, format_si, warn_of_other_programs
+from shoal.units import format_duration, format_number, format_percent, format_si, warn_of_other_programs
 
 RANKS = "shoal.tools.probe.worker"
 SMALL = {"small": SMALL_GPT}
@@ -294,6 +294,13 @@ def _compute(event: Event) -> ComputeProfile:
     training = tuple(TrainingPoint(**point) for point in event["training"])
     best = max(training, key=lambda point: point.tokens_per_s)
     roof = Roofline(event["fp32_gflops"], event["memory_gbytes_per_s"])
+    if not roof.is_plausible(best.gflops):
+        raise RunFailed(
+            f"the figures of {event['node']} cannot be right: its training reached {format_number(best.gflops)} "
+            f"GFLOP/s, products of large matrices alone {format_number(roof.peak_gflops)}",
+            why="other programs had its processors while the products were measured, three times",
+            fix="end them, or wait until they have ended (top), and probe again: no profile was written",
+        )
     return ComputeProfile(
         threads=event["threads"],
         fp32_gflops=event["fp32_gflops"],
