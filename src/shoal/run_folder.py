@@ -36,6 +36,21 @@ _RUN_PLACEHOLDER = re.compile(r"(\bshoal (?:(?:train|run) --resume|stop|verify|r
 _RESUME_ADVICE = "resume from the last checkpoint: shoal train --resume RUN"
 
 
+def special_file_in(folder: Path) -> Path | None:
+    """Return a pipe or a device among the files of a run, or a link to one; None if there is none.
+
+    Sockets are an agent's own, and cannot be opened as a file.
+    """
+    for place, _, names in os.walk(folder):
+        for name in names:
+            path = Path(place, name)
+            with contextlib.suppress(OSError):
+                mode = path.stat().st_mode
+                if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+                    return path
+    return None
+
+
 def is_plain_name(name: object) -> bool:
     return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None
 
@@ -223,6 +238,12 @@ class RunFolder:
                 why, fix = f"did you mean {meant.path}?", f"name it with its folder: {shlex.quote(str(meant.path))}"
             raise DataError(
                 f"{path} is not a run folder: it has neither {run.config.name} nor {run.job.name}", why=why, fix=fix
+            )
+        if (special := special_file_in(run.path)) is not None:
+            raise DataError(
+                f"{special} is a pipe or a device, and no file of a run",
+                why="reading it would wait for another program, or never end; shoal makes none",
+                fix=f"find out who put it there, then remove it: rm {shlex.quote(str(special))}",
             )
         return run
 

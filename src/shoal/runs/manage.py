@@ -29,7 +29,7 @@ from shoal.control.processes import (
 )
 from shoal.errors import HostError, Interrupted, RunFailed, ShoalError, from_dict
 from shoal.events import RANK_EVENTS, Event, parse_event, read_last_events
-from shoal.run_folder import RunFolder
+from shoal.run_folder import RunFolder, special_file_in
 from shoal.terminal import printable_json
 
 if TYPE_CHECKING:
@@ -138,7 +138,8 @@ class PastRun:
     run: Path
     what: str  # the preset or the script
     on: str
-    state: str  # finished, interrupted, failed or unfinished; of one that is going on, that of `RunState`
+    # finished, interrupted, failed, unfinished or damaged; of one that is going on, that of `RunState`
+    state: str
     created: str | None  # in UTC
     step: int | None
     steps: int | None
@@ -161,6 +162,8 @@ def past_runs(folder: Path, states: Iterable[RunState]) -> list[PastRun]:
 
 
 def read_past_run(run: RunFolder, going_on: RunState | None = None) -> PastRun:
+    if special_file_in(run.path) is not None:
+        return PastRun(run.path, "?", "?", "damaged", None, None, None, None, None, "tokens", 0)
     manifest: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         document = json.loads(run.manifest.read_bytes())
@@ -178,9 +181,9 @@ def read_past_run(run: RunFolder, going_on: RunState | None = None) -> PastRun:
         str(manifest.get("preset") or what),
         str(manifest.get("on") or on),
         state,
-        manifest.get("created") or _created(run),
-        step or manifest.get("steps"),
-        manifest.get("steps_planned") or steps,
+        _time(manifest.get("created")) or _created(run),
+        step or _count(manifest.get("steps")),
+        _count(manifest.get("steps_planned")) or steps,
         _number(manifest.get("final_loss")) if loss is None else loss,
         _number(speed),
         unit,
@@ -190,6 +193,16 @@ def read_past_run(run: RunFolder, going_on: RunState | None = None) -> PastRun:
 
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _time(value: object) -> str | None:
+    with contextlib.suppress(ValueError):
+        return datetime.fromisoformat(value).isoformat() if isinstance(value, str) else None
+    return None
 
 
 def _created(run: RunFolder) -> str | None:
