@@ -235,14 +235,17 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def check_sums(folder: Path) -> None:
-    """Raise `DamagedCheckpoint` unless the common files have the sums that were written."""
+    """Raise `DamagedCheckpoint` unless the common files have the sums that were written, and the folder's step."""
     with _as_checkpoint_error(folder):
         manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
         if manifest["format"] != _FORMAT:
             raise CheckpointError(f"{folder} has format {manifest['format']}, this version reads {_FORMAT}")
-        for name in (_MODEL, _OPTIMIZER, _STATE):
+        for name in (_MODEL, _OPTIMIZER, _STATE, *({_LEDGER} & manifest["sha256"].keys())):
             if _sha256(folder / name) != manifest["sha256"][name]:
                 raise DamagedCheckpoint(f"{folder / name} is damaged: its SHA-256 is not the one written")
+        step, named = json.loads((folder / _STATE).read_text())["step"], re.search(r"step-(\d+)", folder.name)
+        if named is not None and step != int(named[1]):
+            raise DamagedCheckpoint(f"{folder / _STATE} is damaged: it is of step {step}, unlike its folder")
 
 
 def _read_progress_of(folder: Path) -> Progress | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -23,6 +24,7 @@ from shoal.engine import resume
 from shoal.engine.checkpoint import (
     Checkpoint,
     CheckpointFolder,
+    DamagedCheckpoint,
     Progress,
     RankShards,
     Shares,
@@ -156,6 +158,31 @@ def test_every_flipped_bit_of_the_manifest_is_detected(folder: CheckpointFolder)
             manifest.write_bytes(bad)
             with pytest.raises(CheckpointError):
                 read_checkpoint(path)
+
+
+def test_a_changed_mark_of_the_ledger_is_detected(folder: CheckpointFolder) -> None:
+    folder.begin(2)
+    path = folder.complete(checkpoint_of(Progress(2, 20)), ledger=FileMark(10, "ab"))
+    read_checkpoint(path)
+    (path / "ledger.json").write_text((path / "ledger.json").read_text().replace("10", "11"))
+    with pytest.raises(DamagedCheckpoint, match=r"ledger\.json is damaged"):
+        read_checkpoint(path)
+
+
+def test_a_state_of_another_step_than_its_folder_is_refused(folder: CheckpointFolder, tmp_path: Path) -> None:
+    """Its sums are right: somebody wrote them anew."""
+    before, path = save(folder, 2), save(folder, 4)
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({**state, "step": 10**12}))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["sha256"]["state.json"] = hashlib.sha256((path / "state.json").read_bytes()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DamagedCheckpoint, match="it is of step 1000000000000"):
+        read_checkpoint(path)
+    newest_whole = CheckpointFolder(tmp_path, keep=3).newest_whole()
+    assert newest_whole is not None
+    assert newest_whole.step == 2
+    assert before.is_dir()
 
 
 def test_a_folder_with_only_damaged_checkpoints_is_an_error(folder: CheckpointFolder) -> None:
