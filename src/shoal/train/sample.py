@@ -65,7 +65,12 @@ def write_texts(run: RunFolder, options: argparse.Namespace) -> list[str]:
     A tokenizer without a newline has no line start: there the first token of the vocabulary replaces it, not shown.
     """
     config = load_config(run.config)
-    checkpoint = CheckpointFolder(run.checkpoints, config.train.keep_checkpoints).load_latest()
+    damaged: list[str] = []
+    checkpoint = CheckpointFolder(run.checkpoints, config.train.keep_checkpoints).load_latest(
+        on_error=lambda error: damaged.append(error.seen)
+    )
+    for seen in damaged:
+        sys.stderr.write(f"warning: {seen}; the checkpoint of step {checkpoint.progress.step} is used\n")
     model = GPT(config.model).eval()
     TrainingState(model).load_weights(checkpoint.model)
     tokenizer = load_tokenizer(run.tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from argparse import Namespace
 from pathlib import Path
 
@@ -44,3 +45,15 @@ def test_only_a_model_of_generated_sentences_ends_a_text_with_its_line(tmp_path:
     for name, source in (("own", f"data.path={tmp_path}/play.txt"), ("plays", "data.builtin=shakespeare")):
         texts = write_texts(make_model(tmp_path / name, "a\nb", source), options)
         assert all("\n" in text and len(text) > 100 for text in texts)
+
+
+def test_the_checkpoint_is_named_that_replaces_a_damaged_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_model(tmp_path / "run", "she sells sea shells")
+    older = run.checkpoints / "step-00000001"
+    shutil.copytree(older, run.checkpoints / "step-00000002")
+    write_texts(run, Namespace(prompt="", count=1, length=2, temperature=1.0, seed=1))
+    warning = capsys.readouterr().err
+    assert warning.startswith(f"warning: {run.checkpoints}/step-00000002/state.json is damaged")
+    assert warning.endswith("the checkpoint of step 1 is used\n")
