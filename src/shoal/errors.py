@@ -33,6 +33,7 @@ _PROSE = re.compile(r"(?!(?:shoal|sudo|ssh\S*|pip|ls|df|ulimit|iconv|DataLoader\
 
 class ShoalError(Exception):
     exit_code = 3
+    label = "error: "  # before its first line
 
     def __init__(self, seen: str, *, why: str = "", fix: str = "") -> None:
         super().__init__(seen)
@@ -44,9 +45,9 @@ class ShoalError(Exception):
         """Return the text for a user, wrapped at words if there is a width. A command to paste stays on one line."""
         why = self.why.replace("\n", "\n        ")
         if width is None:
-            lines = [f"error: {self.seen}", *([f"  why:  {why}"] if why else [])]
+            lines = [f"{self.label}{self.seen}", *([f"  why:  {why}"] if why else [])]
         else:
-            lines = [*_wrap("error: ", self.seen, width), *(_wrap("  why:  ", self.why, width) if why else [])]
+            lines = [*_wrap(self.label, self.seen, width), *(_wrap("  why:  ", self.why, width) if why else [])]
         label = "  next: "
         # Two things that can be done are two lines, so that the command in each can be pasted.
         for fix in self.fix.split("\n") if self.fix else []:
@@ -131,7 +132,10 @@ class UnknownSender(ControlError):
 
 
 class Interrupted(ShoalError):
+    """Nothing went wrong: somebody asked for it."""
+
     exit_code = 130
+    label = ""
 
 
 def from_dict(fault: dict[str, Any]) -> ShoalError:

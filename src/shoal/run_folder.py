@@ -14,6 +14,7 @@ import re
 import secrets
 import shlex
 import shutil
+import socket
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -261,6 +262,11 @@ class RunFolder:
     def has_checkpoint(self) -> bool:
         return any(self.checkpoints.glob("step-*"))
 
+    def newest_checkpoint(self) -> int:
+        """Return the step of the newest checkpoint; 0 if there is none."""
+        names = (re.fullmatch(r"step-(\d{8})", path.name) for path in self.checkpoints.glob("step-*"))
+        return max((int(name[1]) for name in names if name), default=0)
+
     def joined_host(self) -> str:
         """Return the host's address on a machine that joined the run; nothing elsewhere, and once it was resumed."""
         try:
@@ -312,6 +318,15 @@ class RunFolder:
     def orders(self, node: str) -> Path:
         """The orders of a node's agent while it works: enough to start it again."""
         return self._agent_file(node, "orders")
+
+    def remove_dead_sockets(self) -> None:
+        """Remove the sockets of agents that were killed: nobody listens there any more."""
+        for path in self.path.glob("agents/*.sock"):
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+                try:
+                    probe.connect(str(path))
+                except ConnectionRefusedError:
+                    path.unlink()
 
     def invite_socket(self, node: str) -> Path:
         """The Unix socket at which a node's agent answers commands on its machine; see `agent.invite_server`."""

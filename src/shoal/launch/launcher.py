@@ -759,7 +759,10 @@ def _interrupted(run: RunFolder, at_once: bool, why: str = "") -> Interrupted:
     if not run.checkpoints.is_dir():
         again = "start anew with another --out" if run.has_begun() else f"start it again: shoal train --resume {folder}"
         return Interrupted("interrupted before the first checkpoint", why=why, fix=again)
-    how = "ended at once" if at_once else "saved what was done"
+    step = run.newest_checkpoint()
+    how = (
+        f"ended at once; the last checkpoint has step {step}" if at_once else f"saved what was done, up to step {step}"
+    )
     fix = f"go on from the last checkpoint: shoal train --resume {folder}"
     return Interrupted(f"interrupted: {how}", why=why, fix=fix)
 

@@ -181,6 +181,7 @@ def main(folder: Path) -> int:
             why="that is a bug in shoal, or the machine is in trouble",
             fix="its log has the traceback: supervisor.log in the run folder",
         )
+    run.remove_dead_sockets()
     if error is None:
         log.write("ended", code=0)
         return 0

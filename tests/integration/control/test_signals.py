@@ -85,7 +85,8 @@ def test_a_run_in_the_background_of_a_shell_can_be_stopped(signum: signal.Signal
         process.kill()
         process.communicate()
     assert process.returncode == 130, stderr
-    assert "error: interrupted" in stderr
+    assert "interrupted" in stderr
+    assert "error:" not in stderr
     ends = [event for event in read_jsonl(tmp_path / "run/agents/local.jsonl") if event["event"] == "ended"]
     # The ranks ended by the requested signal and were not killed.
     assert [event["code"] for event in ends] == [-signal.SIGINT, -signal.SIGINT]

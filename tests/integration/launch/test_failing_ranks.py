@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -133,7 +134,10 @@ class Training:
         return self._stderr.read_text()
 
     def error(self) -> str:
-        return self.stderr()[self.stderr().index("error: ") :]
+        """Return how the run ended: an error, or an interrupt, which is none."""
+        begin = re.search(r"^(error: |interrupted)", self.stderr(), re.MULTILINE)
+        assert begin is not None, self.stderr()
+        return self.stderr()[begin.start() :]
 
 
 @contextlib.contextmanager
@@ -185,7 +189,7 @@ def test_an_interrupted_run_saves_and_can_be_resumed(tmp_path: Path) -> None:
         assert run.end() == 130
         wait_gone(pids)
     done_steps = len(steps_of(run.out))
-    assert run.error().startswith("error: interrupted: saved what was done\n")
+    assert run.error().startswith("interrupted: saved what was done, up to step ")
     assert f"next: go on from the last checkpoint: shoal train --resume {run.out}" in run.error()
     assert (run.out / "checkpoints" / f"step-{done_steps:08d}").is_dir()
     again = shoal("train", "--resume", run.out, "--steps", str(done_steps + 2), "--json")
@@ -208,7 +212,7 @@ def test_a_second_interrupt_ends_all_ranks_at_once(tmp_path: Path) -> None:
         run.process.send_signal(signal.SIGINT)
         assert run.end() == 130
         wait_gone(pids)
-    assert run.error().startswith("error: interrupted before the first checkpoint\n")
+    assert run.error().startswith("interrupted before the first checkpoint\n")
 
 
 def test_an_interrupt_while_the_ranks_start_ends_them(tmp_path: Path) -> None:
@@ -218,7 +222,7 @@ def test_an_interrupt_while_the_ranks_start_ends_them(tmp_path: Path) -> None:
         assert run.end() == 130
         wait_gone(ranks)
     # Forked ranks may have done a step by now.
-    starts = ("error: interrupted before the first checkpoint\n", "error: interrupted: saved what was done\n")
+    starts = ("interrupted before the first checkpoint\n", "interrupted: saved what was done, up to step ")
     assert run.error().startswith(starts)
 
 

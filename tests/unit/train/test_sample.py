@@ -47,7 +47,7 @@ def test_only_a_model_of_generated_sentences_ends_a_text_with_its_line(tmp_path:
         assert all("\n" in text and len(text) > 100 for text in texts)
 
 
-def test_the_checkpoint_is_named_that_replaces_a_damaged_one(
+def test_the_checkpoint_that_replaces_a_damaged_one_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_model(tmp_path / "run", "she sells sea shells")
