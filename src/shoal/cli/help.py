@@ -19,7 +19,7 @@ from shoal.terminal import raw_stream
 GROUPS = {
     "Train": {
         "demo": "Start here: one rank against two, and a rank that is killed while the run goes on.",
-        "train": "Train a model data-parallel: every rank computes on its own samples, and gradients are averaged.",
+        "train": "Train the built-in GPT on your text, data-parallel on all machines.",
         "run": "Start your own torchrun-style script on the cluster.",
         "host": "Train with machines that join without SSH; prints the command to type on each of them.",
         "join": "Join a run that another machine hosts.",

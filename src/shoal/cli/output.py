@@ -175,7 +175,8 @@ def print_detached(run: RunFolder, json: bool) -> None:
         print_json({"run": str(run.path)})
         return
     folder = shown(run.path)
-    nexts = "\n      ".join(command(*words) for words in (("attach", folder), ("logs", "-f", folder), ("stop", folder)))
+    verbs = (("attach", folder), ("watch", folder), ("logs", "-f", folder), ("stop", folder))
+    nexts = "\n      ".join(command(*words) for words in verbs)
     sys.stdout.write(f"run folder: {folder}\nnext: {nexts}\n")
 
 

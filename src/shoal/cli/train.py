@@ -155,7 +155,9 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands without starting them.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
-    """Train a model data-parallel. Gradients are exchanged in every step, or weights every few steps (--sync).
+    """Train the built-in GPT on your text. Gradients are exchanged in every step, or weights every few steps (--sync).
+
+    A model of your own: shoal run, with shoal.Session or without.
 
     Every setting can be given as --set section.key=value; the sections are model, data, train, sync, run, members.
     With --resume only settings that no finished step depends on: steps, weights, balance, threads, intervals, measure,
