@@ -40,6 +40,9 @@ _OPTIONS = (
     *("restore_signals", "gid", "gids", "uid", "umask", "start_new_session", "process_group"),
 )
 
+# A program with other values imports other modules.
+_LOADED_WITH = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD")}
+
 
 def install() -> None:
     """From now on this process, and the programs it starts, start programs so."""
@@ -50,8 +53,10 @@ class _WarmPopen(subprocess.Popen[Any]):
     def _execute_child(self, args: Any, *rest: Any) -> None:
         options = dict(zip(_OPTIONS, rest, strict=True))
         words, variables = _split_variables(args)
+        env = {**(os.environ if options["env"] is None else options["env"]), **variables}
         unusual = ("executable", "shell", "gid", "gids", "uid")
         can_fork = _is_program(words) and not any(options[name] for name in unusual if options[name] != -1)
+        can_fork = can_fork and {name: env.get(name) for name in _LOADED_WITH} == _LOADED_WITH
         # A lock that another thread holds would stay locked in the fork.
         if not can_fork or len(list(Path("/proc/self/task").iterdir())) > 1:
             super()._execute_child(args, *rest)  # type: ignore[misc]
@@ -62,8 +67,7 @@ class _WarmPopen(subprocess.Popen[Any]):
             self.pid, self._child_created = pid, True
             self._close_pipe_fds(*(options[name] for name in _PIPES))  # type: ignore[attr-defined]
             return
-        env = os.environ if options["env"] is None else options["env"]
-        _become_program(words, {**env, **variables}, options)
+        _become_program(words, env, options)
 
 
 def _split_variables(args: Any) -> tuple[list[str], dict[str, str]]:
