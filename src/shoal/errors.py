@@ -132,7 +132,7 @@ class UnknownSender(ControlError):
 
 
 class Interrupted(ShoalError):
-    """Nothing went wrong: somebody asked for it."""
+    """The user asked for it: nothing went wrong."""
 
     exit_code = 130
     label = ""

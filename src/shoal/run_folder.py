@@ -320,7 +320,7 @@ class RunFolder:
         return self._agent_file(node, "orders")
 
     def remove_dead_sockets(self) -> None:
-        """Remove the sockets of agents that were killed: nobody listens there any more."""
+        """Remove the sockets of agents that were killed, at which no process listens any more."""
         for path in self.path.glob("agents/*.sock"):
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
                 try:

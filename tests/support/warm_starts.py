@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import traceback
+import types
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -200,4 +201,7 @@ def _run(words: list[str]) -> None:
     sys.argv = rest
     if _SAFE_PATH not in flags and not os.environ.get("PYTHONSAFEPATH"):
         sys.path.insert(0, str(Path(rest[0]).resolve().parent))
-    runpy.run_path(rest[0], run_name="__main__")
+    # Not by runpy, which clears the script's variables when it ends: a process group would wait for ranks that ended.
+    program = sys.modules["__main__"] = types.ModuleType("__main__")
+    program.__file__ = rest[0]
+    exec(compile(Path(rest[0]).read_bytes(), rest[0], "exec"), program.__dict__)  # noqa: S102

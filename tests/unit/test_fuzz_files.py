@@ -337,7 +337,7 @@ def test_valid_files_are_read(tmp_path: Path) -> None:
     assert len(parse_on(str(path_with(tmp_path / "hosts.toml", HOSTS))).hosts) == 2  # type: ignore[union-attr]
     assert len(parse_on(str(path_with(tmp_path / "hosts.txt", HOSTFILE))).hosts) == 3  # type: ignore[union-attr]
     open_tokens(path_with(tmp_path / "a.tokens", TOKENS))
-    checkpoint_with("state.json")(json.dumps(STATE | {"step": 7}).encode(), tmp_path)
+    checkpoint_with("state.json")(json.dumps(STATE | {"cursor": 7}).encode(), tmp_path)
     checkpoint_with("model.safetensors")(SAFETENSORS, tmp_path)
 
 
