@@ -204,4 +204,4 @@ def _run(words: list[str]) -> None:
     # Not by runpy, which clears the script's variables when it ends: a process group would wait for ranks that ended.
     program = sys.modules["__main__"] = types.ModuleType("__main__")
     program.__file__ = rest[0]
-    exec(compile(Path(rest[0]).read_bytes(), rest[0], "exec"), program.__dict__)  # noqa: S102
+    exec(compile(Path(rest[0]).read_bytes(), rest[0], "exec", dont_inherit=True), program.__dict__)  # noqa: S102
