@@ -135,7 +135,10 @@ def test_the_advice_of_an_error_names_the_run_folder(tmp_path: Path) -> None:
     script = small_example(tmp_path)
     text = script.read_text()
     assert "F.cross_entropy(model" in text
-    script.write_text(text.replace("F.cross_entropy(model", "(float('nan') ** session.rank) * F.cross_entropy(model"))
+    # From the fourth step on: there is a checkpoint by then.
+    broken = "(float('nan') ** (session.rank * (session.step > 3))) * F.cross_entropy(model"
+    text = text.replace(f"steps={STEPS}", f"steps={STEPS}, checkpoint_every=2")
+    script.write_text(text.replace("F.cross_entropy(model", broken))
     done = run_program(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script)
     assert done.returncode != 0
     [run] = (tmp_path / "runs").iterdir()

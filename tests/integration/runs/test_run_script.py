@@ -87,7 +87,7 @@ def test_fabric_gets_the_world_size(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_shoal_run_ends_with_the_exit_code_of_the_first_rank_to_fail(tmp_path: Path) -> None:
     file = script(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)\n")
-    done = shoal("run", "--out", tmp_path / "run", file, timeout_s=20)
+    done = shoal("run", "--out", tmp_path / "run", file, timeout_s=55)
     assert done.returncode == 7
     assert "error: rank 1 on local ended with exit code 7" in done.stderr
 
