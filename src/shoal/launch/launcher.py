@@ -756,10 +756,9 @@ def asked_by(launch: Launch) -> str:
 
 def _interrupted(run: RunFolder, at_once: bool, why: str = "") -> Interrupted:
     folder = shlex.quote(str(run.path))
-    if not run.checkpoints.is_dir():
+    if not (step := run.newest_checkpoint()):
         again = "start anew with another --out" if run.has_begun() else f"start it again: shoal train --resume {folder}"
         return Interrupted("interrupted before the first checkpoint", why=why, fix=again)
-    step = run.newest_checkpoint()
     how = (
         f"ended at once; the last checkpoint has step {step}" if at_once else f"saved what was done, up to step {step}"
     )

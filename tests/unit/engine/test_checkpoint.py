@@ -170,7 +170,7 @@ def test_a_changed_mark_of_the_ledger_is_detected(folder: CheckpointFolder) -> N
 
 
 def test_a_state_of_another_step_than_its_folder_is_refused(folder: CheckpointFolder, tmp_path: Path) -> None:
-    """Its sums are right: somebody wrote them anew."""
+    """Its sums are right: they were written anew."""
     before, path = save(folder, 2), save(folder, 4)
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps({**state, "step": 10**12}))
