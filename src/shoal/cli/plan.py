@@ -92,7 +92,10 @@ def plan(
     ] = None,
     link: Annotated[
         str | None,
-        typer.Option(help=f"Link between nodes: {', '.join(LINKS)}, or a rate such as 300mbit.", show_default=LINK),
+        typer.Option(
+            help=f"Link of the nodes: {', '.join(LINKS)}, or a rate such as 300mbit; of each: 1gbe,1gbe,wifi.",
+            show_default=LINK,
+        ),
     ] = None,
     profile: Annotated[Path | None, typer.Option(help="Plan for the machines that shoal probe measured.")] = None,
     calibrate: Annotated[
@@ -278,7 +281,7 @@ def _show(made: Plan, notes: list[str], given: dict[str, Any], made_from: Basis)
     if given["output"] is not None:
         from shoal.tools.plan.figures import plot_plan
 
-        plot_plan(made, given["output"])
+        plot_plan(made, advice, given["output"])
     if given["json"]:
         print_json(_plan_document(made, advice, notes, commands))
         return

@@ -17,7 +17,8 @@ from shoal.config.sync_choice import PLAN_METHODS, SYNC_METHODS, WIRE_FORMATS
 from shoal.cost.data_sheets import (
     SheetOverrides,
     describe,
-    find_link,
+    describe_ring,
+    find_links,
     find_machines,
     make_cluster_model,
     positive,
@@ -25,7 +26,6 @@ from shoal.cost.data_sheets import (
     stack_of,
 )
 from shoal.errors import UsageError
-from shoal.units import format_si
 
 if TYPE_CHECKING:
     from shoal.config.profile import Profile
@@ -72,6 +72,13 @@ _PLANNED = ("train.global_batch", "sync.mode", "sync.every", "sync.accumulate", 
 
 def parse_nodes(text: str) -> list[int]:
     """Parse `3`, `1..8`, `1,2,4` or `1,2,4..8`."""
+    if text.strip().lower() in ("inf", "infinity", "∞"):
+        raise UsageError(
+            f"--nodes {text}: there is no plan without an end",
+            why="a ring sends at most twice the gradients, but two more messages for every node: the speed-up has a "
+            "highest point where they take longer than another node computes, or no more sequences are left to divide",
+            fix=f"see where that is: --nodes 1,4,16,64,256,1024,4096,{MOST_NODES}",
+        )
     counts: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
@@ -336,11 +343,12 @@ class Basis:
 def basis(given: dict[str, Any]) -> Basis:
     overrides = SheetOverrides(*(given[name] for name in ("efficiency", "latency", "flops", "mfu", "memory_gb")))
     if given["profile"] is None:
-        link = find_link(given["link"] or LINK)
-        machines = find_machines(given["machine"], link)
-        setting = make_cluster_model(link, machines, given["ranks_per_node"], overrides)
-        note = f"{describe(link, machines, setting)}; measure yours with shoal probe"
-        named = len(machines) if len(machines) > 1 else 0
+        links = find_links(given["link"] or LINK)
+        machines = find_machines(given["machine"], links[0])
+        setting = make_cluster_model(links, machines, given["ranks_per_node"], overrides)
+        note = f"{describe(links, machines, setting)}; measure yours with shoal probe"
+        count = max(len(machines), len(links))
+        named = count if count > 1 else 0
         return Basis(setting, note, f"1..{named}" if named else NODES, HOSTS, named, "named")
     _refuse_beside_profile(given)
     return _measured(given["profile"], given["link"], overrides)
@@ -355,10 +363,10 @@ def _measured(path: Path, link: str | None, overrides: SheetOverrides) -> Basis:
     setting = replace(cluster_model_of(profile), ranks_per_node=_ranks_per_node(profile))
     note = f"as measured by {path} on {profile.on}, {profile.created}"
     if link is not None:
-        other_link = find_link(link)
-        sheet = ring(other_link, stack_of(()), overrides)
-        setting = replace(setting, network=sheet)
-        note += f"; but over {other_link.name} by data sheet, {format_si(sheet.bytes_per_s, 'B/s')}"
+        links = find_links(link)
+        network = ring(links, stack_of(()), overrides)
+        setting = replace(setting, network=network)
+        note += f"; but over {', '.join(sheet.name for sheet in links)} by data sheet, {describe_ring(network)}"
     elif link_factors(profile):
         note += "; fewer nodes than measured exchange over the links of the first ones"
     if profile.calibration is not None:

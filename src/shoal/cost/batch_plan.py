@@ -36,6 +36,11 @@ class BatchPlan:
         """The micro-batches of every rank in one step."""
         return tuple(math.ceil(share / self.micro_batch) for share in self.shares)
 
+    @property
+    def largest_part(self) -> float:
+        """The sequences of the rank with most of them, relative to the average."""
+        return max(self.shares) * len(self.shares) / self.global_batch
+
     def sizes(self, rank: int) -> tuple[int, ...]:
         """Return the sequences of each micro-batch of this rank: equal numbers, or one more or less."""
         count = math.ceil(self.shares[rank] / self.micro_batch)

@@ -219,6 +219,11 @@ class SheetOverrides:
     memory_gb: float | None = None
 
 
+def find_links(text: str) -> tuple[LinkSheet, ...]:
+    """Find `1gbe`, or one link per node: `1gbe,1gbe,wifi`."""
+    return tuple(find_link(name) for name in text.split(","))
+
+
 def find_link(text: str) -> LinkSheet:
     """Find a link by name; any rate such as `300mbit` is taken for Ethernet."""
     name = text.strip().lower()
@@ -256,7 +261,7 @@ def _unknown_name(what: str, name: str, known: Iterable[str], more: str) -> Usag
 
 
 def make_cluster_model(
-    link: LinkSheet, machines: tuple[MachineSheet, ...], ranks_per_node: int, given: SheetOverrides
+    links: tuple[LinkSheet, ...], machines: tuple[MachineSheet, ...], ranks_per_node: int, given: SheetOverrides
 ) -> ClusterModel:
     from shoal.cost.network import NodesNetwork
     from shoal.cost.predict import ClusterModel
@@ -265,10 +270,10 @@ def make_cluster_model(
     stack = stack_of(machines)
     speed = SheetSpeed(machines, ranks_per_node)
     names = tuple(machine.name for machine in machines)
-    between = ring(link, stack, given)
+    between = ring(links, stack, given)
     if ranks_per_node == 1:
         return ClusterModel(speed, between, node_names=names)
-    inside = ring(LINKS[machines[0].inside], stack, SheetOverrides())
+    inside = ring((LINKS[machines[0].inside],), stack, SheetOverrides())
     flat = NodesNetwork(ranks_per_node, inside, between)
     return ClusterModel(speed, flat, replace(flat, hierarchical=True), ranks_per_node, names)
 
@@ -290,10 +295,14 @@ def stack_of(machines: Iterable[MachineSheet]) -> CommStack:
     return NCCL if all(machine.kind == "gpu" for machine in machines) else GLOO
 
 
-def ring(link: LinkSheet, stack: CommStack, given: SheetOverrides) -> RingNetwork:
-    """Combine link and library. An efficiency given by the user already contains the library's limit and latency."""
+def ring(links: tuple[LinkSheet, ...], stack: CommStack, given: SheetOverrides) -> RingNetwork:
+    """Combine the links of the nodes and the library.
+
+    An efficiency given by the user already contains the library's limit and latency.
+    """
     from shoal.cost.network import RingNetwork
 
+    link = links[0]
     if given.efficiency is None:
         bytes_per_s = min(link.efficiency * link.bits_per_s / 8, stack.most_bytes_per_s)
         latency_s = link.latency_s + stack.message_s
@@ -302,18 +311,26 @@ def ring(link: LinkSheet, stack: CommStack, given: SheetOverrides) -> RingNetwor
         latency_s = link.latency_s
     if given.latency is not None:
         latency_s = parse_delay(given.latency)
-    return RingNetwork(bytes_per_s, latency_s, stack.cores_per_byte_s, link.is_shared_medium, stack.trees)
+    later = tuple(ring((other,), stack, given) for other in links[1:])
+    return RingNetwork(bytes_per_s, latency_s, stack.cores_per_byte_s, link.is_shared_medium, stack.trees, later)
 
 
-def describe(link: LinkSheet, machines: tuple[MachineSheet, ...], setting: ClusterModel) -> str:
+def describe(links: tuple[LinkSheet, ...], machines: tuple[MachineSheet, ...], setting: ClusterModel) -> str:
     """Return what a plan without a profile is made from: `laptop over 1gbe by gloo: 118 MB/s, 0.7 ms a message`."""
     from shoal.cost.network import NodesNetwork, RingNetwork
 
     network = setting.network.between if isinstance(setting.network, NodesNetwork) else setting.network
     assert isinstance(network, RingNetwork)  # noqa: S101 - made by make_setting
-    names = ", ".join(machine.name for machine in machines)
-    rate, latency = format_si(network.bytes_per_s, "B/s"), format_duration(network.latency_s)
-    return f"{names} over {link.name} by {stack_of(machines).name}: {rate}, {latency} a message, by data sheet"
+    names, over = (", ".join(sheet.name for sheet in sheets) for sheets in (machines, links))
+    return f"{names} over {over} by {stack_of(machines).name}: {describe_ring(network)}, by data sheet"
+
+
+def describe_ring(network: RingNetwork) -> str:
+    """Return `118 MB/s, 0.7 ms a message`: the slowest link, where nodes have links of their own."""
+    links = (network, *network.later)
+    rate = format_si(min(link.bytes_per_s for link in links), "B/s")
+    slowest = "as the slowest of these links, " if len({link.bytes_per_s for link in links}) > 1 else ""
+    return f"{slowest}{rate}, {format_duration(max(link.latency_s for link in links))} a message"
 
 
 def positive(flag: str, value: float, most: float = 1e18) -> float:

@@ -213,9 +213,16 @@ class RingNetwork:
     is_shared_medium: bool = False
     # Use a tree where that is faster, as NCCL does and gloo does not.
     trees: bool = False
+    # The links of the second node and of further ones; those beyond the last are like it.
+    later: tuple[RingNetwork, ...] = ()
 
     def wire(self, world_size: int) -> LinkSpeed:
-        return LinkSpeed(self.bytes_per_s / (2 * world_size if self.is_shared_medium else 1), self.latency_s)
+        """Return the slowest link of these nodes: all of them carry the same bytes, and each round waits for it."""
+        links = (self, *self.later)[:world_size]
+        on_air = sum(link.is_shared_medium for link in links)
+        on_air += (world_size - len(links)) * links[-1].is_shared_medium
+        rates = (link.bytes_per_s / (2 * on_air if link.is_shared_medium else 1) for link in links)
+        return LinkSpeed(min(rates), max(link.latency_s for link in links))
 
     def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: float) -> ExchangeCost:
         if world_size == 1:
@@ -244,8 +251,9 @@ class NodesNetwork:
         if nodes <= 1:
             return self.inside.all_reduce(world_size, buffer_bytes, element_bytes)
         if not self.hierarchical:
-            slower = min(self.between.wire(nodes).bytes_per_s, self.inside.bytes_per_s)
-            flat = replace(self.between, bytes_per_s=slower, is_shared_medium=False)
+            wire = self.between.wire(nodes)
+            slower = min(wire.bytes_per_s, self.inside.bytes_per_s)
+            flat = replace(self.between, bytes_per_s=slower, latency_s=wire.latency_s, is_shared_medium=False, later=())
             return flat.all_reduce(world_size, buffer_bytes, element_bytes)
         inner = self.inside.all_reduce(self.ranks_per_node, buffer_bytes, element_bytes)
         outer = self.between.all_reduce(nodes, buffer_bytes, element_bytes)

@@ -19,7 +19,7 @@ from shoal.config.sync_choice import BLOCK_NUMBERS, WIRE_FORMATS, WireFormat
 from shoal.cost.data_sheets import SheetOverrides, find_link, find_machines, make_cluster_model
 from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import workload_of
-from shoal.tools.plan.advise import make_plan
+from shoal.tools.plan.advise import advise, make_plan
 from shoal.tools.plan.figures import draw_plan
 from shoal.tools.probe.run import assemble
 from tests.unit.config.test_profile import measured, with_gpus
@@ -86,10 +86,11 @@ def test_a_plan_is_for_the_gpus_of_a_profile_unless_the_settings_say_otherwise(p
 def test_the_picture_is_legible(preset: str, link: str, counts: tuple[int, ...], unit: str) -> None:
     """The legend once covered the bars, and the logarithmic axis had the single tick 1."""
     wired = find_link(link)
-    setting = make_cluster_model(wired, find_machines(None, wired), 1, SheetOverrides())
+    setting = make_cluster_model((wired,), find_machines(None, wired), 1, SheetOverrides())
     sequences = {"global_batch": 16}
     workload = workload_of(build_config(preset, flags={"train": sequences}), "fp32")
-    figure = draw_plan(make_plan(workload, SyncStrategy(), setting, counts))
+    plan = make_plan(workload, SyncStrategy(), setting, counts)
+    figure = draw_plan(plan, advise(plan))
     figure.draw_without_rendering()
     split, gain = figure.axes
     assert split.get_ylabel() == f"{unit} per step"
@@ -103,6 +104,24 @@ def test_the_picture_is_legible(preset: str, link: str, counts: tuple[int, ...],
     assert all(numbers)
     axis = [label.get_window_extent() for label in gain.get_xticklabels()]
     assert not [note.get_text() for note in gain.texts for box in axis if note.get_window_extent().overlaps(box)]
+
+
+def test_the_picture_shows_the_strategy_of_the_verdict() -> None:
+    """It once drew plain ddp under a verdict that recommended fp16, and did not explain why 3 nodes gained nothing."""
+    wired = find_link("1gbe")
+    setting = make_cluster_model((wired,), find_machines(None, wired), 1, SheetOverrides())
+    made = make_plan(workload_of(build_config("gpt2-124m"), "fp32"), SyncStrategy(), setting, (1, 2, 3, 4))
+    advice = advise(made)
+    assert advice.best is not None
+    assert advice.best.strategy != made.strategy
+    figure = draw_plan(made, advice)
+    assert f"4 nodes by {advice.best.strategy} train {advice.best.row.speedup:.2f} times" in figure.get_suptitle()
+    _, gain = figure.axes
+    assert str(advice.best.strategy) in gain.get_legend_handles_labels()[1]
+    texts = [" ".join(text.get_text().split()) for text in gain.texts]
+    assert any(text.startswith(f"{advice.best.row.speedup:.2f}×") for text in texts)
+    assert "3 nodes divide 4 sequences unequally (2 for 1 rank, 1 for 2 ranks): every step waits for the largest " \
+        "part." in texts  # fmt: skip
 
 
 # Rows
@@ -348,6 +367,41 @@ def test_the_named_machines_are_planned_for(plan: Plan, call: Call) -> None:
     assert "nodes beyond the 2 named ones are assumed to equal the last of them" in more
 
 
+def test_nodes_with_links_of_their_own_exchange_over_the_slowest(plan: Plan) -> None:
+    def comm_s(link: str) -> list[float]:
+        return [row["comm_s"] for row in plan("gpt2-124m", "--link", link, "--nodes", "1..4")["rows"]]
+
+    document = plan("gpt2-124m", "--link", "1gbe,10gbe,100mbit")
+    assert [row["nodes"] for row in document["rows"]] == [1, 2, 3]
+    assert "over 1gbe, 10gbe, 100mbit by gloo: as the slowest of these links, 12.1 MB/s" in document["notes"][0]
+    fast, slow, mixed = comm_s("1gbe"), comm_s("100mbit"), comm_s("1gbe,10gbe,100mbit")
+    # The last link is also that of the fourth node.
+    assert mixed == [*fast[:2], *slow[2:]]
+    per_node = plan("gpt2-124m", "--link", "1gbe,100mbit", "--nodes", "2", "--ranks-per-node", "2")["rows"][0]
+    assert per_node == plan("gpt2-124m", "--link", "100mbit", "--nodes", "2", "--ranks-per-node", "2")["rows"][0]
+
+
+def test_only_the_nodes_on_wifi_share_the_air(plan: Plan) -> None:
+    def comm_s(*links: str) -> float:
+        row = plan("gpt2-124m", "--link", ",".join(links), "--nodes", "3", "--latency", "0ms")["rows"][0]
+        return float(row["comm_s"])
+
+    alone, two, all_of_them = comm_s("1gbe", "1gbe", "wifi"), comm_s("1gbe", "wifi"), comm_s("wifi")
+    assert two == pytest.approx(2 * alone)
+    assert all_of_them == pytest.approx(3 * alone)
+
+
+def test_unequal_parts_of_a_batch_are_explained(plan: Plan) -> None:
+    def sentences(*words: str) -> list[str]:
+        made = plan("gpt2-124m", "--global-batch", "8", *words)
+        return [text for text in made["advice"]["sentences"] if "largest part" in text]
+
+    among = "8 sequences cannot be divided equally among 3, 5, 6, 7 nodes: every step waits for the largest part."
+    assert sentences("--nodes", "1..8") == [among]
+    assert sentences("--nodes", "1,2,4,8") == []
+    assert sentences("--nodes", "3", "--scaling", "weak") == []
+
+
 @pytest.mark.parametrize("machines", ["laptop,desktop", "desktop,laptop", "laptop,laptop,desktop"])
 def test_all_speedups_of_a_plan_have_one_base(plan: Plan, machines: str) -> None:
     document = plan("--machine", machines)
@@ -519,6 +573,7 @@ print(code, [name for name in ("matplotlib", "numpy", "torch", "tokenizers", "pl
         (["--nodes", "-2"], "--nodes -2 is not a list", "from 1", "--nodes 4"),
         (["--nodes", "two"], "--nodes two is not a list", "from 1", "--nodes 1,2,4"),
         (["--nodes", "1..99999"], "is not a list of numbers", "16,384", "--nodes 1..8"),
+        (["--nodes", "inf"], "--nodes inf: there is no plan without an end", "a highest point", "--nodes 1,4,16"),
         (["--nodes", "1..1000"], "--nodes 1..1000 gives 1000 rows", "at most 64", "--nodes 1,2,4,8"),
         (["--link", "-1gbit"], "'-1gbit' is no link rate", "a number above zero", "100mbit"),
         (["--link", "0gbit"], "'0gbit' is no link rate", "a number above zero", "100mbit"),

@@ -38,7 +38,7 @@ def setting(
 ) -> ClusterModel:
     wired = find_link(link)
     return make_cluster_model(
-        wired, find_machines(machine, wired), ranks_per_node, SheetOverrides(efficiency=efficiency)
+        (wired,), find_machines(machine, wired), ranks_per_node, SheetOverrides(efficiency=efficiency)
     )
 
 

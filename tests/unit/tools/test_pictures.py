@@ -16,7 +16,7 @@ from shoal.cost.data_sheets import SheetOverrides, find_link, find_machines, mak
 from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import workload_of
 from shoal.tools.bench.levers import CEILING, ONE_NODE, compare, draw_levers
-from shoal.tools.plan.advise import make_plan
+from shoal.tools.plan.advise import advise, make_plan
 from shoal.tools.plan.figures import draw_plan, draw_simulation
 from shoal.tools.probe.figure import draw_probe
 from shoal.tools.probe.run import assemble
@@ -86,9 +86,10 @@ def probe_of(nodes: int = 2) -> Profile:
 
 def plan_of(preset: str, link: str, counts: tuple[int, ...]) -> Figure:
     wired = find_link(link)
-    setting = make_cluster_model(wired, find_machines(None, wired), 1, SheetOverrides())
+    setting = make_cluster_model((wired,), find_machines(None, wired), 1, SheetOverrides())
     workload = workload_of(build_config(preset, flags={"train": {"global_batch": 64}}), "fp32")
-    return draw_plan(make_plan(workload, SyncStrategy(), setting, counts))
+    plan = make_plan(workload, SyncStrategy(), setting, counts)
+    return draw_plan(plan, advise(plan))
 
 
 def clusters(scale: float = 1.0) -> list[ScalingPoint]:

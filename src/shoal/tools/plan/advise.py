@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,9 @@ _BACKWARD_FRACTION = 2 / 3
 # Linear scaling of the learning rate was seen to hold up to this factor (Goyal and others, 2017, from 256 to 8,192);
 # with Adam it often holds less far.
 _LINEAR_SCALING_FACTOR = 8
+# Parts of a batch are called unequal where the largest is this many times as large as the average.
+_UNEQUAL_PARTS = 1.1
+_MOST_NAMED = 6
 # Latency is mentioned from this fraction of the communication on.
 _MUCH_LATENCY = 1 / 3
 
@@ -99,6 +103,13 @@ class Plan:
 
 def make_plan(workload: Workload, strategy: SyncStrategy, setting: ClusterModel, nodes: Sequence[int]) -> Plan:
     return Plan(workload, strategy, setting, tuple(make_row(workload, strategy, setting, count) for count in nodes))
+
+
+def recommended_plan(plan: Plan, advice: Advice) -> Plan:
+    """Return the same rows by the strategy that the verdict names."""
+    if advice.best is None or advice.best.strategy == plan.strategy:
+        return plan
+    return make_plan(plan.workload, advice.best.strategy, plan.setting, [row.nodes for row in plan.rows])
 
 
 def make_row(workload: Workload, strategy: SyncStrategy, setting: ClusterModel, nodes: int) -> PlanRow:
@@ -254,7 +265,14 @@ def _costs(strategy: SyncStrategy) -> Iterator[str]:
 def explain_plan(plan: Plan, advice: Advice) -> list[str]:
     """Return one paragraph per topic, the verdict first."""
     gains = (_larger_batch(plan, advice), describe_other_training(plan, advice))
-    lines = [verdict(plan, advice), _ratio(plan), *gains, _memory(plan, advice), learning_rate(plan)]
+    lines = [
+        verdict(plan, advice),
+        _ratio(plan),
+        explain_unequal_parts(plan),
+        *gains,
+        _memory(plan, advice),
+        learning_rate(plan),
+    ]
     return [line for line in lines if line]
 
 
@@ -340,6 +358,22 @@ def _ratio(plan: Plan) -> str:
             "messages that wait for each other, however small they are."
         )
     return text
+
+
+def explain_unequal_parts(plan: Plan) -> str:
+    """Return which numbers of nodes gain less because whole sequences cannot be divided equally among their ranks."""
+    rows = [row for row in plan.distributed_rows if row.prediction.batch_plan.largest_part > _UNEQUAL_PARTS]
+    if not rows or plan.strategy.balanced:
+        return ""
+    batch_plan = rows[0].prediction.batch_plan
+    shares = Counter(batch_plan.shares)
+    batch = pluralize(batch_plan.global_batch, "sequence")
+    if len(rows) == 1:
+        parts = ", ".join(f"{share} for {pluralize(ranks, 'rank')}" for share, ranks in shares.items())
+        return f"{rows[0].nodes} nodes divide {batch} unequally ({parts}): every step waits for the largest part."
+    counts = [str(row.nodes) for row in rows]
+    named = ", ".join(counts[:_MOST_NAMED]) + (" …" if len(counts) > _MOST_NAMED else "")
+    return f"{batch} cannot be divided equally among {named} nodes: every step waits for the largest part."
 
 
 def _larger_batch(plan: Plan, advice: Advice) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.tools.plan.advise import Plan, PlanRow
+from shoal.tools.plan.advise import Advice, Plan, PlanRow, explain_unequal_parts, recommended_plan
 from shoal.tools.plan.scenario import Policy
 from shoal.tools.plan.simulation import Band, Cause, Forecast
 from shoal.tools.report.figures import (
@@ -36,6 +37,7 @@ _PARTS = {
 }
 _BAR_CHARACTERS = 44  # Characters of white labels that all bars side by side have room for.
 _MOST_LABELS = 16
+_NOTE_CHARACTERS = 66
 # A range of nodes this many times as wide as the number of rows gets a logarithmic axis.
 _WIDE = 2
 
@@ -58,12 +60,13 @@ _LEAST_SHARE = 5e-4
 # A plan
 
 
-def plot_plan(plan: Plan, path: Path) -> None:
+def plot_plan(plan: Plan, advice: Advice, path: Path) -> None:
     """Write a PNG, 1320 pixels wide."""
-    save_figure(draw_plan(plan), path, "the picture goes where -o says")
+    save_figure(draw_plan(plan, advice), path, "the picture goes where -o says")
 
 
-def draw_plan(plan: Plan) -> Figure:
+def draw_plan(plan: Plan, advice: Advice) -> Figure:
+    """Draw the plan by the strategy that the verdict names."""
     # Imported here because importing matplotlib takes longer than making a plan.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -71,10 +74,25 @@ def draw_plan(plan: Plan) -> Figure:
     with rc_context(_STYLE):
         figure = Figure(figsize=(11, 4.6), layout="constrained")
         split, gain = figure.subplots(1, 2, width_ratios=(1.15, 1))
-        _draw_split(split, plan.rows)
-        _draw_gain(gain, plan.rows)
-        figure.suptitle(f"{plan.workload.name}, predicted ({plan.strategy})", x=0.01, ha="left", fontsize=11)
+        shown = recommended_plan(plan, advice)
+        _draw_split(split, shown.rows)
+        _draw_gain(gain, shown)
+        figure.suptitle(
+            f"Predicted for {plan.workload.name}: {_headline(plan, advice)}", x=0.01, ha="left", fontsize=11
+        )
     return figure
+
+
+def _headline(plan: Plan, advice: Advice) -> str:
+    if (best := advice.best) is not None:
+        return f"{best.row.nodes} nodes by {best.strategy} train {best.row.speedup:.2f} times as fast as {_base(plan)}"
+    if plan.distributed_rows:
+        return f"{_base(plan)} is faster than several by {plan.strategy}"
+    return f"one node, by {plan.strategy}"
+
+
+def _base(plan: Plan) -> str:
+    return "one" if len(set(plan.setting.node_names)) == 1 else f"{plan.rows[-1].base} alone"
 
 
 def _draw_split(axes: Axes, rows: tuple[PlanRow, ...]) -> None:
@@ -103,10 +121,11 @@ def _draw_split(axes: Axes, rows: tuple[PlanRow, ...]) -> None:
     _title(axes, "Time of a step")
 
 
-def _draw_gain(axes: Axes, rows: tuple[PlanRow, ...]) -> None:
+def _draw_gain(axes: Axes, plan: Plan) -> None:
+    rows = plan.rows
     nodes = [row.nodes for row in rows]
     axes.plot(nodes, [row.speedup / row.efficiency for row in rows], color=IDEAL, linestyle="--", label="ideal")
-    axes.plot(nodes, [row.speedup for row in rows], color=MEASURED, marker="o", lw=2, label="predicted")
+    axes.plot(nodes, [row.speedup for row in rows], color=MEASURED, marker="o", lw=2, label=str(plan.strategy))
     axes.axhline(1, color=IDEAL, lw=0.8)
     is_wide = nodes[-1] >= _WIDE * len(nodes)
     if is_wide:
@@ -133,6 +152,9 @@ def _draw_gain(axes: Axes, rows: tuple[PlanRow, ...]) -> None:
     axes.margins(x=0.1)
     axes.grid(axis="y", alpha=0.25)
     axes.legend(frameon=False, loc="upper left")
+    if note := explain_unequal_parts(plan):
+        below: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "top"}
+        axes.annotate(textwrap.fill(note, _NOTE_CHARACTERS), (0, 0), (0, -40), color=IDEAL, fontsize=9, **below)
     _title(axes, "Speed-up, with tokens per second")
 
 
