@@ -71,6 +71,12 @@ def test_the_demo_trains_kills_a_rank_and_writes_a_report(tmp_path: Path) -> Non
     assert document["verify"]["ok"] is True
     assert manifest["byte_equivalent"] is True
     assert rendered_document(Path(document["report"]), tmp_path / "profile").count('class="main-svg"') >= 8
+    undisturbed = json.loads((Path(document["runs"]["two"]) / "manifest.json").read_text())
+    speeds = [row["tokens_per_s"] for row in document["rows"][:2]]
+    for compared in (undisturbed, manifest):
+        assert [compared["tokens_per_sec_1proc"], compared["tokens_per_sec_2proc"]] == pytest.approx(speeds)
+        assert compared["lesson_notes"].startswith("Two ranks were ")
+    assert undisturbed["byte_equivalent"] is True
     one, two = (steps_of(Path(document["runs"][name])) for name in ("one", "two"))
     assert [step["loss"] for step in two] == pytest.approx([step["loss"] for step in one], rel=1e-3)
 

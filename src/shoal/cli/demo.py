@@ -95,8 +95,10 @@ def demo(
     verdict = verify_run(run)
     killed.lost_steps = len(verdict.ledger.missing) + verdict.ledger.redone + verdict.ledger.abandoned
     curve = _speed_by_ranks(result)
-    manifest = write_derived_files(run, verdict.replicas, curve)
-    report = write_report(run, curve)
+    # Of the undisturbed run as well: it is the one to compare with one process.
+    for compared, replicas in ((result.runs[_TWO], None), (run, verdict.replicas)):
+        manifest = write_derived_files(compared, replicas, curve)
+        report = write_report(compared, curve)
     took_s = time.monotonic() - began
     if json:
         figures = {
