@@ -579,6 +579,28 @@ def supervisor_has_garbage(run: Path, other: Path) -> str:
     return "supervisor.jsonl"
 
 
+@harm
+def supervisor_is_emptied(run: Path, other: Path) -> str:
+    return keep_lines(run, "supervisor.jsonl", slice(0))
+
+
+@harm
+def supervisor_is_missing(run: Path, other: Path) -> str:
+    (run / "supervisor.jsonl").unlink()
+    return "supervisor.jsonl"
+
+
+@harm
+def journal_is_emptied(run: Path, other: Path) -> str:
+    return keep_lines(run, "agents/local.jsonl", slice(0))
+
+
+@harm
+def all_journals_are_missing(run: Path, other: Path) -> str:
+    shutil.rmtree(run / "agents")
+    return "agents/local.jsonl"
+
+
 def test_at_least_thirty_kinds_of_damage_are_tested() -> None:
     assert len(HARMS) >= 30
 

@@ -25,7 +25,7 @@ from shoal.config.schema import Config
 from shoal.control.membership.types import NEVER, Ballot
 from shoal.errors import ShoalError
 from shoal.events import Event, FileMark, has_mark, parse_event
-from shoal.run_folder import RunFolder, is_accessible, user_name
+from shoal.run_folder import RunFolder, is_accessible, is_plain_name, user_name
 from shoal.tools.report.commit_log import LedgerReport, check_ledger
 from shoal.tools.report.manifest import current_manifest
 from shoal.tools.report.measured import exchange_findings, is_measured
@@ -73,6 +73,7 @@ class _Folder:
     lines: list[bytes] = field(default_factory=list)  # of the ledger
     events: dict[int, list[Event]] = field(default_factory=dict)
     supervisor: list[Event] = field(default_factory=list)
+    journals: set[str] = field(default_factory=set)  # nodes whose agents have written here
     logs: Logs = field(default_factory=dict)
     torn: list[Path] = field(default_factory=list)  # files whose last line has no newline
     findings: list[VerifyFinding] = field(default_factory=list)
@@ -161,6 +162,7 @@ def verify_run(run: RunFolder) -> VerifyResult:
     _check_torn(folder)
     _check_config(folder)
     _check_event_files(folder)
+    _check_journals(folder)
     _check_ending(folder)
     _check_last_step(folder, ledger)
     _check_ledger_lines(folder)
@@ -177,6 +179,7 @@ def _verify_measured(folder: _Folder, ledger: LedgerReport) -> VerifyResult:
     """Verify a measured script by what its ranks recorded: they keep no ledger and no states."""
     _check_torn(folder)
     _check_event_files(folder)
+    _check_journals(folder)
     for text, is_wrong in exchange_findings(folder.logs):
         folder.findings.append(VerifyFinding(file="events", text=text, is_wrong=is_wrong))
     steps = {folder.logs[rank].end.get("step") for rank in folder.members if rank in folder.logs}
@@ -209,9 +212,7 @@ def _read(run: RunFolder) -> _Folder:
             folder.wrong(path, f"{other_lines} of its lines are not of rank {rank}")
     if run.supervisor.exists():
         folder.supervisor = list(_records(folder, run.supervisor))
-    for path in run.journals():
-        for _ in _records(folder, path):
-            pass
+    folder.journals = {path.stem for path in run.journals() if list(_records(folder, path))}
     folder.logs = read_rank_logs(event for events in folder.events.values() for event in events)
     return folder
 
@@ -282,6 +283,26 @@ def _check_event_files(folder: _Folder) -> None:
             folder.wrong(folder.run.events(rank), f"is missing: rank {rank} took part")
     if not folder.logs and folder.commits:
         folder.wrong(folder.run.path / "events", "no rank's events are here, although steps were committed")
+
+
+def _check_journals(folder: _Folder) -> None:
+    """Check that the supervisor and the agents of all ranks whose events are here have written too.
+
+    Each writes before a rank starts. A training under torchrun has neither, and a machine that joined no supervisor.
+    """
+    run = folder.run
+    silent: dict[Path, str] = {}
+    if run.job.is_file() and folder.logs and not folder.supervisor:
+        silent[run.supervisor] = f"a supervisor has started the ranks, {run.job.name} is its job"
+    if run.job.is_file() or run.joined.is_file():
+        nodes = {
+            str(log.start["node"]): rank for rank, log in folder.logs.items() if is_plain_name(log.start.get("node"))
+        }
+        for node in sorted(nodes.keys() - folder.journals):
+            silent[run.journal(node)] = f"an agent has started rank {nodes[node]} on {node}"
+    for path, why in silent.items():
+        if not path.exists() or is_accessible(path, os.R_OK):
+            folder.wrong(path, f"{'has no record' if path.exists() else 'is missing'}: {why}")
 
 
 def _check_ending(folder: _Folder) -> None:
