@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.markup import escape
@@ -384,10 +386,15 @@ def sample(
     argv += [f"--count={count}", f"--temperature={temperature}", f"--length={length}", f"--seed={seed}"]
     argv += _width_option()
     begin_stage("shoal sample: loading the model")
-    texts = subprocess.run(argv + (["--json"] if json else []), check=False, capture_output=True, text=True)
-    sys.stderr.write(texts.stderr)
-    sys.stdout.write(texts.stdout)
-    raise typer.Exit(texts.returncode)
+    argv += ["--json"] if json else []
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as writer:
+        for text in codecs.iterdecode(iter(cast(BufferedReader, writer.stdout).read1, b""), "utf-8"):
+            end_stage()
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        end_stage()
+        sys.stderr.write(writer.communicate()[1].decode(errors="replace"))
+    raise typer.Exit(writer.returncode)
 
 
 def refuse_script(run: RunFolder) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -155,8 +155,8 @@ class GPT(nn.Module):
         ]
 
     @torch.no_grad()
-    def generate(self, tokens: Tensor, count: int, temperature: float, generator: torch.Generator) -> Tensor:
-        """Append `count` sampled tokens to each row, seeing at most the last `seq_len`."""
+    def generate(self, tokens: Tensor, count: int, temperature: float, generator: torch.Generator) -> Iterator[Tensor]:
+        """Append `count` sampled tokens to each row, seeing at most the last `seq_len`; yield all after each token."""
         for _ in range(count):
             logits = self(tokens[:, -self.config.seq_len :])[:, -1]
             if temperature == 0:
@@ -165,7 +165,7 @@ class GPT(nn.Module):
                 probabilities = F.softmax(logits / temperature, dim=-1)
                 choice = torch.multinomial(probabilities, 1, generator=generator)
             tokens = torch.cat((tokens, choice), dim=1)
-        return tokens
+            yield tokens
 
 
 # The head and its cross-entropy in one function, in chunks of tokens. Plain cross-entropy holds the logits of all

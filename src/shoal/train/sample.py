@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ from shoal.terminal import protect_terminal
 from shoal.train.worker import report_error
 
 _RULE = "-" * 20  # between texts of several lines
+_SHOW_EVERY_S = 0.05
 
 
 def main() -> int:
@@ -41,17 +44,33 @@ def main() -> int:
     try:
         use_private_caches()
         run = RunFolder.open(options.run)
-        texts = write_texts(run, options)
         between = "\n" if has_sentences(load_config(run.config)) else f"\n{_RULE}\n"
+        if options.json:
+            print(json.dumps({"sentences": write_texts(run, options)}, ensure_ascii=False), flush=True)
+            return 0
+        stream = TextStream()
+        texts = write_texts(run, options, stream.show)
+        stream.show(between.join(texts) + "\n", is_whole=True)
     except ShoalError as error:
         return report_error(error, options.width)
-    text = json.dumps({"sentences": texts}, ensure_ascii=False) if options.json else between.join(texts)
-    try:
-        print(text, flush=True)
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe; Python would fail again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+class TextStream:
+    """Print a growing text as it becomes longer."""
+
+    def __init__(self) -> None:
+        self._printed = ""
+
+    def show(self, text: str, is_whole: bool = False) -> None:
+        # The next token may complete a character, and line ends at the end of a text are not printed.
+        stable = text if is_whole else text.rstrip("\n\ufffd")
+        sys.stdout.write(stable[len(self._printed) :])
+        sys.stdout.flush()
+        self._printed = stable
 
 
 def has_sentences(config: Config) -> bool:
@@ -59,10 +78,13 @@ def has_sentences(config: Config) -> bool:
     return config.data.path is None and config.data.builtin == "grammar"
 
 
-def write_texts(run: RunFolder, options: argparse.Namespace) -> list[str]:
+def write_texts(
+    run: RunFolder, options: argparse.Namespace, show: Callable[[str], None] = lambda text: None
+) -> list[str]:
     """Generate texts that start a line and have `length` tokens; those of the generated sentences end with the line.
 
-    A tokenizer without a newline has no line start: there the first token of the vocabulary replaces it, not shown.
+    `show` is called with the first text as it becomes longer; the others are made at the same time. A tokenizer without
+    a newline has no line start: there the first token of the vocabulary replaces it, not shown.
     """
     config = load_config(run.config)
     damaged: list[str] = []
@@ -78,11 +100,18 @@ def write_texts(run: RunFolder, options: argparse.Namespace) -> list[str]:
     hidden_tokens = 0 if ids else 1
     start = torch.tensor(ids or [0], dtype=torch.int64)
     generator = torch.Generator().manual_seed(options.seed)
-    rows = model.generate(start.repeat(options.count, 1), options.length, options.temperature, generator)
-    texts = (tokenizer.decode(row.tolist()[hidden_tokens:]).removeprefix("\n") for row in rows)
-    if has_sentences(config):
-        return [_printable(text.split("\n")[0]) for text in texts]
-    return [_printable(text.rstrip("\n")) for text in texts]
+
+    def to_text(row: torch.Tensor) -> str:
+        text = tokenizer.decode(row.tolist()[hidden_tokens:]).removeprefix("\n")
+        return _printable(text.split("\n")[0] if has_sentences(config) else text.rstrip("\n"))
+
+    shown_at = -_SHOW_EVERY_S
+    for rows in model.generate(start.repeat(options.count, 1), options.length, options.temperature, generator):
+        # Not for every token: all of a long text is decoded each time.
+        if time.monotonic() - shown_at >= _SHOW_EVERY_S:
+            show(to_text(rows[0]))
+            shown_at = time.monotonic()
+    return [to_text(row) for row in rows]
 
 
 def _line_start(tokenizer: Tokenizer) -> str:

@@ -14,7 +14,7 @@ from shoal.engine.checkpoint import Checkpoint, CheckpointFolder, Progress
 from shoal.engine.training_state import StateTree, TrainingState
 from shoal.model.gpt import GPT
 from shoal.run_folder import RunFolder
-from shoal.train.sample import write_texts
+from shoal.train.sample import TextStream, write_texts
 
 
 def make_model(folder: Path, text: str, *sets: str) -> RunFolder:
@@ -45,6 +45,25 @@ def test_only_a_model_of_generated_sentences_ends_a_text_with_its_line(tmp_path:
     for name, source in (("own", f"data.path={tmp_path}/play.txt"), ("plays", "data.builtin=shakespeare")):
         texts = write_texts(make_model(tmp_path / name, "a\nb", source), options)
         assert all("\n" in text and len(text) > 100 for text in texts)
+
+
+def test_a_text_is_shown_while_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.train.sample._SHOW_EVERY_S", 0.0)
+    run = make_model(tmp_path / "run", "she sells sea shells")
+    shown: list[str] = []
+    options = Namespace(prompt="sea", count=2, length=5, temperature=1.0, seed=1)
+    texts = write_texts(run, options, shown.append)
+    assert shown == [texts[0][:length] for length in range(4, 9)]
+    assert texts == write_texts(run, options)
+
+
+def test_only_whole_characters_of_a_growing_text_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    stream, printed = TextStream(), []
+    for text in ("sea", "sea \ufffd", "sea é", "sea é\n", "sea é\n\nshe"):
+        stream.show(text)
+        printed.append(capsys.readouterr().out)
+    stream.show("sea é\n\nshe\nother\n", is_whole=True)
+    assert [*printed, capsys.readouterr().out] == ["sea", " ", "é", "", "\n\nshe", "\nother\n"]
 
 
 def test_the_checkpoint_that_replaces_a_damaged_one_is_named(
