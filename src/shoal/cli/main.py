@@ -66,7 +66,7 @@ OTHER_WORDS = {
         ("--ranks", "--nproc-per-node", "--nproc_per_node", "--num-processes", "--num_processes", "--world-size"),
         "--on local:{}",
     ),
-    **dict.fromkeys(("--np", "--nprocs", "--workers", "--gpus"), "--on local:{}"),
+    **dict.fromkeys(("-n", "-np", "--np", "--nprocs", "--workers", "--gpus"), "--on local:{}"),
     **dict.fromkeys(("--hosts", "--hostfile", "--host-file"), "--on {}"),
     **dict.fromkeys(("--max-steps", "--max-iters", "--iterations", "--iters"), "--steps {}"),
     **dict.fromkeys(("--batch-size", "--batch", "--batch_size"), "--global-batch {}"),
@@ -79,6 +79,7 @@ OTHER_WORDS = {
     # Only `report` has it.
     "--format": "--pdf",
 }
+_EPOCHS = ("--epochs", "--epoch", "--num-epochs", "--num_epochs", "--max-epochs", "--max_epochs")
 _HELP_OPTIONS = ["-h", "--help"]
 
 
@@ -225,7 +226,18 @@ def run(arguments: list[str], debug: bool) -> int:
 
 
 def refuse_other_command(arguments: Sequence[str]) -> None:
-    """Refuse a word that is no verb here but has an equal: `resume runs/a` is `train --resume runs/a`."""
+    """Refuse a word that is no verb here but has an equal: `resume runs/a` is `train --resume runs/a`.
+
+    Options before the verb are refused, too.
+    """
+    place = next((number for number, word in enumerate(arguments) if word in VERBS), 0)
+    if place and arguments[0].startswith("-") and arguments[0] not in _HELP_OPTIONS:
+        early, rest = arguments[:place], arguments[place:]
+        raise UsageError(
+            f"{arguments[0]} stands before the verb",
+            why=f"options belong to a verb and stand after it; here to {rest[0]}",
+            fix=shlex.join(["shoal", rest[0], *early, *rest[1:]]),
+        )
     meant = _OTHER_COMMANDS.get(arguments[0]) if arguments else None
     if meant is None:
         return
@@ -330,6 +342,12 @@ def suggest_option(name: str, command: Any, arguments: Sequence[str]) -> tuple[s
     None where the command has nothing like it.
     """
     known = {option: parameter for parameter in command.params for option in parameter.opts}
+    if name in _EPOCHS and "--steps" in known:
+        return (
+            "the length of a training is a number of steps; an epoch has as many as samples / global batch, and a run "
+            "prints its samples when it starts",
+            f"write --steps N; an option of your own script stands after it: shoal run train.py {name} …",
+        )
     pattern = OTHER_WORDS.get(name, "")
     if not pattern and "--set" in known:
         # Imported here: only a wrong command line needs the settings.

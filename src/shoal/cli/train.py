@@ -201,7 +201,8 @@ def train(
         folder = out or default_out(name_training(settings))
         if dry_run:
             refuse_with_dry_run(given)
-            print_plan(settings, folder, json)
+            with advising_flags(named_flags(given)):
+                print_plan(settings, folder, json)
             return
         if confirm:
             refuse_confirm(settings.run.on)
@@ -341,8 +342,11 @@ def print_plan(config: Config, out: Path, json: bool) -> None:
     """Print the commands as they could be typed. The port is a placeholder: the real one is chosen at launch."""
     from shoal.cluster.cluster import planned_nodes
     from shoal.cluster.node import Rendezvous
+    from shoal.cluster.target import parse_on, rank_count
+    from shoal.data.prepare import check_shares
     from shoal.launch.plan import plan_ranks
 
+    check_shares(config, rank_count(parse_on(config.run.on)))
     nodes = planned_nodes(config.run.on)
     rendezvous = Rendezvous(nodes[0].address, 0)
     commands = plan_ranks(config.run, lambda node: str(out), nodes, rendezvous, resume=False)

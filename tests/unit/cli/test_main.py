@@ -49,6 +49,17 @@ from shoal.config.presets import PRESETS
         ("train --set train.lrr=0.1", "train.lrr", "did you mean 'train.lr'?", "shoal config show train"),
         ("run --wire int4 a.py", "--wire 'int4'", "command line", "correct it: --wire int8"),
         ("train --set train.lr=big", "train.lr='big': input should be a valid number", "", "--set train.lr=…"),
+        ("--steps 10 train --on local:2", "--steps stands before the verb", "after it", "shoal train --steps 10 --on"),
+        ("train --epochs 3", "--epochs", "an epoch has as many as samples / global batch", "write --steps N"),
+        ("run --epochs 3 a.py", "--epochs", "a number of steps", "stands after it: shoal run train.py --epochs …"),
+        ("train -n 4", "-n", "here it is --on local:4", "shoal train --on local:4"),
+        ("run -n 2 a.py", "-n", "here it is --on local:2", "shoal run --on local:2 a.py"),
+        (
+            "train --on local:4 --global-batch 3 --dry-run",
+            "4 ranks cannot share",
+            "one sequence",
+            "--global-batch 4 or",
+        ),
         ("verify b", "b is not a run folder", "did you mean runs/b?", "runs/b"),
     ],
 )

@@ -243,8 +243,9 @@ def _measure_row(row: ScalingRow, folder: Path, watch: MakeDisplay, result: Scal
                 fix=f"look at it: shoal report {folder}",
             )
     except Interrupted as error:
-        if result.points:
-            error.fix = f"what was measured so far: {result.table}" + (f"; {error.fix}" if error.fix else "")
+        # Not to resume the training of this row: its time would be that of two parts.
+        again = "measure again, or fewer rows: shoal bench scaling --ranks 1,2"
+        error.fix = f"what was measured so far: {result.table}\n{again}" if result.points else again
         raise
     except ShoalError as error:
         if was_there or not folder.exists():

@@ -160,10 +160,12 @@ def test_rows_that_cannot_run_are_skipped_with_the_reason(
 
 
 def test_a_result_is_kept_when_the_bench_is_interrupted(tmp_path: Path, outcomes: dict[str, Outcome]) -> None:
-    outcomes["local:2"] = Interrupted("interrupted")
+    outcomes["local:2"] = Interrupted("interrupted", fix="shoal train --resume RUN")
     with pytest.raises(Interrupted) as stopped:
         measure(tmp_path, "local:1", "local:2", "local:3")
-    assert str(tmp_path / "scaling.csv") in stopped.value.fix
+    measured, again = stopped.value.fix.splitlines()
+    assert measured == f"what was measured so far: {tmp_path / 'scaling.csv'}"
+    assert again.startswith("measure again")
     assert [row["status"] for row in read(tmp_path)["rows"]] == ["measured", "not measured yet", "not measured yet"]
 
 
