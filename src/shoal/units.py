@@ -221,6 +221,8 @@ class Unit:
 
 TOKENS = Unit("tokens")
 SAMPLES = Unit("samples")
+# What the loss of a user's script is: step.backward divides by its samples, or by the `count` that it is given.
+SCRIPT_LOSS = "mean per sample, or per count"
 
 
 def unit_of(event: Mapping[str, Any]) -> Unit:

@@ -27,6 +27,7 @@ from shoal.errors import ShoalError, UsageError, split_command
 from shoal.run_folder import RunFolder
 from shoal.terminal import end_stage, printable, printable_json, printable_line, raw_stream
 from shoal.units import (
+    SCRIPT_LOSS,
     Unit,
     format_duration,
     format_loss,
@@ -181,7 +182,9 @@ def print_detached(run: RunFolder, json: bool) -> None:
 
 
 def run_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    is_early = manifest.status == "unfinished" and manifest.steps < manifest.steps_planned
     rows = [
+        *([("steps", f"the loop ended at step {manifest.steps:,} of {manifest.steps_planned:,}")] if is_early else []),
         *([("loss", _loss(manifest))] if manifest.trains == "gpt" or manifest.final_loss is not None else []),
         *((name, format_value(value)) for name, value in list(manifest.logged.items())[:_MOST_LOGGED]),
         *([("speed", format_speed(manifest.speed, Unit(manifest.unit)))] if manifest.speed is not None else []),
@@ -200,7 +203,7 @@ def run_rows(manifest: Manifest) -> list[tuple[str, str]]:
 def _loss(manifest: Manifest) -> str:
     if manifest.trains == "gpt":
         return f"{_number(manifest.final_loss, '.4f')} (validation {_number(manifest.val_loss, '.4f')})"
-    return "–" if manifest.final_loss is None else f"{format_loss(manifest.final_loss)} (mean per sample)"
+    return "–" if manifest.final_loss is None else f"{format_loss(manifest.final_loss)} ({SCRIPT_LOSS})"
 
 
 def _replica_verdict(manifest: Manifest) -> str:
@@ -335,10 +338,12 @@ class LineDisplay:
         self._show = make_line_printer(console)
         # With FORCE_COLOR rich treats a pipe as a terminal.
         self.is_live = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
+        self.hidden: set[tuple[int | None, str]] = set()  # rank and line: errors that the launcher prints for all
         self._drawn: list[str] = []  # the unfinished lines on the screen
         self._drawn_at = 0.0
 
     def lines(self, lines: Sequence[LogLine], current: Sequence[LogLine] = ()) -> None:
+        lines = [line for line in lines if (line.rank, line.text) not in self.hidden]
         below = self._below(current) if self.is_live else []
         is_due = time.monotonic() - self._drawn_at >= _REDRAW_S
         if not lines and (below == self._drawn or not is_due):

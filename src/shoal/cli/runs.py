@@ -33,7 +33,7 @@ from shoal.cli.output import (
 from shoal.config.defaults import ASK_S
 from shoal.config.presets import Overrides, did_you_mean
 from shoal.control.processes import find_processes
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import ShoalError, UsageError, from_dict
 from shoal.events import Event
 from shoal.run_folder import RunFolder, user_name
 from shoal.terminal import begin_stage, end_stage
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
-_STATES = ("running", "finished", "interrupted", "failed", "unfinished", "unsupervised", "left over")
+_STATES = ("running", "finished", "ended early", "interrupted", "failed", "unfinished", "unsupervised", "left over")
 # Outcomes of a stop on several machines: the last of these that any machine reports counts.
 _STOP_ORDER = ("not_running", "stopped", "ended")
 
@@ -252,7 +252,7 @@ class RunEventPrinter:
         self._news = RunEvents(run)
         self._lines = lines
         self._run = run
-        self._with_progress = with_progress
+        self._with_progress, self._is_new = with_progress, is_new
         self._display: TrainDisplay | None = None
         if not is_new:
             self._open_display()
@@ -273,6 +273,10 @@ class RunEventPrinter:
         if notes is None:
             notes = self._keeping.poll()
         events = [event for event in self._news.poll() if event["event"] != "shard"]
+        if self._is_new:
+            # The launcher names this error once, and the ranks that failed in the same way.
+            faults = [event for event in events if event["event"] == "fault"]
+            self._lines.hidden |= {(e["rank"], line) for e in faults for line in from_dict(e).render().splitlines()}
         if events:
             self._open_display()
         if (progress := self._display) is None:

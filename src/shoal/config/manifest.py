@@ -127,7 +127,7 @@ class Manifest(ManifestRecord):
     inside: str = "gloo"
     strategy: SyncRecord
 
-    final_loss: float | None  # of the GPT per token, of a script per sample
+    final_loss: float | None  # of the GPT per token, of a script per sample or per what it counts
     val_loss: float | None
     logged: dict[str, float] = {}  # last values of `session.log`
 

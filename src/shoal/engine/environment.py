@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
@@ -39,7 +39,13 @@ from shoal.sync.world import World, choose_device, join_world
 
 def open_session(given: Mapping[str, Any], out: Path | None) -> SessionStart:
     """Read the launcher's decisions; `given` are the settings of the script, section by section."""
-    _print_errors_plainly()
+    recorded: list[Exception] = []
+
+    def record_last(error: ShoalError) -> None:
+        if RUN_MARK in os.environ and error not in recorded:
+            record_fault(RunFolder(Path(os.environ[RUN_MARK])), Placement.from_env(os.environ), error)
+
+    _print_errors_plainly(record_last)
     use_private_caches()
     placement = Placement.from_env(os.environ)
     if SESSION_FD in os.environ:
@@ -67,6 +73,7 @@ def open_session(given: Mapping[str, Any], out: Path | None) -> SessionStart:
         # The error that is printed is this one: its advice names the folder.
         fault.fix = run.name_in(fault.fix)
         record_fault(run, placement, fault)
+        recorded.append(error)
 
     return SessionStart(
         config, run, placement, resume, stop=stop, note_fault=note_fault, world=world, console=console, held=held
@@ -120,7 +127,7 @@ def _has_checkpoint(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("step-*"))
 
 
-def _print_errors_plainly() -> None:
+def _print_errors_plainly(record: Callable[[ShoalError], None]) -> None:
     """End the process with the message and the exit code of an error of shoal's own, without a traceback."""
     before = sys.excepthook
 
@@ -130,6 +137,7 @@ def _print_errors_plainly() -> None:
             return
         # Not sys.stderr: torch's hook calls this one with a buffer there, which the exit below would drop.
         stderr = sys.__stderr__ or sys.stderr
+        record(error)
         stderr.write(error.render())
         sys.stdout.flush()
         stderr.flush()

@@ -89,8 +89,8 @@ def diagnose(
     if isinstance(error, RunFailed) and not is_explained:
         error.logs = tuple(end.log for end in (first, *others))
     error.why = "; ".join(filter(None, (error.why, *_describe_others(others, faults, fault))))
-    # A fault that has a cause is in the log in the same words.
-    if (fault is None or not fault.get("why")) and (tail := log_tails.get(first.name, "").strip()):
+    # A fault that is explained is in the log in the same words.
+    if (fault is None or not is_explained) and (tail := log_tails.get(first.name, "").strip()):
         error.why = "\n".join(filter(None, (error.why, f"{LOG_TAIL}\n{tail}")))
     return error
 
@@ -119,16 +119,23 @@ def _describe_others(failed: list[ProcessEnd], faults: Mapping[int, Event], firs
     """Describe the ranks that failed after the first: most only lost a peer, some had the same failure."""
     lost_peer = [rank for end in failed if _is_consequence(end, faults) for rank in end.ranks]
     own_cause = [rank for end in failed if not _is_consequence(end, faults) for rank in end.ranks]
-    raised = {rank: faults.get(rank, {}).get("raised") for rank in own_cause}
-    same = [rank for rank in own_cause if raised[rank] and first is not None and raised[rank] == first.get("raised")]
-    quoted = [rank for rank in own_cause if raised[rank] and rank not in same][:_MOST_QUOTED]
+    kinds = {rank: _kind_of(faults[rank]) for rank in own_cause if rank in faults}
+    same = [rank for rank, kind in kinds.items() if first is not None and kind == _kind_of(first)]
+    quoted = [rank for rank in kinds if rank not in same][:_MOST_QUOTED]
     if lost_peer:
         yield f"{rank_list(lost_peer)} then ended because a peer was gone"
     if same:
-        yield f"{rank_list(same)} failed in the same way"
-    yield from (f"rank {rank} failed too: {raised[rank]}" for rank in quoted)
+        is_all = len(same) == len(failed)
+        yield f"{f'all {len(same) + 1} ranks' if is_all else rank_list(same)} failed in the same way"
+    yield from (f"rank {rank} failed too: {faults[rank].get('raised') or faults[rank]['seen']}" for rank in quoted)
     if rest := [rank for rank in own_cause if rank not in {*same, *quoted}]:
         yield f"{rank_list(rest)} failed too"
+
+
+def _kind_of(fault: Event) -> object:
+    """Return what equal failures have in common; errors of shoal's own may name a rank or a size in what was seen."""
+    advice = fault.get("why"), fault.get("fix")
+    return fault.get("raised") or (advice if any(advice) else fault.get("seen"))
 
 
 def has_own_fault(faults: Mapping[int, Event]) -> bool:

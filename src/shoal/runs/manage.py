@@ -28,7 +28,7 @@ from shoal.control.processes import (
     wait_until_ended,
 )
 from shoal.errors import HostError, Interrupted, RunFailed, ShoalError, from_dict
-from shoal.events import RANK_EVENTS, Event, parse_event, read_last_events
+from shoal.events import RANK_EVENTS, Event, EventLog, parse_event, read_last_events
 from shoal.run_folder import RunFolder, special_file_in
 from shoal.terminal import printable_json
 
@@ -138,7 +138,8 @@ class PastRun:
     run: Path
     what: str  # the preset or the script
     on: str
-    # finished, interrupted, failed, unfinished or damaged; of one that is going on, that of `RunState`
+    # finished, ended early (a loop that was left by break), interrupted, failed, unfinished or damaged; of one that is
+    # going on, that of `RunState`
     state: str
     created: str | None  # in UTC
     step: int | None
@@ -173,8 +174,10 @@ def read_past_run(run: RunFolder, going_on: RunState | None = None) -> PastRun:
     speeds = manifest.get(f"{unit}_per_sec")
     speed = speeds.get(str(manifest.get("world_size"))) if isinstance(speeds, dict) else None
     state = going_on.state if going_on else str(manifest.get("status", "unfinished"))
+    if state == "unfinished":
+        state = _state_by_supervisor(run, has_steps_left=bool(manifest))
     # A manifest may be older than the last steps: `shoal verify` and `shoal report` write one of a run that goes on.
-    has_ended = going_on is None and state != "unfinished"
+    has_ended = going_on is None and manifest.get("status", "unfinished") != "unfinished"
     step, loss = (None, None) if has_ended else _last_step(run)
     return PastRun(
         run.path,
@@ -188,6 +191,16 @@ def read_past_run(run: RunFolder, going_on: RunState | None = None) -> PastRun:
         _number(speed),
         unit,
         sum(path.lstat().st_size for path in run.path.rglob("*") if path.is_file() and not path.is_symlink()),
+    )
+
+
+def _state_by_supervisor(run: RunFolder, has_steps_left: bool) -> str:
+    """Return how a run ended whose ranks recorded no end: scripts without a session, with an error, or hung ones."""
+    last = next(reversed(read_last_events(run.supervisor, _JOURNAL_TAIL_BYTES)), {})
+    if last.get("event") != "ended":
+        return "unfinished"
+    return {0: "ended early" if has_steps_left else "finished", Interrupted.exit_code: "interrupted"}.get(
+        last["code"], "failed"
     )
 
 
@@ -263,6 +276,10 @@ def stop_run(run: RunFolder, wait_s: float | None = None) -> StopResult:
     ask_to_stop(_heads(run))
     if not wait_until_ended(lambda: find_processes(run.path), _END_S):
         end_processes(find_processes(run.path))
+        if run.supervisor.exists():
+            # It was killed, too.
+            end = Interrupted("ended by shoal stop: its processes did not end when they were asked to")
+            EventLog(run.supervisor, 0, private=True).write("ended", code=end.exit_code, **end.as_dict())
     return StopResult.ENDED
 
 

@@ -419,9 +419,11 @@ def start_script(
     show = watch(run)
 
     def look(notes: list[Event]) -> None:
+        # Before the events: a rank records an error before it prints it, and the display hides what is recorded.
+        lines = [] if detach else logs.poll()
         show(notes)
         if not detach:
-            display.lines(logs.poll(), logs.current())
+            display.lines(lines, logs.current())
 
     with contextlib.ExitStack() as lock_scope, contextlib.ExitStack() as relay_scope:
         lock = lock_scope.enter_context(run.held())

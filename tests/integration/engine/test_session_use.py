@@ -424,7 +424,8 @@ from torch.nn import functional as F
 session = shoal.Session(steps=8, global_batch=8)
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
-session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+if sys.argv[1] != "empty":
+    session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
 data = torch.randn(64, 4), torch.zeros(64).long()
 for step in session:
     if sys.argv[1] == "break" and step.number == 4:
@@ -468,14 +469,35 @@ def test_an_error_of_the_program_ends_an_elastic_run_without_a_retry(tmp_path: P
     done = shoal("run", "--on", "local:2", "--out", tmp_path / "run", write_script(tmp_path), "raise")
     assert done.returncode == 1
     assert done.stdout.count("raised once") == 1
-    assert "rank 1 on local ended with exit code 1: ValueError: my own mistake (script.py line 16)" in done.stderr
+    assert "rank 1 on local ended with exit code 1: ValueError: my own mistake (script.py line 17)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("way", "words", "advice"),
+    [
+        ("empty", "nothing is attached to the session", "before the loop: session.attach(model, optimizer)"),
+        ("early", "step 1 was updated after 0 of its 1 micro-batches on this rank", "call step.backward for every"),
+    ],
+)
+@pytest.mark.long
+def test_an_error_of_the_session_is_that_of_the_run_and_printed_once(
+    way: str, words: str, advice: str, tmp_path: Path
+) -> None:
+    done = shoal("run", "--on", "local:2", "--out", tmp_path / "run", write_script(tmp_path), way)
+    assert done.returncode == 2
+    seen, why, fix = done.stderr.splitlines()[-3:]
+    assert seen == f"error: {words}"
+    assert why.endswith("all 2 ranks failed in the same way")
+    assert fix.startswith(f"  next: {advice}")
+    assert done.stdout == ""
+    # The log of each rank has it too.
+    assert shoal("logs", tmp_path / "run").stdout.count(words) == 2
 
 
 @pytest.mark.long
-def test_an_error_of_the_session_is_that_of_the_run(tmp_path: Path) -> None:
-    done = shoal("run", "--on", "local:2", "--out", tmp_path / "run", write_script(tmp_path), "early")
-    assert done.returncode == 2
-    seen, why, fix = done.stderr.splitlines()[-3:]
-    assert seen == "error: step 1 was updated after 0 of its 1 micro-batches on this rank"
-    assert "exit code" not in why
-    assert fix.startswith("  next: call step.backward for every batch")
+def test_a_loop_that_is_left_early_ends_well_and_says_where(tmp_path: Path) -> None:
+    done = shoal("run", "--on", "local:2", "--out", tmp_path / "run", write_script(tmp_path), "break")
+    assert done.returncode == 0, done.stderr
+    assert "the loop ended at step 3 of 8" in done.stderr
+    listed = shoal("runs", "--in", tmp_path).stdout.splitlines()[1]
+    assert "ended early  3 of 8" in listed

@@ -142,6 +142,22 @@ def test_ranks_that_fail_in_the_same_way_are_reported_together() -> None:
     assert error.why == "rank 1 failed in the same way; rank 2 failed too: KeyError: 'x' (oops.py line 9)"
 
 
+def test_ranks_with_the_same_error_of_a_session_are_counted() -> None:
+    """What was seen may differ from rank to rank: the shape of a tensor, or a path."""
+    endings = [ending(rank, order=rank, code=2) for rank in range(3)]
+    advice = {"error": "UsageError", "why": "", "fix": "pass the sum"}
+    faults = {rank: {**advice, "rank": rank, "seen": f"a tensor of shape ({rank}, 1)"} for rank in range(3)}
+    error = diagnose(endings, faults, {"rank-0": "error: a tensor of shape (0, 1)"})
+    assert error is not None
+    assert error.render() == (
+        "error: a tensor of shape (0, 1)\n  why:  all 3 ranks failed in the same way\n  next: pass the sum\n"
+    )
+    other = {"rank": 2, "error": "DataError", "seen": "no such file", "why": "", "fix": "ls"}
+    error = diagnose(endings, {**faults, 2: other}, {})
+    assert error is not None
+    assert error.why == "rank 1 failed in the same way; rank 2 failed too: no such file"
+
+
 @pytest.mark.parametrize("out_of_memory", [False, True])
 def test_a_rank_that_was_killed_is_not_blamed_for_an_exception_that_it_handled(out_of_memory: bool) -> None:
     killed = ProcessEnd("rank-1", "local", (1,), -9, 0, out_of_memory=out_of_memory)

@@ -48,6 +48,7 @@ from shoal.tools.report.rank_log import Floats, Steps
 from shoal.tools.report.redact import Redactor
 from shoal.tools.report.summary import RankSummary, RunSummary, summarize
 from shoal.units import (
+    SCRIPT_LOSS,
     format_count,
     format_duration,
     format_loss,
@@ -74,7 +75,7 @@ _ONLY_OF_GPT = {
     "data_source", "data_digest", "val_loss", "step_s_predicted", "prediction", "prediction_notes",
     "tokens_per_sec", "tokens_per_sec_1proc", "tokens_per_sec_2proc",
 }  # fmt: skip
-LOSS_UNITS = {"gpt": "nats per token", "script": "mean per sample"}
+LOSS_UNITS = {"gpt": "nats per token", "script": SCRIPT_LOSS}
 # Curves of values that a user's program recorded.
 _MOST_CURVES = 24
 

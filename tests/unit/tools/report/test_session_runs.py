@@ -105,7 +105,7 @@ def test_the_page_shows_samples_and_logged_values(tmp_path: Path) -> None:
     assert "Recorded values" in page.text
     for word in ("token", "built-in text", "first text of its shard", "validation"):
         assert word not in page.text
-    assert page.figures["loss"]["layout"]["yaxis"]["title"]["text"] == "loss (mean per sample)"
+    assert page.figures["loss"]["layout"]["yaxis"]["title"]["text"] == "loss (mean per sample, or per count)"
     assert (page.figures["logged-0"]["data"][0]["x"], page.figures["logged-0"]["data"][0]["y"]) == (
         [10, 20],
         [0.1, 0.2],
@@ -167,7 +167,7 @@ def test_the_summary_of_a_command_names_samples_and_values(tmp_path: Path, capsy
     run = make_session_run(tmp_path / "run")
     print_run(run, write_derived_files(run))
     shown = capsys.readouterr().out
-    assert "(mean per sample)" in shown
+    assert "(mean per sample, or per count)" in shown
     assert "samples/s" in shown
     assert "accuracy" in shown
     assert "validation" not in shown
