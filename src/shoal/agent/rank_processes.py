@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,6 +34,7 @@ from shoal.control.rank_messages import MEMBERSHIP_FD, AbandonCommits, ToAgent
 from shoal.cost.memory import OUT_OF_MEMORY_ADVICE
 from shoal.errors import ControlError, RunFailed
 from shoal.events import Event, read_events, read_last_events
+from shoal.host.proc import unix_sockets_of
 from shoal.run_folder import RunFolder
 
 # The error names in the last event of a rank that ran out of memory.
@@ -180,12 +182,19 @@ def count_oom_kills() -> int:
 
 
 def _kill(process: subprocess.Popen[bytes] | ForkedRank) -> None:
-    """Kill a rank with all processes of its session, or keep one that is not forked yet from being so."""
+    """Kill a rank with all processes of its session, or keep one that is not forked yet from being so.
+
+    Each worker of a DataLoader has a folder in the temporary folder (Python's multiprocessing, `pymp-…`), with the
+    socket by which it shares tensors. A killed worker cannot remove it.
+    """
     if isinstance(process, ForkedRank) and not process.pid:
         process.cancel()
         return
+    folders = {path.parent for path in unix_sockets_of(process.pid, "/pymp-") if path.parent.name.startswith("pymp-")}
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _has_children_in(group: int) -> bool:

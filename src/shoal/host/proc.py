@@ -249,6 +249,18 @@ def tcp_sockets_of(pid: int) -> list[TcpSocket]:
     return [entry for table in tables for entry in parse_tcp_table(table) if f"socket:[{entry.inode}]" in targets]
 
 
+def unix_sockets_of(group: int, part: str) -> set[Path]:
+    """Return the paths that contain `part`, of the Unix sockets that the processes of a group hold."""
+    lines = (line.split() for line in read_text(PROC / "net/unix").splitlines()[1:])
+    paths = {f"socket:[{words[6]}]": Path(words[7]) for words in lines if len(words) == 8 and part in words[7]}
+    held: set[str] = set()
+    for pid in all_pids() if paths else ():
+        with contextlib.suppress(OSError):  # ended meanwhile, or of another user
+            if os.getpgid(pid) == group:
+                held |= paths.keys() & set(fd_targets(pid))
+    return {paths[target] for target in held}
+
+
 def find_listeners(port: int) -> list[dict[str, Any]]:
     """Return the sockets that listen at a port on any address, since torch's store binds all of them.
 

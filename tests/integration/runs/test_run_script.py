@@ -8,6 +8,7 @@ import pty
 import re
 import socket
 import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -144,3 +145,35 @@ def test_a_missing_script_or_module_is_refused(words: tuple[str, ...], tmp_path:
     assert done.returncode == 2
     assert "next: " in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+LOADING = """
+import os, signal, tempfile, time
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+batches = iter(DataLoader(TensorDataset(torch.arange(8.0)), num_workers=2))
+next(batches), next(batches)
+folder = Path(tempfile.gettempdir())
+while len(list(folder.glob("pymp-*/listener-*"))) < 4:
+    time.sleep(0.02)
+(folder / f"loaded-{os.environ['RANK']}").touch()
+while len(list(folder.glob("loaded-*"))) < 2:
+    time.sleep(0.02)
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+for signum in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signum, signal.SIG_IGN)
+time.sleep(600)
+"""
+
+
+def test_killed_ranks_leave_no_folders_of_their_loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is killed from outside, and rank 0 by its agent. The name of a socket may have 107 characters."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        done = shoal("run", "--grace", "1", "--out", tmp_path / "run", script(tmp_path, LOADING))
+        assert "rank 1 on local was killed (SIGKILL)" in done.stderr
+        assert not list(Path(folder).glob("pymp-*"))
+        assert {path.name for path in Path(folder).glob("loaded-*")} == {"loaded-0", "loaded-1"}
