@@ -16,7 +16,8 @@ import typer
 
 from shoal.cli.help import GROUPS, VERBS, help_width, wrap
 from shoal.cli.output import print_json, shown
-from shoal.config.presets import PRESET_NAMES, did_you_mean
+from shoal.config.presets import PRESET_NAMES, PRESETS, did_you_mean
+from shoal.config.sync_choice import SYNC_MODES, WIRE_FORMATS
 from shoal.errors import ConfigError, UsageError
 from shoal.run_folder import write_atomically
 from shoal.units import format_number
@@ -29,6 +30,8 @@ config_app = typer.Typer(add_completion=False, no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
 SHELLS = ("bash", "zsh", "fish")
+# In a completion script of bash: the run folders in ./runs.
+_RUNS = "$(compgen -G 'runs/*')"
 _MARKDOWN_HEAD = """# Settings
 
 Every setting of a run. Give one as `--set section.key=value`, or in a TOML file with `--config FILE`; many have a flag
@@ -225,8 +228,30 @@ def completion(
         raise UsageError(
             f"there is no completion for {shell!r}", why=did_you_mean(shell, SHELLS), fix="use bash, zsh or fish"
         )
-    words = completion_words()
-    sys.stdout.write(_fish(words) if shell == "fish" else _bash(words, is_zsh=shell == "zsh"))
+    words, values = completion_words(), completion_values()
+    sys.stdout.write(_fish(words, values) if shell == "fish" else _bash(words, values, is_zsh=shell == "zsh"))
+
+
+def completion_values() -> dict[str, list[str]]:
+    """Return the values of options that have a few, by verb and option: `train --sync`."""
+    from shoal.cli.main import load_verb
+    from shoal.cli.train import FLAGS
+    from shoal.config.schema import Config
+
+    known = {"sync": list(SYNC_MODES), "wire": list(WIRE_FORMATS)}
+    for name, key in FLAGS.items():
+        section, setting = key.split(".")
+        kind = Config.model_fields[section].annotation.model_fields[setting].annotation  # type: ignore[union-attr]
+        for one in (kind, *typing.get_args(kind)):
+            if typing.get_origin(one) is typing.Literal:
+                known[name] = [str(value) for value in typing.get_args(one)]
+    commands = {verb: load_verb(verb) for verb in VERBS}
+    return {
+        f"{verb} {option.opts[0]}": known[option.name]
+        for verb, command in commands.items()
+        for option in command.params
+        if option.name in known and option.param_type_name == "option" and not option.is_flag
+    }
 
 
 def completion_words() -> dict[str, list[str]]:
@@ -243,12 +268,17 @@ def completion_words() -> dict[str, list[str]]:
 
 
 def _options(command: Any) -> list[str]:
+    """Return the options of a command and what it may be given beside them: presets, or the runs there are."""
+    arguments = [one.name for one in command.params if one.param_type_name == "argument"]
+    presets = list(PRESETS) if {"preset", "runconfig"} & set(arguments) else []
+    runs = [_RUNS] if {"run", "runs"} & set(arguments) else []
     options = [option for option in command.params if option.param_type_name == "option" and not option.hidden]
     longs = [next((name for name in option.opts if name.startswith("--")), option.opts[0]) for option in options]
-    return [*longs, "--help"]
+    return [*longs, "--help", *presets, *runs]
 
 
-def _bash(words: dict[str, list[str]], is_zsh: bool) -> str:
+def _bash(words: dict[str, list[str]], values: dict[str, list[str]], is_zsh: bool) -> str:
+    value_cases = "\n".join(f'    "{path}") offered="{" ".join(known)}" ;;' for path, known in values.items())
     cases = "\n".join(f'    "{path}") offered="{" ".join(offered)}" ;;' for path, offered in words.items() if path)
     groups = " ".join(path for path, offered in words.items() if path and not offered[0].startswith("-"))
     head = "autoload -U +X bashcompinit && bashcompinit\n" if is_zsh else ""
@@ -262,6 +292,9 @@ def _bash(words: dict[str, list[str]], is_zsh: bool) -> str:
     help) offered="{" ".join(VERBS)}" ;;
 {cases}
     esac
+    case "$verb ${{COMP_WORDS[COMP_CWORD - 1]}}" in
+{value_cases}
+    esac
   fi
   COMPREPLY=($(compgen -W "$offered" -- "${{COMP_WORDS[COMP_CWORD]}}"))
 }}
@@ -269,7 +302,7 @@ complete -o default -F _shoal shoal
 """
 
 
-def _fish(words: dict[str, list[str]]) -> str:
+def _fish(words: dict[str, list[str]], values: dict[str, list[str]]) -> str:
     lines = []
     for verbs in GROUPS.values():
         for verb, text in verbs.items():
@@ -281,5 +314,9 @@ def _fish(words: dict[str, list[str]]) -> str:
         seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in path.split())
         for word in offered:
             what = f"-l {word[2:]}" if word.startswith("--") else f"-f -a {word}"
+            if word == _RUNS:
+                what = "-a '(ls -d runs/* 2>/dev/null)'"
+            elif f"{path} {word}" in values:
+                what += f" -x -a '{' '.join(values[f'{path} {word}'])}'"
             lines.append(f"complete -c shoal -n '{seen}' {what}")
     return "\n".join(lines) + "\n"

@@ -67,7 +67,7 @@ EXAMPLES = {
         ("shoal train", "the small GPT of the demo, on two ranks"),
         ("shoal train --data notes.txt --steps 500", "your own text"),
         ("shoal train gpt2-124m --on hosts.toml --sync diloco", "over SSH, on a slow network"),
-        ("shoal train --set train.lr=1e-3", "any setting; see shoal config show"),
+        ("shoal train --set train.warmup_steps=50", "any setting; see shoal config show"),
         ("shoal train --resume runs/NAME", "go on after a stop"),
     ),
     "run": (
@@ -150,6 +150,28 @@ EXAMPLES = {
     "chaos": (("shoal chaos list", "what can be tried"), ("shoal chaos run SCENARIO", "try one of them")),
 }
 
+# The options of verbs that have many, by parameter. What is in no group stands in the last one, `Options`.
+OPTION_GROUPS = {
+    "train": {
+        "Text and model": "data tokenizer depth seq_len config set_",
+        "Steps and batch": "steps global_batch micro_batch scaling lr seed",
+        "Machines": "on balance drop_slower_than on_silent_tie launcher confirm clean",
+        "Exchange": "sync every accumulate wire inside measure",
+        "Compute": "threads device compile_ precision pin profile_steps",
+        "The run": "out resume lineage detach watch plan profile dry_run json",
+    },
+    "plan": {
+        "Machines and links": "nodes link machine profile calibrate latency efficiency flops mfu memory_gb "
+        "ranks_per_node on",
+        "Model and batch": "params grad_dtype tokens depth seq_len global_batch micro_batch scaling config set_",
+        "Exchange": "sync accumulate wire",
+        "Result": "output json",
+        "Failures over time": "simulate hours step_s tokens_per_step mtbf_hours all_share recovery checkpoint_every "
+        "checkpoint_s hidden_checkpoints detect_s restart_s regroup_s rejoin_s repair_minutes straggler min_nodes "
+        "spares seeds seed",
+    },
+}
+
 _INDENT = 2
 # Longer names of options have their text below them.
 _MOST_NAME = 24
@@ -206,8 +228,11 @@ def print_command_help(command: Any, path: str) -> None:
     named = [(_argument_name(argument), _meaning(argument)) for argument in arguments]
     if any(text for _, text in named):
         lines += ["", _title("Arguments"), *_columns(named, width)]
-    rows = [(_option_name(option), _meaning(option)) for option in options]
-    lines += ["", _title("Options"), *_columns([*rows, ("-h, --help", "Print this help.")], width)]
+    rows = {option.name: (_option_name(option), _meaning(option)) for option in options}
+    start = _text_start(rows.values())
+    for title, names in OPTION_GROUPS.get(path.partition(" ")[2], {}).items():
+        lines += ["", _title(title), *_columns([rows.pop(name) for name in names.split()], width, start)]
+    lines += ["", _title("Options"), *_columns([*rows.values(), ("-h, --help", "Print this help.")], width, start)]
     verb, *rest = path.split()[1:] or [""]
     lines += _examples(verb, width, rest[0] if rest else "")
     _write(lines)
@@ -234,10 +259,14 @@ def wrap(text: str, width: int, indent: str = "") -> list[str]:
     return lines or [""]
 
 
-def _columns(rows: Iterable[tuple[str, str]], width: int) -> Iterator[str]:
-    """Yield names with their texts beside them; the text of a long name is below it."""
+def _text_start(rows: Iterable[tuple[str, str]]) -> int:
+    return _INDENT + 2 + max((len(name) for name, _ in rows if len(name) <= _MOST_NAME), default=0)
+
+
+def _columns(rows: Iterable[tuple[str, str]], width: int, start: int = 0) -> Iterator[str]:
+    """Yield names with their texts beside them, from column `start` on; the text of a long name is below it."""
     rows = list(rows)
-    start = _INDENT + 2 + max((len(name) for name, _ in rows if len(name) <= _MOST_NAME), default=0)
+    start = max(start, _text_start(rows))
     for name, text in rows:
         lines = wrap(text, width - start)
         head = " " * _INDENT + name

@@ -58,6 +58,8 @@ FLAGS = {
     "global_batch": "train.global_batch",
     "micro_batch": "train.micro_batch",
     "scaling": "train.scaling",
+    "lr": "train.lr",
+    "seed": "train.seed",
     "device": "train.device",
     "compile_": "train.compile",
     "precision": "train.precision",
@@ -100,13 +102,9 @@ def train(
     global_batch: Annotated[int | None, typer.Option(help="Sequences per step, over all ranks.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Sequences that a rank computes at once.")] = None,
     scaling: Annotated[str | None, typer.Option(help="strong: fixed global batch; weak: fixed batch per rank.")] = None,
-    sync: Annotated[
-        str | None,
-        typer.Option(
-            help=f"How replicas agree. {SYNC_HELP}.",
-            show_default="ddp",
-        ),
-    ] = None,
+    lr: Annotated[float | None, typer.Option(help="The highest learning rate.", show_default="the preset's")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the first weights, the order of samples and dropout.")] = None,
+    sync: Annotated[str | None, typer.Option(help=f"How replicas agree. {SYNC_HELP}.", show_default="ddp")] = None,
     every: Annotated[
         int | None,
         typer.Option(help=f"Steps between exchanges of {', '.join(OUTER_METHODS)}.", show_default=ROUND_STEPS_TEXT),

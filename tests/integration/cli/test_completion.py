@@ -39,16 +39,25 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["bench", "levers", "--rep"], {"--repeat"}),
         (["help", "doc"], {"doctor"}),
         (["train", "--on", "local:2", "--wat"], {"--watch"}),
+        (["train", "--sync", "d"], {"ddp", "diloco"}),
+        (["train", "--wire", "i"], {"int8"}),
+        (["train", "--precision", ""], {"auto", "fp32", "bf16"}),
+        (["run", "--measure", "hoo"], set()),
+        (["train", "gpt2-1"], {"gpt2-124m"}),
+        (["stop", "run"], {"runs/new", "runs/old"}),
         # bash itself completes a name of a file then.
-        (["verify", "runs/"], set()),
+        (["verify", "other/"], set()),
         (["no-such-verb", "--"], set()),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bash_offers_what_may_follow(script: Path, typed: list[str], offered: set[str]) -> None:
+def test_bash_offers_what_may_follow(script: Path, typed: list[str], offered: set[str], tmp_path: Path) -> None:
+    for name in ("new", "old"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
     bash, words = need_tool("bash"), shlex.join(["shoal", *typed])
     text = ASK.format(script=shlex.quote(str(script)), words=words, last=len(typed))
-    done = subprocess.run([bash, "--norc", "--noprofile", "-c", text], capture_output=True, text=True, timeout=30)
+    argv = [bash, "--norc", "--noprofile", "-c", text]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stderr) == (0, "")
     registered, *answers = done.stdout.splitlines()
     assert registered == "complete -o default -F _shoal shoal"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.config import SHELLS, completion_words
-from shoal.cli.help import EXAMPLES, VERBS
+from shoal.cli.help import EXAMPLES, OPTION_GROUPS, VERBS
 from shoal.cli.main import find_command, load_verb, run
 from shoal.terminal import printable
 
@@ -114,3 +114,13 @@ def test_completion_scripts_offer_verbs_and_options(shell: str, capsys: pytest.C
     assert "global-batch" in script
     assert run(["completion", "tcsh"], debug=False) == 2
     assert "use bash, zsh or fish" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", OPTION_GROUPS)
+def test_every_option_of_a_verb_with_groups_is_in_one(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    grouped = [name for names in OPTION_GROUPS[verb].values() for name in names.split()]
+    options = [one.name for one in load_verb(verb).params if one.param_type_name == "option" and not one.hidden]
+    assert sorted(grouped) == sorted(options)
+    assert run([verb, "--help"], debug=False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line in OPTION_GROUPS[verb]] == list(OPTION_GROUPS[verb])

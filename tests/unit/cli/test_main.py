@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -107,3 +108,12 @@ def test_a_preset_with_the_name_of_a_file_is_the_preset(tmp_path: Path, monkeypa
     name = next(iter(PRESETS))
     Path(name).touch()
     refuse_path_as_preset(name)
+
+
+def test_the_rate_and_the_seed_are_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", "--lr", "0.5", "--seed", "7", "--dry-run", "--json"], debug=False) == 0
+    train = json.loads(capsys.readouterr().out)["config"]["train"]
+    assert (train["lr"], train["seed"]) == (0.5, 7)
