@@ -33,7 +33,7 @@ def make_step(config: Config, run: RunFolder, world: World) -> Callable[[], obje
     """Return a function that does the next step of a training in this world."""
     placement = Placement(world.rank, world.size, world.local_rank, world.local_size, launcher="shoal")
     session = Session.of(SessionStart(config, run, placement, sharding=config.data.sharding, world=world))
-    steps = gpt_steps(session, config, run, resume=False)
+    steps = gpt_steps(session, config, run)
     return lambda: next(steps)
 
 

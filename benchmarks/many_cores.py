@@ -103,7 +103,7 @@ def rank_main(folder: Path, model: str) -> None:
     placement = Placement.from_env(os.environ)
     world = join_world(placement, torch.device("cpu"))
     session = Session.of(SessionStart(config, run, placement, sharding=config.data.sharding, world=world))
-    steps = resnet_steps(session) if model == "resnet" else gpt_steps(session, config, run, resume=False)
+    steps = resnet_steps(session) if model == "resnet" else gpt_steps(session, config, run)
     for line in sys.stdin:
         times = []
         for _ in range(int(line)):

@@ -460,11 +460,16 @@ class Cluster:
         for machine in inside:
             machine.arrived = True
             if machine.state_machine:
-                machine.state_machine.formed(generation.id)
+                machine.state_machine.formed(generation.id, self._left_lineages(generation, source.history))
             if machine.history != source.history:
                 machine.history = list(source.history)
             machine.ledger = max(machine.ledger, source.ledger) if machine.history else source.ledger
             machine.ledger = min(machine.ledger, len(machine.history or ()))
+
+    def _left_lineages(self, generation: Generation, history: list[Entry]) -> dict[Ballot, int]:
+        """Return the earlier lineages in a history, and the last step of each, as ranks read them from a checkpoint."""
+        lineages = {self.generations[by].lineage.name: step for step, by in history}
+        return {name: step for name, step in lineages.items() if name != generation.lineage.name}
 
     def _recover(self, inside: list[Machine]) -> None:
         """Return to the newest checkpoint on any disk, or to the first step without one."""

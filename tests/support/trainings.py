@@ -46,7 +46,6 @@ class GptTraining:
         world = replace(world, keeps_files=world.is_main)
         self.run = RunFolder.open(path)
         self.config: Config = load_config(self.run.config)
-        self._resume = resume
         placement = Placement(world.rank, world.size, world.local_rank, world.local_size, launcher="shoal")
         start = SessionStart(self.config, self.run, placement, resume, self.config.data.sharding, world=world)
         self.session = WatchedSession.of(start)
@@ -58,4 +57,4 @@ class GptTraining:
     def train(self, before_step: Callable[[Engine], bool | None] = lambda engine: None) -> bool:
         """Train to the end; return whether it was reached."""
         self.session.before_step = before_step
-        return train_gpt(self.session, self.config, self.run, self._resume)
+        return train_gpt(self.session, self.config, self.run)

@@ -16,15 +16,15 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shoal.agent.invite_server import InviteServer
 from shoal.agent.kv_store import KvStoreClient
-from shoal.agent.local_ranks import LocalRank
-from shoal.agent.membership import AgentMembership
+from shoal.agent.local_ranks import LocalRank, LocalRanks
+from shoal.agent.membership import AgentMembership, schedule_restart
 from shoal.agent.mesh import Mesh
 from shoal.agent.rank_processes import RankEnvironment, RankExit, RankProcesses
 from shoal.agent.sleep import awake, watch_for_sleep
@@ -74,7 +74,7 @@ class Agent:
         )
         self._membership: AgentMembership | None = None  # None: the run is not elastic
         # The ranks of a script, which may begin a session: the run is elastic from then on.
-        self._script_ranks: list[LocalRank] = []
+        self._script_ranks = LocalRanks((), 0)
         self._early_messages: list[tuple[int, Message]] = []  # about membership, of agents that began a moment before
         self._invites: InviteServer | None = None
         self._met_at = boot_clock()
@@ -208,7 +208,7 @@ class Agent:
         if max_ranks is not None:
             settings = replace(members.settings, max_ranks=min(max_ranks, members.settings.max_ranks))
             members = replace(members, settings=settings)
-        membership = self._membership = self._make_membership(go, members, self._script_ranks)
+        membership = self._membership = self._make_membership(go, members, self._script_ranks.ranks)
         self._save_orders(replace(go, members=members))
         self._write("session")
         await self._mesh.broadcast({"type": "session", "max_ranks": max_ranks})
@@ -230,6 +230,12 @@ class Agent:
 
         self._spawn(handle())
 
+    def _awaits_session(self) -> bool:
+        """Whether the ranks of a script start and are about to begin a session: a loss does not end the run."""
+        members = self._go.members if self._go else None
+        is_ending = self._failed_at is not None or self._stop_asked_at is not None
+        return members is not None and members.from_start and self._membership is None and not is_ending
+
     async def _open_elastic(self, membership: AgentMembership) -> None:
         """Watch for a suspend of this machine, and accept requests to invite nodes, where the disk has sockets."""
         self._spawn(watch_for_sleep(membership.suspend, membership.wake))
@@ -240,7 +246,7 @@ class Agent:
             self._note(f"no new machine can be invited on {self._orders.node}: {error.strerror}")
 
     def _make_membership(
-        self, go: GoOrder, members: MembershipOrder, ranks: list[LocalRank] | None = None
+        self, go: GoOrder, members: MembershipOrder, ranks: Sequence[LocalRank] | None = None
     ) -> AgentMembership:
         votes = VoteFile(self._run.votes(self._orders.node))
         me = self._orders.member
@@ -254,8 +260,8 @@ class Agent:
         if self._membership is not None:
             self._membership.start(self._membership.ranks.ranks)
         elif go.members is not None:
-            self._script_ranks = [LocalRank(start) for start in go.starts]
-            for rank in self._script_ranks:
+            self._script_ranks = LocalRanks([LocalRank(start) for start in go.starts], go.members.restarts)
+            for rank in self._script_ranks.ranks:
                 self._environment.start_elastic(rank, self._on_script_rank)
         else:
             has_own_folder = not any(map(self._environment.shares_folder_with, range(self._orders.member)))
@@ -298,6 +304,8 @@ class Agent:
             self._kill_late_ranks()
             if self._membership is None:
                 self._unjoined.look(self._ranks.alive(), boot_clock() - self._met_at)
+                for rank in self._script_ranks.due_restarts(boot_clock()):
+                    self._environment.start_elastic(rank, self._on_script_rank)
             self._environment.check_script_store()
             self._report_started()
             if self._membership is not None and self._go and self._saved_version != self._mesh.places.version:
@@ -327,8 +335,8 @@ class Agent:
         return len(self._done) == len(self._roster) if self._membership is None else self._membership.is_over()
 
     async def _report_when_done(self) -> None:
-        have_ended = not self._ranks.alive() if self._membership is None else self._membership.ranks.have_ended()
-        if have_ended and not self._has_reported_done:
+        ranks = self._script_ranks if self._membership is None else self._membership.ranks
+        if not self._ranks.alive() and ranks.have_ended() and not self._has_reported_done:
             self._has_reported_done = True
             self._ranks.close()
             self._done.add(self._orders.member)
@@ -341,9 +349,12 @@ class Agent:
         self._report_exit(ended)
         if self._membership is not None and self._membership.on_rank_exit(ended):
             return
-        for rank in self._script_ranks:
-            if rank.start.name == ended.start.name:
-                rank.end()
+        if self._script_ranks.ranks:
+            rank = self._script_ranks.named(ended.start.name)
+            rank.end()
+            may_restart = ended.code < 0 and not ended.by_agent and self._awaits_session()
+            if may_restart and schedule_restart(rank, self._script_ranks, self._environment):
+                return
         # When a script is asked to stop, one rank ends by the signal while another still saves.
         is_stopping = self._stop_asked_at is not None and not ended.start.store
         if ended.code not in (0, Interrupted.exit_code) and not is_stopping:
@@ -426,6 +437,9 @@ class Agent:
         if member in self._done:
             return
         self._done.add(member)
+        if self._awaits_session():
+            self._write("closed", node=self._mesh.places.name(member), how=how)
+            return
         self._write("lost", member=member, node=self._mesh.places.name(member), how=how)
         self._record_failure()
 

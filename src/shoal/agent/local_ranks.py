@@ -130,6 +130,9 @@ class LocalRanks:
     def stop(self, generation: Ballot, after_step: bool) -> None:
         for rank in self.still_in(generation):
             rank.send(LeaveGeneration(generation=generation, after_step=after_step))
+            if not rank.is_ready:
+                # It still imports, or prepares its data: it has not entered, and reads all orders when it is ready.
+                rank.record_left(None)
 
     def all_formed(self, generation: Ballot) -> bool:
         return _all_of_some(rank.has_formed for rank in self.members_of(generation))

@@ -85,7 +85,7 @@ class AgentMembership:
         self._ticked_at = boot_clock()
         self._suspended_at: float | None = None
         self._lease_at = 0.0
-        # The others train already, so the loss of this node does not end their run.
+        # All agents have met, or the others train already: from then on no loss of a rank or a node ends the run.
         self._has_begun = False
         self._is_ending = False
         self._has_left = False
@@ -98,6 +98,7 @@ class AgentMembership:
 
     def start_first_generation(self) -> None:
         """Begin training: all agents of the launch have met."""
+        self._has_begun = True
         for rank in self.ranks.ranks:
             rank.has_state = True
         generation = self._numbering.first_generation(self._members)
@@ -266,12 +267,11 @@ class AgentMembership:
             case rank_messages.GroupFormed() if rank.generation == message.generation:
                 rank.has_formed = rank.has_state = True
                 if self.ranks.all_formed(message.generation):
-                    self._has_begun = True
                     if self._abandon is not None:
                         # Our ranks have it in their ledger: it need not be sent again.
                         self._environment.write("given-up", lineage=str(self._abandon.lineage))
                         self._abandon = None
-                    self._machine.formed(message.generation)
+                    self._machine.formed(message.generation, dict(message.history))
             case rank_messages.LeftGeneration() if rank.generation == message.generation:
                 rank.record_left(message.state)
                 self._report_stopped()
@@ -280,10 +280,9 @@ class AgentMembership:
                 self._environment.write(
                     "group-failed", name=rank.start.name, generation=str(generation), why=message.why
                 )
-                if self._has_begun:
+                if not self._machine.is_launching:
+                    # The ranks of a launch end with their own error, unless a lost rank or node was its reason.
                     self._perform_all(self._machine.failed(generation, now))
-                else:
-                    self.has_failed = True
             case rank_messages.MachineTooSlow():
                 self._perform_all(self._machine.stand_by(message.generation, now))
             case rank_messages.StepCommitted():
@@ -311,9 +310,7 @@ class AgentMembership:
             return False
         self._continue_without(generation)
         if was_killed and not self._is_ending:
-            after_s = self.ranks.schedule_restart(rank, boot_clock())
-            if after_s is not None:
-                self._environment.write("restart", name=ended.start.name, attempt=rank.attempts, after_s=after_s)
+            schedule_restart(rank, self.ranks, self._environment)
         return True
 
     def _was_last(self, generation: Ballot | None) -> bool:
@@ -414,6 +411,14 @@ class AgentMembership:
 
     def name(self, member: int) -> str:
         return self._mesh.places.name(member)
+
+
+def schedule_restart(rank: LocalRank, ranks: LocalRanks, environment: RankEnvironment) -> bool:
+    """Have a killed rank started again soon, and record it; return False after too many attempts in short order."""
+    after_s = ranks.schedule_restart(rank, boot_clock())
+    if after_s is not None:
+        environment.write("restart", name=rank.start.name, attempt=rank.attempts, after_s=after_s)
+    return after_s is not None
 
 
 class RankStop:

@@ -104,6 +104,8 @@ class MembershipOrder:
     settings: MembershipSettings
     restarts: Number = RESTARTS  # how often a killed rank is restarted
     above: Annotated[int, Field(ge=0, lt=2**53)] = 0  # the highest generation of earlier launches: none is used twice
+    # Losses do not end the run from its start. False for a script that may begin no session: only from a session on.
+    from_start: bool = True
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,9 @@ class GoOrder:
         return replace(self, roster=roster, guests=guests)
 
 
-def make_membership_order(config: MembersConfig, above: int, most_ranks: int) -> MembershipOrder:
+def make_membership_order(
+    config: MembersConfig, above: int, most_ranks: int, from_start: bool = True
+) -> MembershipOrder:
     settings = MembershipSettings(
         silent_after_s=config.silent_after_s,
         on_silent_tie=config.on_silent_tie,
@@ -138,7 +142,7 @@ def make_membership_order(config: MembersConfig, above: int, most_ranks: int) ->
         max_nodes=config.max_nodes,
         max_ranks=most_ranks,
     )
-    return MembershipOrder(settings, config.restarts, above)
+    return MembershipOrder(settings, config.restarts, above, from_start)
 
 
 def to_line(order: MeetOrder | GoOrder | str) -> bytes:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from shoal.control.channel import frame
-from shoal.control.membership.types import Ballot, Count, Lineage, State, StrictModel
+from shoal.control.membership.types import MAX_FORKS, Ballot, Count, Lineage, State, StrictModel
 from shoal.errors import ControlError
 
 # A rank of an elastic run inherits this descriptor from its agent, beside that of the store.
@@ -90,6 +90,8 @@ class GroupFormed(StrictModel):
     type: Literal["formed"] = "formed"
     generation: Ballot
     copied_s: float = 0.0
+    # The earlier lineages whose steps the state contains, and the step after which each was left.
+    history: Annotated[tuple[tuple[Ballot, Count], ...], Field(max_length=MAX_FORKS)] = ()
 
 
 class LeftGeneration(StrictModel):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -47,6 +48,9 @@ from shoal.sync.replicas import combine_digests, gather_integers, tensor_digests
 from shoal.sync.world import RankIdentity, World, form_world, set_collective_timeout
 
 _MAX_FAILED_RECOVERIES = 5
+# How long the agents may take to learn of the loss that broke the first group of a launch. Longer: ranks that cannot
+# connect report it later.
+_LOSS_KNOWN_S = 4.0
 
 
 @dataclass
@@ -59,6 +63,9 @@ class GenerationChanger:
     engine: Engine
     chooser: SyncChooser
     run: RunFolder
+    # Called by all ranks when none of them has called it in its process: the program's own preparation of a launch.
+    on_start: Callable[[], None] = lambda: None
+    has_started: bool = False  # This rank has called it.
     has_state: bool = True  # This rank has a state to continue from.
     # The step of that state, after an unfinished round of outer steps was undone, and its outer momentum.
     _state_step: int = 0
@@ -86,6 +93,16 @@ class GenerationChanger:
             return False
         return True
 
+    def leave_launch(self, error: Exception) -> None:
+        """Leave the first generation of a launch, which ended with `error`; raise it again if no rank was lost.
+
+        A group that cannot form is an error: a run does not begin with fewer ranks than it was asked for without a
+        loss that the agents know of.
+        """
+        self._leave_generation(error)
+        if not self.member.await_end(_LOSS_KNOWN_S):
+            raise error
+
     def _leave_generation(self, error: Exception) -> None:
         """Report to the agent that this rank has left; raise `error` again unless a lost peer is its cause."""
         fence = self.member.fence
@@ -112,7 +129,7 @@ class GenerationChanger:
         else:
             has_copied = self._continue_from_furthest(world, enter)
         done = time.perf_counter()
-        self.member.send_formed(enter.generation, done - formed)
+        self.member.send_formed(enter.generation, done - formed, self.engine.history)
         self.engine.recorder.commit(self.engine.outer.common_step(self.engine.progress.step))
         self.record_entry(
             how="recovered" if enter.recovers else "regrouped" if enter.has_state else "joined",
@@ -328,8 +345,9 @@ class GenerationChanger:
         set_collective_timeout(world, WRITE_TIMEOUT_S)
         newest = find_newest(world, engine.recorder, self._checkpoints())
         own_last = recorder.last_step(self.run.commits) if world.keeps_files else 0
-        rows = gather_integers(world, [newest.progress is not None, own_last, engine.has_fixed_shapes])
-        has_checkpoint, lost_step, has_fixed_shapes = (max(column) for column in zip(*rows, strict=True))
+        own = [newest.progress is not None, own_last, engine.has_fixed_shapes, self.has_started]
+        columns = zip(*gather_integers(world, own), strict=True)
+        has_checkpoint, lost_step, has_fixed_shapes, have_started = map(max, columns)
         if not has_checkpoint and (lost_step >= engine.config.train.checkpoint_every or engine.reset is None):
             raise RunFailed(
                 f"every rank that had the training's state was lost after step {lost_step}, "
@@ -340,6 +358,8 @@ class GenerationChanger:
         self._forget_lost_steps(world, launched)
         engine.has_fixed_shapes = bool(has_fixed_shapes)
         start_training(engine, self.chooser, self.run, bool(has_checkpoint), ResumeContext(launched, newest))
+        if not have_started:
+            self.start()
         with engine.outer.common():
             _check_equal(world, replica_state(engine))
         step = engine.progress.step
@@ -351,6 +371,11 @@ class GenerationChanger:
         engine.recorder.enter_world(world, [])
         self._report_recovery(world, step, lost_step)
         self._failed_recoveries = 0
+
+    def start(self) -> None:
+        """Let the program prepare its launch. All ranks of the world call this."""
+        self.on_start()
+        self.has_started = True
 
     def _count_recovery(self) -> None:
         if self._failed_recoveries >= _MAX_FAILED_RECOVERIES:
@@ -384,7 +409,8 @@ class GenerationChanger:
     def _report_recovery(self, world: World, step: int, lost_step: int) -> None:
         redone = max(0, lost_step - step)
         self.engine.recorder.event("recovery", step=step, lost_step=lost_step, redone=redone)
-        if not world.is_main:
+        if not world.is_main or not redone:
+            # Nothing was lost: the launch had not done its first step, or had just saved.
             return
         where = f"the checkpoint of step {step}" if step else "the first step, since there was no checkpoint yet"
         warning = RunFailed(

@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -331,20 +332,31 @@ class Session:
             engine=engine,
             chooser=SyncChooser(engine, start.config.sync),
             run=start.run,
+            on_start=partial(self._call_on_start, engine),
         )
         if not start.resume:
             self.before_joining()
         batch = start.config.sync.accumulate * world_batch(start.config.train, placement.world_size)
         member.send_ready(last_step(start.run.commits, placement.rank), max_ranks=batch)
         enter = member.await_enter()
-        if enter.first:
-            self._enter_first_generation(self._membership, enter)
-        else:
+        while enter.first and not self._try_to_begin(self._membership, enter):
+            # A rank or a machine was lost meanwhile: the others begin without it.
+            enter = member.await_enter()
+        if not enter.first:
             self._join_generation(self._membership, enter)
         return Loop(engine, start.run, self._membership, tuple(self._tasks))
 
+    def _try_to_begin(self, membership: GenerationChanger, enter: EnterGeneration) -> bool:
+        """Begin a launch; return False if a rank or a machine was lost before all ranks had begun."""
+        try:
+            self._enter_first_generation(membership, enter)
+        except Exception as error:
+            membership.leave_launch(error)
+            return False
+        return True
+
     def _enter_first_generation(self, membership: GenerationChanger, enter: EnterGeneration) -> None:
-        """Form the first world of a launch. If that fails, it is an error: the run does not start with fewer ranks."""
+        """Form the first world of a launch, of all its ranks."""
         engine, sync = membership.engine, membership.engine.config.sync
         computing = thread_ids()
         world = form_world(enter, membership.store, membership.place, sync.join_timeout_s, sync.timeout_s)
@@ -356,7 +368,7 @@ class Session:
         start_training(engine, membership.chooser, membership.run, self._start.resume)
         if self._start.resume:
             trial.recall(membership.run)
-        self._call_on_start(engine)
+        membership.start()
         membership.member.fence.set_step(engine.outer.common_step(engine.progress.step))
         self._announce(process, trial.cpus)
         membership.record_entry(how="first")

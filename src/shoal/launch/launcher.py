@@ -46,7 +46,16 @@ from shoal.launch.failure import (
     has_own_fault,
     script_faults,
 )
-from shoal.launch.plan import Attempt, RankCommand, make_go_order, plan_module, plan_ranks, plan_script, settings_notes
+from shoal.launch.plan import (
+    Attempt,
+    RankCommand,
+    imports_shoal,
+    make_go_order,
+    plan_module,
+    plan_ranks,
+    plan_script,
+    settings_notes,
+)
 from shoal.run_folder import RunFolder
 from shoal.units import format_duration, rank_list
 
@@ -669,7 +678,7 @@ def _try_script(
         )
 
     def rules(ranks: int, above: int) -> MembershipOrder:
-        return make_membership_order(session.members, above, most_ranks=_MAX_SCRIPT_RANKS)
+        return make_membership_order(session.members, above, _MAX_SCRIPT_RANKS, from_start=imports_shoal(job.argv))
 
     # Each attempt appends to the logs: an exception of an earlier one explains nothing now.
     sizes = {path: path.stat().st_size for path in (run.path / "logs").glob("*/*.log")}

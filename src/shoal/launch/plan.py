@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from shoal.cluster.node import LOOPBACK, Node, Rendezvous
 from shoal.config.schema import RunConfig
@@ -260,6 +262,15 @@ def _placement(rank: int, ranks: int, slot: int, node_rank: int, node: Node, ren
         keeps_files=slot == 0,
         link_mbps=node.link_mbps,
     )
+
+
+def imports_shoal(argv: Sequence[str]) -> bool:
+    """Whether the script's own text imports shoal, so that it will begin a session before its ranks meet."""
+    try:
+        text = Path(argv[0]).read_bytes()
+    except (OSError, IndexError):
+        return False
+    return re.search(rb"^\s*(import|from)\s+shoal\b", text, re.MULTILINE) is not None
 
 
 def _common_env(run: RunConfig, node: Node) -> dict[str, str]:

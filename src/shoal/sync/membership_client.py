@@ -8,11 +8,11 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from shoal.control.channel import receive_frame
-from shoal.control.membership.types import Ballot
+from shoal.control.membership.types import MAX_FORKS, Ballot, read_ballot
 from shoal.control.rank_messages import (
     MAX_BYTES,
     AbandonCommits,
@@ -111,12 +111,18 @@ class MembershipClient:
             self._is_waiting = False
         return enter
 
+    def await_end(self, timeout_s: float) -> bool:
+        """Wait until the agent has ended this generation; return False if it has not."""
+        with self._changed:
+            return self._changed.wait_for(self.is_superseded, timeout_s)
+
     def is_superseded(self) -> bool:
         """Return whether waiting for this generation is pointless: it is over, or a newer one is announced."""
         return self.fence.is_over or self._next is not None
 
-    def send_formed(self, generation: Ballot, copied_s: float) -> None:
-        self._send(GroupFormed(generation=generation, copied_s=copied_s))
+    def send_formed(self, generation: Ballot, copied_s: float, history: Sequence[tuple[str, int]] = ()) -> None:
+        left = tuple((read_ballot(lineage), step) for lineage, step in history[-MAX_FORKS:])
+        self._send(GroupFormed(generation=generation, copied_s=copied_s, history=left))
 
     def committed(self, step: int) -> None:
         self.fence.committed(step)
@@ -184,6 +190,8 @@ class MembershipClient:
                 # It was over before this rank entered it.
                 self._next = None
         state = self.fence.end(generation)
+        with self._changed:
+            self._changed.notify_all()
         self._drop_connections()
         self._send(LeftGeneration(generation=generation, state=state))
         self._left.put(generation)

@@ -37,14 +37,14 @@ _MIN_STEPS_TO_COMPARE = 200
 _COMPARE_TIMEOUT_S = 600.0
 
 
-def train_gpt(session: Session, config: Config, run: RunFolder, resume: bool) -> bool:
+def train_gpt(session: Session, config: Config, run: RunFolder) -> bool:
     """Train to the end, or until a rank wants to stop; return True if the end was reached."""
-    for _ in gpt_steps(session, config, run, resume):
+    for _ in gpt_steps(session, config, run):
         pass
     return session.is_finished
 
 
-def gpt_steps(session: Session, config: Config, run: RunFolder, resume: bool) -> Iterator[int]:
+def gpt_steps(session: Session, config: Config, run: RunFolder) -> Iterator[int]:
     """Train; yield the number of each step after it was tried."""
     torch.manual_seed(config.train.seed)
     model = GPT(config.model).to(session.device)
@@ -95,7 +95,7 @@ def gpt_steps(session: Session, config: Config, run: RunFolder, resume: bool) ->
         engine.recorder.event("eval", step=session.step, val_loss=loss, eval_s=eval_s, **older)
 
     session.attach(model, optimizer, compute, reset=reset)
-    session.on_start = partial(choose_compute, session, config, compute, resume)
+    session.on_start = partial(choose_compute, session, config, compute)
     session.before_joining, session.describe = warm_up, describe
     has_recorded_shard = False
     for step in session:
@@ -126,11 +126,12 @@ def peak_rate(train: TrainConfig, global_batch: int) -> float:
     return train.lr * global_batch / train.base_batch
 
 
-def choose_compute(session: Session, config: Config, compute: Compute, resume: bool) -> None:
+def choose_compute(session: Session, config: Config, compute: Compute) -> None:
     """Compile the model and choose its precision: as when the run began, or by a trial without a trace."""
     engine = session.engine
-    own, lacks_compiler = compute.choice, compute.choice.compiled and not has_compiler()
-    if resume and compute.is_chosen and not max_over_world(engine.world, [float(lacks_compiler)])[0]:
+    own = compute.choice
+    must_choose = not compute.is_chosen or (own.compiled and not has_compiler())
+    if not max_over_world(engine.world, [float(must_choose)])[0]:
         compute.set(ComputeChoice(own.compiled, own.precision, "as when the run began"))
     else:
         steps = max(0, config.train.steps - session.step)
@@ -139,7 +140,7 @@ def choose_compute(session: Session, config: Config, compute: Compute, resume: b
     # A model compiled on a GPU needs micro-batches of one size, and all ranks divide the batch in the same way.
     is_fixed = compute.choice.compiled and session.device.type != "cpu"
     engine.has_fixed_shapes = bool(max_over_world(engine.world, [float(is_fixed)])[0])
-    if session.trial is not None and not resume:
+    if session.trial is not None and not session.step:
         session.trial.alone_s = measure_one_process(session.trial, engine, compute, config)
 
 

@@ -211,7 +211,7 @@ def _run(options: argparse.Namespace, placement: Placement, stop: StopRequest) -
         )
         if not placement.launcher and placement.rank == 0:
             start.console = Console(run, config.train.steps, "the same command with --resume")
-        is_finished = train_gpt(Session.of(start), config, run, resume)
+        is_finished = train_gpt(Session.of(start), config, run)
     return 0 if is_finished else Interrupted.exit_code
 
 

@@ -51,7 +51,7 @@ def test_a_round_longer_than_the_timeout_is_interrupted_before_a_rank_is_killed(
     ranks, rank = local_ranks(restarts=3)
     connection, settings = RecordingConnection(), MembershipSettings()
     rank.begin(cast(RankConnection, connection))
-    rank.generation = Ballot(1, 0)
+    rank.generation, rank.is_ready = Ballot(1, 0), True
     halt = RankStop(ranks, settings)
     halt.begin(Ballot(1, 0), after_step=True, now=0.0)
     assert halt.late(settings.step_end_timeout_s - 1) == []
@@ -59,6 +59,19 @@ def test_a_round_longer_than_the_timeout_is_interrupted_before_a_rank_is_killed(
     assert [message.after_step for message in connection.sent if isinstance(message, LeaveGeneration)] == [True, False]
     assert halt.late(settings.step_end_timeout_s + settings.stop_timeout_s - 0.1) == []
     assert halt.late(settings.step_end_timeout_s + settings.stop_timeout_s) == [rank]
+
+
+def test_a_rank_that_still_starts_has_left_at_once() -> None:
+    """It imports torch for longer than a hung rank gets. It reads its orders later, one after the other."""
+    ranks, rank = local_ranks(restarts=3)
+    connection = RecordingConnection()
+    rank.begin(cast(RankConnection, connection))
+    rank.generation = Ballot(1, 0)
+    halt = RankStop(ranks, MembershipSettings())
+    halt.begin(Ballot(1, 0), after_step=False, now=0.0)
+    assert halt.take_done() == Ballot(1, 0)
+    assert halt.late(100.0) == []
+    assert (ranks.ready(), rank.has_state, len(connection.sent)) == ((0,), False, 1)
 
 
 def test_zero_restarts_means_no_restart() -> None:

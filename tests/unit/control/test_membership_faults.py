@@ -390,6 +390,27 @@ def test_the_wait_for_a_silent_machine_with_the_state_has_a_timeout() -> None:
     cluster.check_ledgers()
 
 
+def test_steps_up_to_the_checkpoint_are_shared_with_a_lineage_that_went_back_to_it() -> None:
+    """A machine that joins later gives up only its steps since then, and did not train apart."""
+    cluster = Cluster(3)
+    cluster.run(5)
+    for member in range(3):
+        cluster.kill_rank(member)
+    cluster.machines[2].ready_at = cluster.now + 5
+    committed = cluster.machines[2].ledger
+    saved = max(len(machine.saved) for machine in cluster.machines.values())
+    assert 0 < saved < committed
+    cluster.run(15)
+    assert cluster.recoveries == 1
+    assert cluster.train_together()
+    [abandon] = cluster.machines[2].abandons
+    assert (abandon.shared_step, "trained apart" in abandon.text) == (saved, False)
+    assert (
+        f"went back to the checkpoint of step {saved}. machine 2 joins there: {committed - saved} steps" in abandon.text
+    )
+    cluster.check_ledgers()
+
+
 def test_a_killed_machine_that_had_the_state_is_not_awaited() -> None:
     cluster = copying_from_the_last_holder()
     cluster.kill(0)
@@ -526,6 +547,16 @@ def test_a_spare_stays_when_a_killed_rank_is_restarted() -> None:
     cluster.kill_rank(1)
     cluster.run(10)
     assert running(cluster) == {0: {0, 1}, 1: {0, 1}}
+
+
+def test_spares_return_when_fewer_than_min_nodes_would_train() -> None:
+    cluster = lan(4, MembershipSettings(min_nodes=2))
+    cluster.split({0}, {1}, {2, 3})
+    for member in (0, 1, 3):
+        cluster.stand_by(member)
+    cluster.heal()
+    cluster.run(10)
+    assert cluster.train_together()
 
 
 def test_a_spare_goes_back_to_a_checkpoint_when_all_others_are_gone() -> None:

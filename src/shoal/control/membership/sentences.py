@@ -48,6 +48,16 @@ def regrouped(change: GenerationChange, name: Name) -> str:
     )
 
 
+def begun_without(change: GenerationChange, name: Name) -> str:
+    """A launch lost members or ranks before its first group had formed."""
+    events = "; ".join(_describe_changes(change, name)) or "The ranks could not meet"
+    members = change.after.members
+    return (
+        f"{events}, before the first step. {_join(members, name)} {'begins' if len(members) == 1 else 'begin'} with "
+        f"the {change.after.world_size} ranks that are left, as generation {change.after.id.number}."
+    )
+
+
 def admitted(after: Generation, me: int, name: Name) -> str:
     return (
         f"{name(me)} joins generation {after.id.number}, copies the state of {name(after.source)} and continues with "
@@ -101,6 +111,15 @@ def abandoned(me: int, after: Generation, committed: int, shared: int, name: Nam
         f"{name(me)} has trained apart from {others} since step {shared}. The lineage of "
         f"{others} stays, with {after.state.committed} committed steps against {committed}: {name(me)} "
         f"goes back, and up to {committed - shared} steps are marked abandoned."
+    )
+
+
+def redone(me: int, after: Generation, committed: int, shared: int, name: Name) -> str:
+    others = _join([member for member in after.members if member != me] or [me], name)
+    went_back = f"to the checkpoint of step {shared}" if shared else "to the first step, since there was no checkpoint"
+    return (
+        f"No machine that could be reached had the training's state, and {others} went back {went_back}. {name(me)} "
+        f"joins there: {committed - shared} steps that it had committed since are done again and marked abandoned."
     )
 
 

@@ -6,6 +6,8 @@ among the members of the last generation, except that members may give up their 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shoal.control.membership import sentences
 from shoal.control.membership.messages import (
     Accept,
@@ -25,7 +27,16 @@ from shoal.control.membership.quorum import fit_members, mutually_reachable, rec
 from shoal.control.membership.sentences import GenerationChange, Name
 from shoal.control.membership.settings import MembershipSettings
 from shoal.control.membership.state import AbandonLineage, Action, MembershipState, Phase, Spare, StartGeneration
-from shoal.control.membership.types import NEVER, Ballot, Generation, Ranks, State, next_member, shared_step
+from shoal.control.membership.types import (
+    NEVER,
+    Ballot,
+    Generation,
+    Ranks,
+    State,
+    has_restarted,
+    next_member,
+    shared_step,
+)
 from shoal.control.membership.vote_store import VoteStore
 
 
@@ -62,6 +73,11 @@ class MembershipMachine:
         """Whether this agent, or members of later generations, go back to a checkpoint as soon as there are ranks."""
         current = self.generation
         return current is not None and not self.can_vote and self.joins is None and self._state.is_state_lost(current)
+
+    @property
+    def is_launching(self) -> bool:
+        """Whether the first group of this launch has not formed yet."""
+        return self.generation is not None and self.generation.parent == NEVER and not self._state.formed
 
     @property
     def joins(self) -> Ballot | None:
@@ -126,9 +142,13 @@ class MembershipMachine:
         self.committed(committed)
         return self._advance()
 
-    def formed(self, generation: Ballot) -> None:
-        """Our ranks have formed the group of this generation and have its state."""
+    def formed(self, generation: Ballot, left: Mapping[Ballot, int] | None = None) -> None:
+        """Our ranks have formed the group of this generation and have its state.
+
+        `left`: the earlier lineages that this state contains, and the step after which each was left.
+        """
         if self._state.is_current(generation) and self._state.ranks.phase is not Phase.STOPPED:
+            self._state.voter.set_shared_steps(left or {})
             self._state.ranks.has_state = self._state.formed = True
             self._state.peers.detector.set_starting(False)
 
@@ -288,13 +308,16 @@ class MembershipMachine:
     def _log_change(self, before: Generation, after: Generation) -> None:
         """Log the change for the user; abandon our commits where we change lineages."""
         state = self._state
-        if after.recovers:
+        begins = after.recovers and self.is_launching and state.joins is None
+        if after.recovers and not begins:
             state.log(sentences.recovering(after, state.me, state.name), after.id)
             return
         if state.joins is not None:
             shared, committed = shared_step(before.lineage, after.lineage), state.ranks.committed
             if before.lineage.name != after.lineage.name and committed > shared:
-                text = sentences.abandoned(state.me, after, committed, shared, state.name)
+                has_lost_state = has_restarted(after.lineage, before.lineage.name)
+                tell = sentences.redone if has_lost_state else sentences.abandoned
+                text = tell(state.me, after, committed, shared, state.name)
                 state.actions.append(AbandonLineage(before.lineage.name, after.lineage.name, shared, text))
             state.log(sentences.admitted(after, state.me, state.name), after.id)
             return
@@ -302,7 +325,7 @@ class MembershipMachine:
         causes = {member: state.peers.cause(member, before) for member in missing}
         silent_s = [state.peers.detector.silent_s(member) for member, cause in causes.items() if cause == "silent"]
         change = GenerationChange(before, after, causes, max(self._proposer.needed_s, *silent_s, 0.0))
-        state.log(sentences.regrouped(change, state.name), after.id)
+        state.log((sentences.begun_without if begins else sentences.regrouped)(change, state.name), after.id)
 
     def _advance_once(self) -> None:
         """Do what follows from everything that is known by now."""
@@ -358,7 +381,7 @@ class MembershipMachine:
         self._on_generation(state.me, decided)
 
     def _stands_by(self, lineage: Ballot | None) -> bool:
-        """Whether this agent stays a spare: no member that trained has been missing for a while.
+        """Whether this agent stays a spare: no member that trained has been missing for a while, and enough are left.
 
         A killed rank is restarted within moments. A member that became a spare itself is not missing.
         """
@@ -366,10 +389,11 @@ class MembershipMachine:
         if spare is None:
             return False
         newest = state.peers.newest_generation(lineage)
-        if newest is None:
-            return True
-        spare.members = spare.members.union(newest.members) - state.peers.spares() - {state.me}
-        if spare.members.issubset(newest.members):
+        training = spare.members if newest is None else newest.members
+        spare.members = spare.members.union(training) - state.peers.spares() - {state.me}
+        if len(spare.members) < state.settings.min_nodes:
+            state.spare = None
+        elif spare.members.issubset(training):
             spare.missing_since = None
         elif spare.missing_since is None:
             spare.missing_since = state.now

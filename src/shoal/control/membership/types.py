@@ -66,6 +66,7 @@ class LineageFork(StrictModel):
     lineage: Ballot
     generation: Ballot  # the last common generation
     step: Count  # the last step that both certainly share
+    restarts: bool = False  # the state was lost: the lineage began with a checkpoint
 
 
 class Lineage(StrictModel):
@@ -80,11 +81,19 @@ class Lineage(StrictModel):
     def restart(self, name: Ballot, generation: Ballot) -> Lineage:
         """Return a lineage that goes back to a checkpoint.
 
-        Agents know neither the step nor the lineage of that checkpoint, so every shared step becomes 0: too few shared
-        steps are safe, too many are not.
+        Agents know neither the step nor the lineage of that checkpoint, so every shared step is 0 until the ranks have
+        loaded it (`with_shared_steps`): too few shared steps are safe, too many are not.
         """
-        branched = self.branch(name, generation, 0)
-        return Lineage(name=name, forks=tuple(fork.model_copy(update={"step": 0}) for fork in branched.forks))
+        *earlier, last = self.branch(name, generation, 0).forks
+        forks = (*(fork.model_copy(update={"step": 0}) for fork in earlier), last.model_copy(update={"restarts": True}))
+        return Lineage(name=name, forks=forks)
+
+    def with_shared_steps(self, left: Mapping[Ballot, int]) -> Lineage:
+        """Return this lineage as its ranks know it: `left` has the step after which it left each earlier lineage."""
+        if not any(fork.restarts for fork in self.forks):
+            return self
+        forks = (fork.model_copy(update={"step": max(fork.step, left.get(fork.lineage, 0))}) for fork in self.forks)
+        return Lineage(name=self.name, forks=tuple(forks))
 
 
 class Generation(StrictModel):
@@ -147,6 +156,12 @@ def choose_lineage(committed_steps: Mapping[Ballot, int]) -> Ballot:
     the lower proposer's. All agents that know the same figures choose the same.
     """
     return max(committed_steps, key=lambda name: (committed_steps[name], name.number, -name.proposer))
+
+
+def has_restarted(lineage: Lineage, since: Ballot) -> bool:
+    """Whether the lineage went back to a checkpoint when it left the lineage `since`, or later."""
+    names = [fork.lineage for fork in lineage.forks]
+    return since in names and any(fork.restarts for fork in lineage.forks[names.index(since) :])
 
 
 def shared_step(one: Lineage, other: Lineage) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -78,6 +79,12 @@ class DurableVoter:
         self.saw(generation.id.number)
         entered = (*self.record.entered, generation.id)[-_MAX_ENTERED:]
         self._try_to_save(generation=generation, promised=NEVER, accepted=None, resigned=None, entered=entered)
+
+    def set_shared_steps(self, left: Mapping[Ballot, int]) -> None:
+        """Record what our lineage shares with earlier ones, which is known once the ranks have loaded a checkpoint."""
+        generation = self.record.generation
+        if generation is not None and (lineage := generation.lineage.with_shared_steps(left)) != generation.lineage:
+            self._try_to_save(generation=generation.model_copy(update={"lineage": lineage}))
 
     def missed(self, generation: Generation) -> bool:
         """Whether this agent was a member, never entered it, and never will: only later ones are entered."""
