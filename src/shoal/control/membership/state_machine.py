@@ -316,8 +316,8 @@ class MembershipMachine:
             shared, committed = shared_step(before.lineage, after.lineage), state.ranks.committed
             if before.lineage.name != after.lineage.name and committed > shared:
                 has_lost_state = has_restarted(after.lineage, before.lineage.name)
-                tell = sentences.redone if has_lost_state else sentences.abandoned
-                text = tell(state.me, after, committed, shared, state.name)
+                describe = sentences.redone if has_lost_state else sentences.abandoned
+                text = describe(state.me, after, committed, shared, state.name)
                 state.actions.append(AbandonLineage(before.lineage.name, after.lineage.name, shared, text))
             state.log(sentences.admitted(after, state.me, state.name), after.id)
             return
