@@ -311,12 +311,16 @@ def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
+def _label_of(node: str, rank: int | None) -> str:
+    return f"[{node if rank is None else rank}] "
+
+
 def make_line_printer(console: Console) -> Callable[[LogLine], None]:
     """Return a function that prints a rank's line with a coloured label."""
 
     @cache
     def label(node: str, rank: int | None) -> str:
-        text = Text(f"[{node if rank is None else rank}] ", style=_COLOURS[(rank or 0) % len(_COLOURS)])
+        text = Text(_label_of(node, rank), style=_COLOURS[(rank or 0) % len(_COLOURS)])
         with console.capture() as drawn:
             console.print(text, end="")
         return drawn.get()
@@ -339,6 +343,7 @@ class LineDisplay:
         # With FORCE_COLOR rich treats a pipe as a terminal.
         self.is_live = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
         self.hidden: set[tuple[int | None, str]] = set()  # rank and line: errors that the launcher prints for all
+        self.status = ""  # the last line of a live display: what the run is doing, or a bar
         self._drawn: list[str] = []  # the unfinished lines on the screen
         self._drawn_at = 0.0
 
@@ -373,14 +378,13 @@ class LineDisplay:
         """Return the current lines, cut to the width of the terminal: a wrapped line could not be redrawn."""
         most = max(1, min(_MOST_CURRENT, self._console.height // 3))
         shown = list(current) if len(current) <= most else list(current[: most - 1])
-        below = [self._cut(line) for line in shown]
+        below = [self._cut(_label_of(line.node, line.rank) + line.text) for line in shown]
         if len(shown) < len(current):
             below.append(f"… and the current lines of {len(current) - len(shown)} more ranks")
-        return below
+        return [*below, *([self._cut(self.status)] if self.status else [])]
 
-    def _cut(self, line: LogLine) -> str:
-        label = f"[{line.node if line.rank is None else line.rank}] "
-        text = printable_line(label + line.text, _LONGEST_NOTE).expandtabs()
+    def _cut(self, text: str) -> str:
+        text = printable_line(text, _LONGEST_NOTE).expandtabs()
         return set_cell_size(text, self._console.width - 1).rstrip()
 
     def _draw(self, below: list[str]) -> None:

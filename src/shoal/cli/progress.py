@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from shoal.cli.output import make_console, print_paragraph
+from shoal.cli.output import LineDisplay, make_console, print_paragraph
 from shoal.config.defaults import DEFAULT_PRESET
 from shoal.errors import split_command
 from shoal.events import Event
@@ -31,6 +30,7 @@ _PLAIN_EVERY_S = 10.0
 # Of a progress line without its bar and the numbers of its steps.
 _TEXT_WIDTH = 66
 _LEAST_BAR, _MOST_BAR = 6, 40
+_MOST_STATUS_BAR = 16
 # Values of a program's own in one line.
 _MOST_VALUES = 8
 # Longer rounds than any training has steps.
@@ -54,7 +54,10 @@ class PlainDisplay:
             if self._printer.leads(event, "step"):
                 self._step(event)
             elif self._printer.leads(event, "doing") and self._printed_at is None:
-                self._console.print(event["text"], soft_wrap=True)
+                self._wait(event["text"])
+
+    def _wait(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
 
     def close(self) -> None:
         pass
@@ -63,11 +66,39 @@ class PlainDisplay:
         text = self._line.update(event)
         # A run that is attached to at its last step sends it twice: as the last one so far, and as it ends.
         last = event["step"] == self._line.steps and event["step"] != self._printed_step
-        now = time.monotonic()
+        # The time of the step and not of now: `shoal logs` shows a run that may have ended long ago. Clocks of machines
+        # differ, and the steps may be those of another one from here on.
+        now = event["time"]
         # Always print the first event seen; in a resumed or attached run that is not step 1.
-        if last or self._printed_at is None or now - self._printed_at > _PLAIN_EVERY_S:
+        if last or self._printed_at is None or abs(now - self._printed_at) > _PLAIN_EVERY_S:
             self._printed_at, self._printed_step = now, event["step"]
             self._console.print(f"step {event['step']}/{self._line.steps}  {text}", soft_wrap=True)
+
+
+class StatusDisplay(PlainDisplay):
+    """Progress on a terminal on which a script prints: the last line, which `lines` keeps below the script's own."""
+
+    def __init__(self, lines: LineDisplay, config: EngineConfig) -> None:
+        console, steps = make_console(stderr=True), config.train.steps
+        super().__init__(console, steps, name_training(config))
+        room = console.width - _TEXT_WIDTH - 2 * len(str(steps))
+        self._bar = max(0, min(room, _MOST_STATUS_BAR))
+        self._line = StepLine(steps, is_short=room < 0)
+        self._lines = lines
+        self._wait("the ranks have started; computing the first step")
+
+    def _wait(self, text: str) -> None:
+        self._lines.status = text
+
+    def _step(self, event: Event) -> None:
+        step, steps = event["step"], self._line.steps
+        if step >= steps:
+            self._lines.status = ""
+            super()._step(event)
+            return
+        self._printed_at = event["time"]
+        bar = "━" * (self._bar * step // steps)
+        self._lines.status = f"step {step}/{steps} {bar.ljust(self._bar)} {self._line.update(event)}"
 
 
 class BarDisplay:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 _STATES = ("running", "finished", "ended early", "interrupted", "failed", "unfinished", "unsupervised", "left over")
+STARTING = "starting the ranks"
 # Outcomes of a stop on several machines: the last of these that any machine reports counts.
 _STOP_ORDER = ("not_running", "stopped", "ended")
 
@@ -202,15 +203,17 @@ def logs(
 ) -> None:
     """Print the output of all ranks, stderr included: in order, line by line, coloured by rank.
 
-    With --follow, progress goes to stderr: steps, losses and warnings of a training (not with --rank), and for any run
-    which members left or joined and how it ended.
+    Progress goes to stderr: steps, losses and warnings of a training (not with --rank), and for any run which members
+    left or joined and how it ended. With --follow, both go on until the run ends.
     """
     from shoal.launch.logs import LogFollower
 
     folder = RunFolder.find(run)
     display = LineDisplay(make_console(soft_wrap=True))
     follower = LogFollower(folder, rank, shows_current=display.is_live)
-    events = RunEventPrinter(folder, display, with_progress=rank is None) if follow else None
+    events = None
+    if follow or rank is None:
+        events = RunEventPrinter(folder, display, with_progress=rank is None, is_whole=True)
     count = 0
     with contextlib.closing(display):
         while True:
@@ -244,12 +247,18 @@ def logs(
 class RunEventPrinter:
     """Print on stderr what happens to a run: the supervisor's notes and, for a training, its ranks' events."""
 
-    def __init__(self, run: RunFolder, lines: LineDisplay, with_progress: bool, is_new: bool = False) -> None:
-        """With `is_new` the run is about to be launched, and its folder may have settings of an earlier launch."""
+    def __init__(
+        self, run: RunFolder, lines: LineDisplay, with_progress: bool, is_new: bool = False, is_whole: bool = False
+    ) -> None:
+        """With `is_new` the run is about to be launched, and its folder may have settings of an earlier launch.
+
+        With `is_whole`, what has happened so far is printed too.
+        """
         from shoal.runs.follow import RunEvents, SupervisorLog
 
-        self._keeping = SupervisorLog.from_now(run)
-        self._news = RunEvents(run)
+        self._keeping = SupervisorLog(run) if is_whole else SupervisorLog.from_now(run)
+        self._news = RunEvents(run, all_launches=is_whole)
+        self._is_whole = is_whole
         self._lines = lines
         self._run = run
         self._with_progress, self._is_new = with_progress, is_new
@@ -259,20 +268,27 @@ class RunEventPrinter:
 
     def _open_display(self) -> None:
         """Show progress as soon as the run is a training: a script becomes one when it makes its `shoal.Session`."""
-        from shoal.cli.progress import make_plain_display
+        from shoal.cli.progress import StatusDisplay, make_plain_display
         from shoal.config.load import load_settings
         from shoal.runs.manage import read_opening
 
         if self._display is None and self._with_progress and self._run.config.is_file():
-            self._display = make_plain_display(load_settings(self._run.config))
-            # Without `shard`: each rank prints its own part of the data.
-            self._display([event for event in read_opening(self._run) if event["event"] != "shard"])
+            config = load_settings(self._run.config)
+            has_status = self._is_new and self._lines.is_live
+            self._display = StatusDisplay(self._lines, config) if has_status else make_plain_display(config)
+            if not self._is_whole:
+                # Without `shard`: each rank prints its own part of the data.
+                self._display([event for event in read_opening(self._run) if event["event"] != "shard"])
 
     def show(self, notes: list[Event] | None = None) -> None:
         """Print these notes of the supervisor, or those since the last call, and the ranks' events since then."""
-        if notes is None:
-            notes = self._keeping.poll()
+        own_notes = self._keeping.poll()
+        notes = own_notes if notes is None else notes
+        if self._keeping.running and self._lines.status == STARTING:
+            self._lines.status = ""
         events = [event for event in self._news.poll() if event["event"] != "shard"]
+        if self._is_whole:
+            events.sort(key=lambda event: float(event["time"]))
         if self._is_new:
             # The launcher names this error once, and the ranks that failed in the same way.
             faults = [event for event in events if event["event"] == "fault"]
@@ -296,6 +312,7 @@ class RunEventPrinter:
 def watch_script(with_progress: bool) -> tuple[LineDisplay, WatchScript]:
     """Return what shows the lines of a script that is about to be launched, and what shows its session beside them."""
     display = LineDisplay(make_console(soft_wrap=True))
+    display.status = STARTING
     return display, lambda run: RunEventPrinter(run, display, with_progress, is_new=True).show
 
 

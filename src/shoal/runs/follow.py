@@ -144,11 +144,16 @@ def forwarding_signals(start: Callable[[], Supervisor], answer: bytes = STOPPING
 
 
 class RunEvents:
-    """The events that the ranks of a training write from now on, including ranks that join later."""
+    """The events that the ranks of a training write from now on, including ranks that join later.
 
-    def __init__(self, run: RunFolder) -> None:
+    With `all_launches`, those that they have written so far come first.
+    """
+
+    def __init__(self, run: RunFolder, all_launches: bool = False) -> None:
         self._run = run
         self._tails: dict[int, EventTail] = {}
+        if all_launches:
+            return
         self._find_files()
         for tail in self._tails.values():
             tail.skip_to_end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import signal
 from dataclasses import asdict
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from shoal.cli.progress import BarDisplay, PlainDisplay, make_display, name_training
+from shoal.cli import main
+from shoal.cli.output import LineDisplay
+from shoal.cli.progress import BarDisplay, PlainDisplay, StatusDisplay, make_display, name_training
 from shoal.cli.runs import watch_script
 from shoal.config.load import build_config, to_toml, validate_session
-from shoal.events import Event
+from shoal.events import Event, EventLog
 from shoal.launch.logs import LogLine
 from shoal.run_folder import RunFolder, default_out
 from shoal.runs.follow import RunEvents, SupervisorLog, forwarding_signals
@@ -77,6 +80,40 @@ def test_what_takes_long_before_the_first_step_is_shown() -> None:
     bar.close()
     assert "compiling a part of the model" in output_of(terminal)
     assert "compiling the model, for up to a minute, and computing the first step" in output_of(terminal)
+
+
+def test_the_log_of_a_training_has_steps_now_and_then_and_what_was_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = [start(0, 1), *({**step(number), "time": 3.0 * number} for number in range(1, 21))]
+    run = make_run(tmp_path / "run", events, "train.steps=40")
+    supervisor = EventLog(run.supervisor, 0)
+    supervisor.write("supervising", pid=1)
+    supervisor.write("note", text=LEFT)
+    assert main.run(["logs", str(run.path)], debug=False) == 0
+    shown = capsys.readouterr().err
+    assert re.findall(r"^step (\d+)/40 ", shown, re.MULTILINE) == ["1", "5", "9", "13", "17"]
+    assert f"note: {LEFT}" in shown
+
+
+def test_a_script_on_a_terminal_has_a_bar_below_its_lines() -> None:
+    screen = Screen()
+    lines = LineDisplay(Console(file=screen, force_terminal=True, width=120))
+    lines.status = "starting the ranks"
+    lines.lines([])
+    display = StatusDisplay(lines, build_config(sets=("train.steps=4",)))
+    for number in (1, 2):
+        display([step(number)])
+        lines.lines([LogLine(1.0, 0, "local", f"mine {number}")])
+    lines.close()
+    shown = screen.getvalue()
+    assert shown.startswith("starting the ranks\n\x1b[1A")
+    assert re.search(r"\[0\] .*mine 2\nstep 2/4 ━+ +loss .*\n\x1b\[1A\r\x1b\[J$", shown)
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def test_a_rank_that_rejoins_is_not_introduced_again() -> None:
