@@ -31,8 +31,6 @@ from shoal.units import (
     Unit,
     format_duration,
     format_loss,
-    format_ms,
-    format_si,
     format_speed,
     format_value,
     pluralize,
@@ -153,21 +151,19 @@ def command(*words: str) -> str:
 
 
 def print_run(run: RunFolder, manifest: Manifest, *, stderr: bool = False) -> None:
+    """Print the result, the folder and what to do next; the report has the rest.
+
+    What chose the sync method, and a prediction, are printed where the user asked for them.
+    """
     console = make_console(stderr=stderr)
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in run_rows(manifest):
-        table.add_row(escape(name), escape(value))
-    console.print(table)
+    print_paragraph(escape("; ".join(f"{name} {value}" for name, value in run_rows(manifest))), console)
+    for text in filter(None, (manifest.choice_notes, manifest.prediction_notes)):
+        print_paragraph(escape(text), console)
     folder = shown(run.path)
     # Only shoal's own GPT writes text.
-    verbs = ("report", "sample") if manifest.trains == "gpt" else ("report", "verify")
-    for text in (manifest.choice_notes, manifest.lesson_notes, manifest.prediction_notes):
-        if text:
-            console.print()
-            print_paragraph(escape(text), console)
-    nexts = "\n      ".join(command(verb, folder) for verb in verbs)
+    nexts = "; ".join(command(verb, folder) for verb in ("report", "sample" if manifest.trains == "gpt" else "verify"))
     # Not through rich: a folder named `[x]` is not markup, and a command to paste is not wrapped.
-    (sys.stderr if stderr else sys.stdout).write(f"\nrun folder: {folder}\nnext: {nexts}\n")
+    (sys.stderr if stderr else sys.stdout).write(f"run folder: {folder}\nnext: {nexts}\n")
 
 
 def print_detached(run: RunFolder, json: bool) -> None:
@@ -190,11 +186,7 @@ def run_rows(manifest: Manifest) -> list[tuple[str, str]]:
         *([("speed", format_speed(manifest.speed, Unit(manifest.unit)))] if manifest.speed is not None else []),
     ]
     if manifest.world_size > 1:
-        rows += [
-            ("all-reduce", _allreduce(manifest)),
-            ("on the wire", f"{_wire(manifest)} a rank and step"),
-            ("replicas", _replica_verdict(manifest)),
-        ]
+        rows.append(("replicas", _replica_verdict(manifest)))
     if manifest.recoveries:
         rows.append(("members", _members_verdict(manifest)))
     return rows
@@ -289,22 +281,6 @@ def print_paragraph(text: str, console: Console | None = None, label: str = "") 
         console.print(grid)
     else:
         console.print(text)
-
-
-def _allreduce(manifest: Manifest) -> str:
-    if manifest.allreduce_p50_ms is None:
-        return "not measured"
-    slow = "–" if manifest.allreduce_p95_ms is None else format_ms(manifest.allreduce_p95_ms / 1e3)
-    return f"{format_ms(manifest.allreduce_p50_ms / 1e3)} a step, p95 {slow}"
-
-
-def _wire(manifest: Manifest) -> str:
-    if manifest.wire_bytes_per_step is None or manifest.theoretical_bytes_per_step is None:
-        return "not counted"
-    sent, theory = format_si(manifest.wire_bytes_per_step, "B"), format_si(manifest.theoretical_bytes_per_step, "B")
-    if manifest.inside == "gloo":
-        return f"{sent} (2(N-1)/N of the gradients is {theory})"
-    return f"{sent} ({theory} of gradients; ranks of one machine share them in memory)"
 
 
 def _number(value: float | None, form: str) -> str:

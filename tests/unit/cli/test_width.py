@@ -129,8 +129,11 @@ def test_the_summary_of_a_run(tmp_path: Path, lines: Lines, monkeypatch: pytest.
         print_run(made, write_derived_files(made))
         printed = lines()
         # The commands to paste are not wrapped.
-        assert not too_wide([line for line in printed if not line.startswith(("next: ", "      "))])
-        assert len(printed) > 8
+        assert not too_wide([line for line in printed if not line.startswith("next: ")])
+        result, folder, nexts = re.sub(r"\n(?!run|next)", " ", "\n".join(printed)).splitlines()
+        assert re.match(r"loss .*; speed .*; +replicas ", result)
+        assert folder == f"run folder: {made.path.name}"
+        assert nexts.startswith("next: ")
 
 
 def test_findings_of_doctor(lines: Lines) -> None:
