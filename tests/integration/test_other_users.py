@@ -522,6 +522,29 @@ def test_the_store_of_a_script_on_several_nodes_listens_on_the_runs_address_alon
     assert "asks for no token: any program that reaches 10.77.0.1 port" in done.stderr
 
 
+_DISTURB = """
+import os, socket
+import torch
+import torch.distributed as dist
+place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+held = [socket.create_connection(place) for _ in range(200)]
+for connection, data in zip(held, (b"\\xa5" * 96, b"GET / HTTP/1.0\\r\\n\\r\\n", bytes(4096), b"\\xff" * 65536)):
+    connection.sendall(data)
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print("sum", int(total), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_the_store_of_a_script_serves_its_ranks_among_idle_connections_and_garbage(tmp_path: Path) -> None:
+    (tmp_path / "disturb.py").write_text(_DISTURB)
+    done = shoal_in_new_python("run", "--on", "local:2", "--out", tmp_path / "run", tmp_path / "disturb.py")
+    assert connections(done) == {"sum 2"}
+
+
 def own_addresses() -> list[str]:
     """Return this machine's addresses other than loopback."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

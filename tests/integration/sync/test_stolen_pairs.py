@@ -78,13 +78,16 @@ class AttackedStore(dist.Store):
         self.left = times
         self.seen = {end.port for end in listening(os.getpid())}
 
-    def set(self, key: str, value: str | bytes) -> None:
+    def attack_new_ports(self) -> None:
         new = {end.port for end in listening(os.getpid())} - self.seen
         self.seen |= new
         if new and self.left > 0:
             self.left -= 1
             for port in new:
                 attack(self.attacker, port)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.attack_new_ports()
         self.base.set(key, value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
@@ -123,7 +126,10 @@ def form_attacked(world: World, name: str, times: int) -> tuple[float, list[str]
     return total(formed), [warning.seen for warning in warnings]
 
 
-@pytest.mark.parametrize("mode", ["silent", "close", pytest.param("garbage", marks=pytest.mark.long), "digest"])
+LONG_MODES = [pytest.param(mode, marks=pytest.mark.long) for mode in ("garbage", "echo")]
+
+
+@pytest.mark.parametrize("mode", ["silent", "close", "digest", *LONG_MODES])
 def test_an_attacked_group_is_formed_again(mode: str, tmp_path: Path) -> None:
     with attacker(mode) as name:
         answers = run_ranks(form_attacked, 2, tmp_path, name, 1)
@@ -135,6 +141,106 @@ def test_an_attacked_group_is_formed_again(mode: str, tmp_path: Path) -> None:
     if mode == "silent":
         assert "a foreign connection from 127.0.0.1:" in warning
         assert "between rank 0 on here and rank 1 on here" in warning
+
+
+class AttackedAttempts(AttackedStore):
+    """Attack the ports of these attempts, on these ranks: while the address is unknown, or known and not read yet."""
+
+    def __init__(self, base: dist.Store, attacker: str, rank: int, attempts: tuple[int, ...], is_known: bool) -> None:
+        super().__init__(base, attacker, 1000)
+        self.rank = rank
+        self.attempts = attempts
+        self.is_known = is_known
+
+    def attempt_of(self, key: str) -> int | None:
+        return int(key.partition("attempt/")[2].partition("/")[0]) if "/cpu//" in key else None
+
+    def set(self, key: str, value: str | bytes) -> None:
+        if not self.is_known and self.attempt_of(key) in self.attempts:
+            self.attack_new_ports()
+        self.base.set(key, value)  # type: ignore[arg-type]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if self.is_known and self.attempt_of(keys[0]) in self.attempts:
+            self.attack_new_ports()
+            marks = [f"attacked/{self.attempt_of(keys[0])}/{rank}" for rank in (0, 1)]
+            self.base.set(marks[self.rank], "")
+            self.base.wait(marks, timedelta(seconds=20))
+        super().wait(keys, timeout)
+
+
+# Moments of forming. Of the first ones: the ranks whose ports are attacked, in which attempts, whether their address is
+# known by then, and the warnings that follow; None where it depends on which of the two ranks dials.
+EARLY: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool, int | None]] = {
+    "rank 0 has an address": ((0,), (0,), False, None),
+    "rank 1 has an address": ((1,), (0,), False, None),
+    "both have addresses": ((0, 1), (0,), False, 1),
+    "both addresses are known": ((0, 1), (0,), True, 1),
+    "the group is formed again": ((0, 1), (0, 1), False, 2),
+    "the group is formed a third time": ((0, 1), (0, 1, 2), True, 3),
+}
+# The others come after gloo has connected the ranks: nothing is left to take, so there is no warning.
+LATE = {
+    "gloo has connected": "_prove",
+    "digests are exchanged": "_ProofWait",
+    "all ranks are proven": "close_listeners",
+}
+
+
+def form_in_window(world: World, name: str, window: str) -> tuple[float, list[str]]:
+    warnings: list[ShoalError] = []
+    ranks, attempts, is_known, _ = EARLY.get(window, ((), (), False, 0))
+    store = AttackedAttempts(world.store, name, world.rank, attempts if world.rank in ranks else (), is_known)
+    barrier(world)
+    drop_groups()
+    if window in LATE:
+        original = getattr(process_groups, LATE[window])
+
+        def attack_first(*arguments: object, **options: object) -> object:
+            store.attack_new_ports()
+            return original(*arguments, **options)
+
+        setattr(process_groups, LATE[window], attack_first)
+    formed = form_world(order(world), store, make_identity(warnings), meet_s=20, timeout_s=600)
+    if window == "the group is in use":
+        for port in {end.port for end in listening(os.getpid())} - store.seen:
+            with pytest.raises(TimeoutError):
+                socket.create_connection(("127.0.0.1", port), timeout=1)
+    else:
+        assert bool(store.attempts or window in LATE) == (store.left < 1000), "this window was never reached"
+    return total(formed), [warning.seen for warning in warnings]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("window", [*EARLY, *LATE, "the group is in use"])
+def test_a_foreign_connection_that_comes_first_never_takes_part(window: str, tmp_path: Path) -> None:
+    with attacker("silent") as name:
+        answers = run_ranks(form_in_window, 2, tmp_path, name, window)
+    assert [sum_ for sum_, _ in answers] == [3.0, 3.0]
+    expected = EARLY[window][3] if window in EARLY else 0
+    assert len(answers[0][1]) == expected if expected is not None else len(answers[0][1]) <= 1
+    assert all("a foreign connection from 127.0.0.1:" in warning for warning in answers[0][1])
+
+
+def form_by_torch_alone(world: World, name: str) -> str:
+    store = AttackedAttempts(world.store, name, world.rank, (0,), is_known=True)
+    barrier(world)
+    drop_groups()
+    keys = dist.PrefixStore("attempt/0", store)
+    dist.init_process_group("gloo", store=keys, rank=world.rank, world_size=2, timeout=timedelta(seconds=2))
+    with pytest.raises(RuntimeError) as raised:
+        dist.all_reduce(torch.ones(1))
+    drop_groups()
+    dist.init_process_group("gloo", store=dist.PrefixStore("end", world.store), rank=world.rank, world_size=2)
+    return str(raised.value)
+
+
+@pytest.mark.long
+def test_without_a_proof_the_foreign_connection_has_the_place_of_a_rank(tmp_path: Path) -> None:
+    """So the attacks of this file do come first."""
+    with attacker("silent") as name:
+        for error in run_ranks(form_by_torch_alone, 2, tmp_path, name):
+            assert "imed out" in error or "closed" in error, error
 
 
 def test_without_an_attack_there_is_no_warning(tmp_path: Path) -> None:

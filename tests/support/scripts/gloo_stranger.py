@@ -7,6 +7,7 @@ first on, and replies when that is done. MODE is what it does with a connection:
     close    closes it at once
     garbage  sends random bytes
     digest   waits until gloo requests the digest, and sends 32 wrong bytes in gloo's framing
+    echo     sends back every message that it receives, the rank's own digest among them
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def connect_as_rank(port: int, number: int, mode: str) -> socket.socket:
         connection.sendall(b"\xa5" * 96)
     elif mode == "digest":
         threading.Thread(target=send_wrong_digest, args=(connection,), daemon=True).start()
+    elif mode == "echo":
+        threading.Thread(target=send_back, args=(connection,), daemon=True).start()
     return connection
 
 
@@ -44,6 +47,12 @@ def send_wrong_digest(connection: socket.socket) -> None:
             _, opcode, slot, _, _, _ = HEADER.unpack(head)
             if opcode == NOTIFY_RECV_READY:
                 connection.sendall(HEADER.pack(HEADER.size + 32, SEND_UNBOUND_BUFFER, slot, 0, 32, 0) + b"\x5a" * 32)
+
+
+def send_back(connection: socket.socket) -> None:
+    connection.settimeout(30)
+    while data := connection.recv(1 << 16):
+        connection.sendall(data)
 
 
 def main(name: str, mode: str) -> None:
