@@ -1,4 +1,4 @@
-"""What the benchmarks share: medians over alternating rounds, and where the text comes from."""
+"""What the benchmarks share: their options, and medians over alternating rounds."""
 
 from __future__ import annotations
 
@@ -33,8 +33,53 @@ def seconds_per_call(function: Callable[[], object], calls: int) -> float:
     return statistics.median(times)
 
 
-def options(description: str, rounds_: int, steps: int) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--rounds", type=int, default=rounds_)
-    parser.add_argument("--steps", type=int, default=steps)
+TINY = [
+    *("model.layers=1", "model.heads=2", "model.width=16", "model.seq_len=16"),
+    *("data.sentences=400", "train.compile=off"),
+]
+
+
+class _Quick(argparse.Action):
+    """Sets the options that were not given to the values of a run of seconds."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object) -> None:
+        namespace.quick = True
+        for name, value in self.const.items():
+            if getattr(namespace, name) == parser.get_default(name):
+                setattr(namespace, name, value)
+
+
+def options(
+    doc: str | None,
+    rounds_: int | None = None,
+    steps: int | None = None,
+    quick: Mapping[str, object] | None = None,
+    trains: bool = False,
+) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark, with the first line of its docstring.
+
+    `quick` are values of options, also of those that the benchmark adds: --quick takes them, and one round, in place of
+    the defaults. A benchmark that `trains` a GPT has --set, and with --quick a tiny one. A test starts every benchmark
+    with --quick, so it must run to its end in seconds.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    for name, count in (("rounds", rounds_), ("steps", steps)):
+        if count is not None:
+            parser.add_argument(f"--{name}", type=int, default=count)
+    if trains:
+        parser.add_argument("--set", action="append", default=[], dest="sets", help="a setting of shoal")
+    values = {**({} if rounds_ is None else {"rounds": 1}), **({"sets": TINY} if trains else {}), **(quick or {})}
+    meaning = ", ".join(f"{name} {value}" for name, value in values.items())
+    parser.add_argument(
+        "--quick", action=_Quick, nargs=0, const=values, default=False, help=f"does it run? As with {meaning}"
+    )
     return parser
+
+
+def find_gpu() -> bool:
+    """Return whether torch can use a GPU; print why not."""
+    import torch
+
+    if not torch.cuda.is_available():
+        print(f"nothing measured: torch {torch.__version__} finds no GPU; next: shoal doctor --on local:1")
+    return torch.cuda.is_available()

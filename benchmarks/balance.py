@@ -136,7 +136,7 @@ def changes(records: Sequence[dict[str, Any]]) -> list[tuple[int, list[int]]]:
 
 
 def main() -> None:
-    parser = options(__doc__.split("\n")[0], rounds_=1, steps=80)
+    parser = options(__doc__, rounds_=1, steps=80, quick={"steps": 8, "only": "noise"}, trains=True)
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--global-batch", type=int, default=16)
     parser.add_argument("--only", choices=("two", "three", "cut", "noise"))
@@ -147,9 +147,10 @@ def main() -> None:
 
 def measure(chosen: Namespace, number: int) -> None:
     """Measure every chosen trial once and print a line for each."""
-    batch = ("--global-batch", str(chosen.global_batch))
+    batch = ("--global-batch", str(chosen.global_batch), *(word for each in chosen.sets for word in ("--set", each)))
     full, medium, low = (round(chosen.scale * part, 4) for part in (1.0, 0.66, 0.33))
     alone_steps = max(8, chosen.steps // 4)
+    warm = min(_WARM_STEPS, chosen.steps // 3)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         speeds: dict[float, float] = {}
@@ -169,19 +170,19 @@ def measure(chosen: Namespace, number: int) -> None:
             equal = train(folder, "equal", on([full, low]), chosen.steps, "--balance", "off", *batch)
             balanced = train(folder, "balanced", on([full, low]), chosen.steps, *batch)
             return {
-                "equal shares": part_of_sum([full, low], equal, _WARM_STEPS, chosen.steps),
-                "shares by speed": part_of_sum([full, low], balanced, _WARM_STEPS, chosen.steps),
-                "of the nodes at once": part_at_once([full, low], balanced, _WARM_STEPS, chosen.steps),
-                "of own speeds": part_of_own_speeds(folder / "balanced", _WARM_STEPS, chosen.steps),
+                "equal shares": part_of_sum([full, low], equal, warm, chosen.steps),
+                "shares by speed": part_of_sum([full, low], balanced, warm, chosen.steps),
+                "of the nodes at once": part_at_once([full, low], balanced, warm, chosen.steps),
+                "of own speeds": part_of_own_speeds(folder / "balanced", warm, chosen.steps),
                 "changes": changes(balanced),
             }
 
         def three() -> dict[str, Any]:
             records = train(folder, "three", on([full, medium, low]), chosen.steps, *batch)
             return {
-                "shares by speed": part_of_sum([full, medium, low], records, _WARM_STEPS, chosen.steps),
-                "of the nodes at once": part_at_once([full, medium, low], records, _WARM_STEPS, chosen.steps),
-                "of own speeds": part_of_own_speeds(folder / "three", _WARM_STEPS, chosen.steps),
+                "shares by speed": part_of_sum([full, medium, low], records, warm, chosen.steps),
+                "of the nodes at once": part_at_once([full, medium, low], records, warm, chosen.steps),
+                "of own speeds": part_of_own_speeds(folder / "three", warm, chosen.steps),
                 "changes": changes(records),
             }
 

@@ -3,7 +3,7 @@
     sudo .venv/bin/python benchmarks/causes.py
     sudo .venv/bin/python benchmarks/causes.py --cause quota --cause loss
     sudo .venv/bin/python benchmarks/causes.py --threads 2     # ranks of several threads
-    sudo .venv/bin/python benchmarks/causes.py --quick         # three causes only, that the ranks' own process shows
+    sudo .venv/bin/python benchmarks/causes.py --quick         # slow data only
 
 A small model trains on a lab, with its ranks on cores of their own: two nodes, and three for causes of the network.
 Each cause begins in mid-training and is taken away after its verdict. Printed are, for each: whether the right rank
@@ -15,7 +15,6 @@ dataset sleeps, it collects a large heap, and its fsync takes seconds.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -29,6 +28,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from _common import options
 from shoal.cluster.lab.lab import Lab, build_lab, remove_lab, set_cpu, set_frozen, set_link
 from shoal.cluster.lab.spec import make_spec
 from shoal.control.processes import find_processes
@@ -36,9 +36,6 @@ from shoal.events import Event, EventTail
 from shoal.host.topology import this_topology
 from shoal.run_folder import RunFolder
 
-HEALTHY_S = 30.0
-QUICK_S = 15.0
-QUICK = ("data", "gc", "threads")
 VERDICT_S = 90.0
 # Stragglers count as gone after a hundred steps without them.
 CALM_STEPS = 140
@@ -334,20 +331,20 @@ def try_cause(bench: Bench, trouble: Trouble) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, quick={"healthy_s": 3.0, "cause": ["data"]})
     parser.add_argument("--cause", action="append", choices=TROUBLES, help="only this one; may be repeated")
     parser.add_argument("--threads", type=int, default=1, help="of every rank")
-    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, and less time without a cause")
+    parser.add_argument("--healthy-s", type=float, default=30.0, help="without a cause, before the first")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args()
-    chosen = [TROUBLES[name] for name in options.cause or (QUICK if options.quick else TROUBLES)]
+    given = parser.parse_args()
+    chosen = [TROUBLES[name] for name in given.cause or TROUBLES]
     rows: list[dict[str, object]] = []
     for nodes in sorted({trouble.nodes for trouble in chosen}):
-        with training(nodes, options.threads) as bench:
+        with training(nodes, given.threads) as bench:
             bench.wait_for_step(40)
             began, seen = time.monotonic(), 0
-            has_too_many = nodes * options.threads > this_topology().usable and options.threads > 1
-            while time.monotonic() - began < (QUICK_S if options.quick else HEALTHY_S):
+            has_too_many = nodes * given.threads > this_topology().usable and given.threads > 1
+            while time.monotonic() - began < given.healthy_s:
                 time.sleep(0.5)
                 for verdict in bench.poll():
                     seen += not (has_too_many and verdict["cause"] == "oversubscription")
@@ -358,7 +355,7 @@ def main() -> None:
                     bench.wait_for_step(bench.step + CALM_STEPS)
                 rows.append(try_cause(bench, trouble))
                 print(f"{rows[-1]} (step {bench.step}, {1e3 * bench.step_s:.0f} ms)", file=sys.stderr)
-    if options.json:
+    if given.json:
         print(json.dumps(rows, indent=2))
         return
     print(f"{'cause':28}{'rank':>7}{'cause':>7}{'after':>10}{'others':>8}  sentence")

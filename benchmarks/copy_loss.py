@@ -12,7 +12,6 @@ and the exit code.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import statistics
@@ -24,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from _common import options
 from shoal.cluster.lab.lab import build_lab
 from shoal.cluster.lab.spec import make_spec
 from shoal.config.load import build_config
@@ -176,8 +176,7 @@ def play(name: str, sets: Sequence[str], rounds: int) -> Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=10)
+    parser = options(__doc__, rounds_=10, quick={"sync": ["ddp"], "model": ["small"]})
     parser.add_argument("--sync", action="append", choices=list(SYNCS), help="may be repeated")
     parser.add_argument("--model", action="append", choices=list(MODELS), help="may be repeated")
     chosen = parser.parse_args()

@@ -29,18 +29,18 @@ GROUP = 10
 
 
 def main() -> None:
-    parser = options(__doc__.split("\n")[0], rounds_=1, steps=60)
+    parser = options(__doc__, rounds_=1, steps=60, quick={"steps": 4}, trains=True)
     parser.add_argument("--preset", default="grammar")
     parser.add_argument("--global-batch", type=int, default=64)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     for _ in range(chosen.rounds):
         with tempfile.TemporaryDirectory() as folder:
-            measure(Path(folder), chosen.preset, chosen.steps, chosen.global_batch)
+            measure(Path(folder), chosen.preset, chosen.steps, chosen.global_batch, chosen.sets)
 
 
-def measure(folder: Path, preset: str, steps: int, global_batch: int) -> None:
-    config = build_config(preset, sets=(*STEPS_ONLY, f"train.global_batch={global_batch}", "train.compile=off"))
+def measure(folder: Path, preset: str, steps: int, global_batch: int, sets: list[str]) -> None:
+    config = build_config(preset, sets=(*STEPS_ONLY, f"train.global_batch={global_batch}", "train.compile=off", *sets))
     runs = {flushed: create_run(config, folder / str(flushed), world_size=1) for flushed in (True, False)}
     world = join_world(Placement(0, 1, 0, 1), torch.device("cpu"))
     step_of = {flushed: make_step(load_config(run.config), run, world) for flushed, run in runs.items()}

@@ -11,7 +11,6 @@ how many rounds changed the membership all the same.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from _common import options
 from shoal.cluster.lab.lab import build_lab
 from shoal.cluster.lab.spec import make_spec
 from shoal.events import EventTail
@@ -106,7 +106,7 @@ class Training:
         self._nodes = nodes
         self._tail = EventTail(self.run.commits)
         self._commits: list[Commit] = []
-        sets = (*TINY, "members.restarts=1000", "train.steps=10000000")
+        sets = (*TINY, "members.restarts=1000", "train.steps=10000000", "train.compile=off")
         words = [sys.executable, "-m", "shoal", "train", "--on", on, "--detach", "--out", str(folder)]
         subprocess.run([*words, *(word for each in sets for word in ("--set", each))], check=True, capture_output=True)
         self.await_(lambda: len(self.commits()) > 40, "the first steps")
@@ -212,8 +212,7 @@ def trained(nodes: int, draw: random.Random) -> Iterator[tuple[Training, Injecto
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=10)
+    parser = options(__doc__, rounds_=10, quick={"fault": ["1"]})
     parser.add_argument("--fault", action="append", choices=list(FAULTS), help="may be repeated")
     chosen = parser.parse_args()
     keys = chosen.fault or list(FAULTS)

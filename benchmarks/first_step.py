@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/first_step.py --on lab:3 --rounds 5 --kills 0
     .venv/bin/python benchmarks/first_step.py --on local:2 --rounds 0 --kills 10
-    .venv/bin/python benchmarks/first_step.py --on local:2 --quick
+    .venv/bin/python benchmarks/first_step.py --quick
 
 The times are those that the run folder itself has: what the supervisor, the agents and the ranks wrote down. A rank
 that was killed has returned with the first step that it completes; the model is not compiled. The memory is the
@@ -34,17 +34,15 @@ _BETWEEN_S = 1.0
 
 
 def main() -> None:
-    parser = options(__doc__.split("\n")[0], rounds_=5, steps=3)
+    parser = options(__doc__, rounds_=5, steps=3, quick={"on": "local:2", "kills": 1}, trains=True)
     parser.add_argument("--on", default="lab:3")
     parser.add_argument("--kills", type=int, default=10, help="0: kill no rank")
-    parser.add_argument("--quick", action="store_true", help="one round, one kill")
     given = parser.parse_args()
-    rounds, kills = (1, 1) if given.quick else (given.rounds, given.kills)
-    starts = [one_round(given.on, given.steps) for _ in range(rounds)]
+    starts = [one_round(given.on, given.steps, given.sets) for _ in range(given.rounds)]
     for name, values in zip(PARTS, zip(*starts, strict=True), strict=False):
         show(name, values)
-    if kills:
-        returns, memory_mb = measure_returns(given.on, kills)
+    if given.kills:
+        returns, memory_mb = measure_returns(given.on, given.kills, given.sets)
         show("kill -9 of a rank to its return", returns)
         print(f"{'memory of all ranks':32} {memory_mb:6.0f} MB")
 
@@ -53,12 +51,12 @@ def show(name: str, values: Sequence[float]) -> None:
     print(f"{name:32} {statistics.median(values):6.2f} s   ({min(values):.2f} … {max(values):.2f})", flush=True)
 
 
-def one_round(on: str, steps: int) -> tuple[float, ...]:
+def one_round(on: str, steps: int, sets: Sequence[str]) -> tuple[float, ...]:
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder(Path(folder) / "run")
         words = (sys.executable, "-m", "shoal", "train", "--on", on, "--global-batch", "12", "--out", str(run.path))
         typed = time.time()
-        subprocess.run([*words, "--steps", str(steps)], check=True, capture_output=True)
+        subprocess.run([*words, "--steps", str(steps), *_flags(sets)], check=True, capture_output=True)
         kept = _time(run.supervisor, "supervising")
         started = _time(run.supervisor, "running")
         met = max(_time(path, "start") for path in run.event_files().values())
@@ -66,7 +64,7 @@ def one_round(on: str, steps: int) -> tuple[float, ...]:
         return kept - typed, started - kept, met - started, stepped - met, stepped - typed
 
 
-def measure_returns(on: str, kills: int) -> tuple[list[float], float]:
+def measure_returns(on: str, kills: int, sets: Sequence[str]) -> tuple[list[float], float]:
     """Kill ranks; return the seconds of each return, and the memory of the ranks of a training before the first.
 
     A rank that is killed again soon is restarted later (docs/faults.md), so a training loses each of its ranks once.
@@ -74,7 +72,7 @@ def measure_returns(on: str, kills: int) -> tuple[list[float], float]:
     returns: list[float] = []
     memory_mb = 0.0
     while len(returns) < kills:
-        with _training(on) as run:
+        with _training(on, sets) as run:
             for rank in (ranks := sorted(run.event_files(), reverse=True)):
                 _await_step(run, rank, time.time() + 1)
             memory_mb = memory_mb or sum(map(_proportional_mb, _pids(run, ("rank-", "template"))))
@@ -87,14 +85,19 @@ def measure_returns(on: str, kills: int) -> tuple[list[float], float]:
     return returns, memory_mb
 
 
+def _flags(sets: Sequence[str]) -> list[str]:
+    return [word for setting in sets for word in ("--set", setting)]
+
+
 @contextmanager
-def _training(on: str) -> Iterator[RunFolder]:
+def _training(on: str, sets: Sequence[str]) -> Iterator[RunFolder]:
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder(Path(folder) / "run")
         shoal = (sys.executable, "-m", "shoal")
         try:
-            words = ("train", "--on", on, "--global-batch", "12", "--steps", "1000000", "--compile", "off", "--detach")
-            subprocess.run([*shoal, *words, "--out", str(run.path)], check=True, capture_output=True)
+            words = ("train", "--on", on, "--global-batch", "12", "--steps", "1000000", "--detach")
+            flags = _flags(["train.compile=off", *(setting for setting in sets if "compile" not in setting)])
+            subprocess.run([*shoal, *words, *flags, "--out", str(run.path)], check=True, capture_output=True)
             deadline = time.monotonic() + _DEADLINE_S
             while not all(_last_step(path) for path in run.event_files().values()) or not run.event_files():
                 _sleep_until(deadline, "the first step")

@@ -8,7 +8,6 @@ rank's, from a common start; the figures are medians.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -18,6 +17,8 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+
+from _common import options
 
 SIZES = (2, 4, 8)
 
@@ -108,8 +109,7 @@ async def measure(size: int, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=21)
+    parser = options(__doc__, rounds_=21, quick={"sizes": [2]})
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     for name in ("--rank", "--size", "--fd"):
         parser.add_argument(name, type=int)

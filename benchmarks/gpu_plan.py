@@ -9,15 +9,13 @@ as a ratio; the goal is 0.9 to 1.1. The probe times the model without compiling.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
+from _common import find_gpu, options
 from shoal.config.load import read_profile
 from shoal.run_folder import RunFolder
 from shoal.tools.report.summary import summarize
@@ -56,16 +54,15 @@ def compare(run: RunFolder) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = options(__doc__, steps=60, quick={"preset": "grammar", "budget": 10.0, "precision": "bf16"})
     parser.add_argument("--preset", default="gpt2-124m")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--budget", type=float, default=90.0, help="seconds of the probe")
     parser.add_argument("--precision", default="bf16,fp32")
     parser.add_argument("--compile", choices=("on", "off"), default="off")
     chosen = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit(f"torch {torch.__version__} finds no GPU here: shoal doctor --on local:1 tells why")
+    if not find_gpu():
+        return
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "profile.toml"
         shoal("probe", "--on", "local:1", "--budget", chosen.budget, "--model", chosen.preset, "-o", file)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from _common import median_ratio, options, rounds
+from _common import find_gpu, median_ratio, options, rounds
 from _gpt import STEPS_ONLY, make_step
 from rivals.nano_gpt import make_step as make_peer_step
 from shoal.config.load import build_config, load_config
@@ -47,12 +47,14 @@ def matmul_tflops(size: int = 8192, count: int = 20) -> float:
 
 
 def main() -> None:
-    parser = options(__doc__.split("\n")[0], rounds_=5, steps=20)
+    parser = options(__doc__, rounds_=5, steps=20, quick={"steps": 2, "preset": "grammar", "compile": "off"})
     parser.add_argument("--preset", default="gpt2-124m")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--compile", choices=("on", "off", "both"), default="both")
     parser.add_argument("--set", action="append", default=[], dest="sets")
     chosen = parser.parse_args()
+    if not find_gpu():
+        return
     tflops = matmul_tflops()
     for compiled in (False, True) if chosen.compile == "both" else (chosen.compile == "on",):
         with tempfile.TemporaryDirectory() as folder:

@@ -147,7 +147,7 @@ def measure(size: int, rounds: int) -> dict[str, Times]:
 
 
 def main() -> None:
-    parser = options(__doc__.split("\n")[0], rounds_=9, steps=1)
+    parser = options(__doc__, rounds_=9, steps=1, quick={"ranks": [2]})
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 2])
     parser.add_argument("--rank", type=int, help="internal: be one rank")
     parser.add_argument("--of", type=int, help="internal: of so many")

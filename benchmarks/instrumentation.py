@@ -62,7 +62,7 @@ def measure_rank(folder: Path, steps: int) -> None:
 
 
 def main() -> None:
-    parser = options(__doc__.split("\n")[0], rounds_=5, steps=60)
+    parser = options(__doc__, rounds_=5, steps=60, quick={"steps": 3}, trains=True)
     parser.add_argument("--preset", default="grammar")
     parser.add_argument("--rank-of", type=Path, help="internal: be one rank")
     chosen = parser.parse_args()
@@ -71,7 +71,7 @@ def main() -> None:
         return
     ratios: dict[str, list[float]] = {"hook": [], "barrier": []}
     for number in range(1, chosen.rounds + 1):
-        times = one_round(chosen.preset, chosen.steps)
+        times = one_round(chosen.preset, chosen.sets, chosen.steps)
         off = statistics.median(times["off"])
         for variant, found in ratios.items():
             found.append(statistics.median(times[variant]) / off)
@@ -79,9 +79,9 @@ def main() -> None:
     print(json.dumps({f"{variant}_cost": round(statistics.median(r) - 1, 4) for variant, r in ratios.items()}))
 
 
-def one_round(preset: str, steps: int) -> dict[str, Any]:
+def one_round(preset: str, sets: list[str], steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        config = build_config(preset, sets=STEPS_ONLY)
+        config = build_config(preset, sets=[*STEPS_ONLY, *sets])
         run = create_run(config, Path(folder) / "run", world_size=2)
         node = local_node(2)
         with reserve_port(node.address, 0) as holder:

@@ -62,7 +62,7 @@ def allreduce_mbps(lab: Lab, rounds: int, out: Path) -> float:
 
 
 def main() -> None:
-    parser = options(__doc__.split("\n")[0], rounds_=5, steps=3)
+    parser = options(__doc__, rounds_=5, steps=3, quick={"steps": 1})
     parser.add_argument("--rank", action="store_true", help="internal: be one rank")
     chosen = parser.parse_args()
     if chosen.rank:

@@ -11,7 +11,6 @@ loop is only counted: see `recovery.py` for its times.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import difflib
 import json
@@ -27,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from _common import options
 from rivals.images_task import SPOILED
 from shoal.cluster.lab.lab import Lab, cut_off, kill_node
 from shoal.control.processes import find_processes, find_supervisor
@@ -181,7 +181,7 @@ def spoil(rival: str) -> Outcome:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = options(__doc__, quick={"faults": True, "rival": "session", "fault": "rank"})
     parser.add_argument("--faults", action="store_true", help="play them too; minutes")
     parser.add_argument("--rival", default="session,accelerate")
     parser.add_argument("--fault", default=",".join([*FAULTS, "nan"]))

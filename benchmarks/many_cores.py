@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from _common import median_ratio
+from _common import median_ratio, options
 from shoal.cluster.node import Rendezvous, local_node, reserve_port
 from shoal.config.load import build_config, load_config
 from shoal.data.prepare import create_run
@@ -51,8 +51,6 @@ GRAMMAR = ("train.global_batch=16",)
 IMAGES = ("train.global_batch=64",)
 MODELS = {"grammar": GRAMMAR, "shakespeare": SHAKESPEARE, "resnet": IMAGES}
 RANKS = {"grammar": (2, 4, 8), "shakespeare": (2,), "resnet": (2, 4)}
-# Steps before the first measurement: the trials of a run are over by then.
-WARM_UP = 48
 SEARCHED = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
 
@@ -164,9 +162,9 @@ def make_resnet(width: int = 32) -> Any:
 class RowWorld:
     """The processes of one row."""
 
-    def __init__(self, row: Row, held: ExitStack) -> None:
+    def __init__(self, row: Row, sets: list[str], held: ExitStack) -> None:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
-        config = build_config("grammar", sets=[*MODELS[row.model], *STEPS_ONLY, *row.settings])
+        config = build_config("grammar", sets=[*MODELS[row.model], *STEPS_ONLY, *row.settings, *sets])
         run = create_run(config, folder / "run", world_size=row.ranks)
         node = local_node(row.ranks)
         holder = held.enter_context(reserve_port(node.address, 0))
@@ -214,15 +212,15 @@ class RowWorld:
             rank.wait()
 
 
-def measure(rows: list[Row], rounds: int, seconds: float) -> None:
+def measure(rows: list[Row], rounds: int, seconds: float, warm_up: int, sets: list[str]) -> None:
     with ExitStack() as held:
         # Trials of earlier runs are not remembered here.
         os.environ["XDG_CACHE_HOME"] = held.enter_context(tempfile.TemporaryDirectory())
-        worlds = [RowWorld(row, held) for row in rows]
+        worlds = [RowWorld(row, sets, held) for row in rows]
         steps = []
         # One world warms up at a time; the next ones import torch meanwhile.
         for row, world in zip(rows, worlds, strict=True):
-            world.ask(WARM_UP)
+            world.ask(warm_up)
             took = world.answer()
             steps.append(max(5, round(seconds / took)))
             print(f"{row.where:20} {row.name:20} ready: {took * 1e3:7.1f} ms a step", flush=True)
@@ -264,13 +262,18 @@ def parse_extra(text: str) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = options(
+        __doc__,
+        rounds_=3,
+        quick={"seconds": 0.1, "warm_up": 3, "only": ["grammar"], "ranks": [2], "row": ["stock", "default"]},
+        trains=True,
+    )
     parser.add_argument("--seconds", type=float, default=0.7, help="of one row in one round")
+    parser.add_argument("--warm-up", type=int, default=48, help="steps before; the trials of a run are over by then")
     parser.add_argument("--only", action="append", choices=sorted(MODELS), help="this model alone")
     parser.add_argument("--ranks", type=int, action="append", help="these numbers of ranks alone, and one process")
+    parser.add_argument("--row", action="append", help="rows of this name alone, such as default")
     parser.add_argument("--extra", action="append", default=[], type=parse_extra, metavar="MODEL:RANKS:NAME:SETTINGS")
-    parser.add_argument("--quick", action="store_true", help="one round, the first model, two ranks")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -279,12 +282,13 @@ def main() -> None:
         rank_main(chosen.rank_of, chosen.model)
         return
     cores = this_topology().usable
-    models = ["grammar"] if chosen.quick else chosen.only or list(MODELS)
-    ranks = {1, 2} if chosen.quick else {1, *chosen.ranks} if chosen.ranks else {1, 2, 4, 8}
+    models = chosen.only or list(MODELS)
+    ranks = {1, *chosen.ranks} if chosen.ranks else {1, 2, 4, 8}
     rows = [row for row in [*table(cores), *chosen.extra] if row.model in models and row.ranks in ranks]
+    rows = [row for row in rows if not chosen.row or row.name in chosen.row]
     print(f"{cpu_name()}, {cores} cores")
     began = time.monotonic()
-    measure(rows, 1 if chosen.quick else chosen.rounds, chosen.seconds)
+    measure(rows, chosen.rounds, chosen.seconds, chosen.warm_up, chosen.sets)
     found = show(rows)
     print(f"{time.monotonic() - began:.0f} s")
     if chosen.json:

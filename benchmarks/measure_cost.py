@@ -93,7 +93,7 @@ def one_round(model: str, steps: int, number: int) -> dict[str, list[list[float]
 
 
 def main() -> None:
-    parser = options(__doc__.split("\n")[0], rounds_=5, steps=100)
+    parser = options(__doc__, rounds_=5, steps=100, quick={"steps": 3})
     parser.add_argument("--model", help="internal")
     parser.add_argument("--round", type=int, default=0, help="internal")
     parser.add_argument("--rank-of", type=Path, help="internal: be one rank")

@@ -153,9 +153,10 @@ class Variant:
 def wanted_variants(chosen: argparse.Namespace) -> dict[str, list[str]]:
     """Settings of shoal by variant."""
     wanted: dict[str, list[str]] = {NANO: [], COMPILED_NANO: [], EAGER_SHOAL: ["train.compile=off"], SHOAL: []}
-    if not has_compiler():
-        print("there is no g++: nanoGPT is not compiled")
+    if chosen.compile == "off" or not has_compiler():
+        print("nanoGPT is not compiled: " + ("as --compile says" if chosen.compile == "off" else "there is no g++"))
         del wanted[COMPILED_NANO]
+        wanted[SHOAL] = [f"train.compile={chosen.compile}"]
     return wanted | {name: settings.split(",") for name, _, settings in (each.partition(":") for each in chosen.ours)}
 
 
@@ -189,21 +190,21 @@ def measure(chosen: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = options(__doc__.split("\n")[0], rounds_=3, steps=2)
+    parser = options(
+        __doc__, rounds_=3, steps=2, quick={"steps": 1, "batch": 2, "compile": "off", "model": "shakespeare-char"}
+    )
     parser.add_argument("--model", choices=sorted(MODELS), default="nanogpt-char")
     parser.add_argument("--batch", type=int, help="sequences in a step")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compile", choices=("auto", "off"), default="auto")
     parser.add_argument("--ours", action="append", default=[], metavar="NAME:SETTING,…")
-    parser.add_argument("--quick", action="store_true", help="one step of a small batch: does it run?")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--settings", nargs="*", default=[], help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
         child(chosen)
         return
-    if chosen.quick:
-        chosen.rounds, chosen.steps, chosen.batch = 1, 1, 2
     chosen.batch = chosen.batch or MODELS[chosen.model][2]
     # The trial that chooses is part of what is measured: it must not be known from before.
     with tempfile.TemporaryDirectory() as cache:

@@ -47,9 +47,8 @@ class Plain:
 
 
 def main() -> None:
-    parser = options(__doc__.split("\n")[0], rounds_=7, steps=12)
+    parser = options(__doc__, rounds_=7, steps=12, quick={"steps": 2}, trains=True)
     parser.add_argument("--preset", default="grammar")
-    parser.add_argument("--set", action="append", default=[], dest="sets")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)

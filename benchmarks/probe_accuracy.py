@@ -36,7 +36,7 @@ LEAST_BYTES = 1 << 20
 
 
 def main() -> None:
-    parser = options(__doc__.split("\n")[0], rounds_=3, steps=60)
+    parser = options(__doc__, rounds_=3, steps=60, quick={"steps": 10, "links": "1gbit"})
     parser.add_argument("--links", default=",".join(LINKS))
     parser.add_argument("--nodes", type=int, default=2)
     chosen = parser.parse_args()

@@ -10,7 +10,6 @@ have been on its way already. Waits end after `--deadline-s`. Each measurement h
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -23,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from _common import options
 from rivals.faults import FAULTS, Fault
 from rivals.jobs import Job, Shoal, ShoalSession, Torchft, Torchrun, TunedTorchrun
 from rivals.journal import Recovery, Return, coming_back, last_before, recovery
@@ -223,8 +223,7 @@ def prepare(rivals: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=1)
+    parser = options(__doc__, rounds_=1, quick={"rival": "shoal", "fault": "1"})
     parser.add_argument("--rival", default=",".join(RIVALS), help="of: %(default)s")
     parser.add_argument("--fault", default=",".join(FAULTS), help="of: %(default)s")
     parser.add_argument("--deadline-s", type=float, default=120.0)

@@ -105,7 +105,7 @@ def rank_main(way: str, name: str, steps: int, folder: str) -> None:
     ends = train_ddp(name, steps) if way == "ddp" else train_session(name, steps, folder)
     if os.environ["RANK"] == "0":
         # From end to end, so that what a loop does between two steps counts.
-        times = [end - begin for begin, end in pairwise(ends[WARM_UP:])]
+        times = [end - begin for begin, end in pairwise(ends[min(WARM_UP, steps // 3) :])]
         print(f"median {statistics.median(times)}", flush=True)
 
 
@@ -124,8 +124,10 @@ def main() -> None:
     if sys.argv[1:2] == ["--rank"]:
         rank_main(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])
         return
-    chosen = options("A step of shoal.Session against a hand-written DDP loop.", rounds_=7, steps=80).parse_args()
-    for name in ("images", "dense"):
+    parser = options(__doc__, rounds_=7, steps=80, quick={"steps": 6, "models": "dense"})
+    parser.add_argument("--models", default="images,dense")
+    chosen = parser.parse_args()
+    for name in chosen.models.split(","):
         print(f"{name}:")
         found = rounds({way: measure(way, name, chosen.steps) for way in ("ddp", "session")}, chosen.rounds)
         ratio = 1 / median_ratio(found["ddp"], found["session"])

@@ -8,12 +8,12 @@ seconds of each round, and each published figure beside the simulated one with i
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from dataclasses import replace
 
+from _common import options
 from shoal.cli.simulate import SimulateOptions, simulate
 from shoal.tools.plan.published import LLAMA_DAYS, LLAMA_STEP_S, LLAMA_STEP_TOKENS, llama_mtbf_s, validation
 
@@ -35,8 +35,7 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = options(__doc__, rounds_=3, quick={"seeds": 2})
     parser.add_argument("--seeds", type=int, default=20)
     chosen = parser.parse_args()
     took_s: dict[str, list[float]] = {name: [] for name in CASES}

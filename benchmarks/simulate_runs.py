@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/plan_grid.py --keep grid -o grid.json
     .venv/bin/python benchmarks/simulate_runs.py grid
+    .venv/bin/python benchmarks/simulate_runs.py                # makes a grid of its own first
 
 Simulated: the step as predicted from the profile, without its own guess at waiting, and the slowest of N ranks drawn
 from the spread of the run's own steps. Measured: tokens by the mean step of the run's second half.
@@ -11,9 +12,12 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+from _common import options
 from shoal.errors import ConfigError
 from shoal.run_folder import RunFolder
 from shoal.tools.plan.scenario import (
@@ -30,7 +34,20 @@ from shoal.tools.report.rank_log import step_time_factors
 from shoal.tools.report.summary import summarize
 
 
-def main(folder: Path) -> None:
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("grid", type=Path, nargs="?", help="the folder that plan_grid.py --keep wrote")
+    chosen = parser.parse_args()
+    if chosen.grid:
+        compare(chosen.grid)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        words = ("--keep", folder, *(["--quick"] if chosen.quick else []))
+        subprocess.run([sys.executable, str(Path(__file__).with_name("plan_grid.py")), *words], check=True)
+        compare(Path(folder))
+
+
+def compare(folder: Path) -> None:
     found = [error(RunFolder(path.parent)) for path in sorted(folder.glob("*/*/prediction.json"))]
     errors = [each for each in found if each is not None]
     sizes = [abs(each) for each in errors]
@@ -71,4 +88,4 @@ def error(run: RunFolder) -> float | None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

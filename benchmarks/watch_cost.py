@@ -9,7 +9,6 @@ The events are written by this process, as ranks write them; the server is `shoa
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import statistics
@@ -23,6 +22,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from _common import options
 from shoal.config.load import build_config, to_toml
 from shoal.events import PHASES
 from shoal.run_folder import RunFolder
@@ -192,7 +192,7 @@ def measure_long(folder: Path, steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, quick={"seconds": 2.0})
     parser.add_argument("--steps-per-s", type=float, default=10.0)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--long", type=int, default=0, metavar="STEPS")

@@ -9,16 +9,17 @@ what a machine without a compiler gets. Prints a table and the figures as JSON.
 
 from __future__ import annotations
 
-import argparse
+import gc
 import json
 import statistics
+import threading
 import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from _common import rounds
+from _common import options, rounds
 from shoal.config.presets import PRESETS
 from shoal.config.schema import ModelConfig
 from shoal.config.sync_choice import WIRE_FORMATS, WireChoice
@@ -35,8 +36,7 @@ _FORMATS = tuple(str(WireChoice(name)) for name in WIRE_FORMATS if name != "fp32
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = options(__doc__, rounds_=5, quick={"layers": 1})
     parser.add_argument("--layers", type=int, default=12, help="fewer for a quick look; figures are scaled to 124M")
     parser.add_argument("--formats", default=",".join(_FORMATS))
     chosen = parser.parse_args()
@@ -50,6 +50,12 @@ def main() -> None:
     for measure in variants.values():
         measure()
     found = rounds({name: scaled(measure, 124e6 / numbers) for name, measure in variants.items()}, chosen.rounds)
+    # A thread of a format that still runs while the interpreter ends would abort it.
+    del variants, measure
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "wire":
+            thread.join(10)
     leave_world(world)
     medians = {name: statistics.median(times) for name, times in found.items()}
     copy_s = medians["fp32 copy"]
