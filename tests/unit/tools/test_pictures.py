@@ -122,6 +122,27 @@ def levers(scale: float = 1.0) -> Figure:
     return draw_levers(compare(points))
 
 
+def test_levers_name_their_ceiling_and_a_method_that_diverged() -> None:
+    """Labels once crossed the line of the ceiling, which had no name, and one bad loss set the axis of all methods."""
+    points = [lever(ONE_NODE, 1000, evaluations=curve(5.0, 4.0)), lever(CEILING, 1900)]
+    points += [lever(name, 1500, evaluations=curve(5.0, 4.2)) for name in ("ddp", "fp16")]
+    figure = draw_levers(compare([*points, lever("accumulate:4", 1800, evaluations=curve(20.0, 9.0))]))
+    figure.draw_without_rendering()
+    speed, learned = figure.axes
+    assert "no exchange: the ceiling" in speed.get_legend_handles_labels()[1]
+    ceiling = speed.transData.transform((1900, 0))[0]
+    assert all(text.get_window_extent().x0 > ceiling for text in speed.texts)
+    assert learned.get_ylim()[1] < 8
+    assert "accumulate:4 (up to 20)" in learned.get_legend_handles_labels()[1]
+
+
+def test_the_headline_of_a_probe_is_its_finding() -> None:
+    headline = draw_probe(probe_of()).get_suptitle()
+    assert headline.startswith(
+        "lab:2: gloo moves 953 Mbit/s of the 960 Mbit/s that the link gives; 498 MB of gradients"
+    )
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "scaling": lambda: draw_scaling(demo_points()),
     "scaling of one": lambda: draw_scaling(demo_points()[:1]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from shoal.runs.start import TrainDisplay, start_training
 from shoal.tools.report.figures import IDEAL, MEASURED, PHASE_COLOURS, save_figure
 from shoal.tools.report.manifest import explain_write_errors
 from shoal.tools.report.summary import RunSummary, summarize
+from shoal.units import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -285,6 +287,8 @@ def _evaluations(summary: RunSummary) -> Iterable[Evaluation]:
 
 
 # The palette of Okabe and Ito; further lines repeat it dashed.
+# A loss this many times as high as the median method's highest is not drawn; the legend names it.
+_MOST_PEAK = 1.15
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
@@ -313,22 +317,25 @@ def _draw_speed(axes: Axes, rows: tuple[LeverRow, ...]) -> None:
     colours = [IDEAL if name in (ONE_NODE, CEILING) else MEASURED for name in names]
     axes.barh(names, speeds, 0.62, color=colours)
     lost = [_unexposed(row) - speed for row, speed in zip(rows, speeds, strict=True)]
-    ends = axes.barh(
-        names, lost, 0.62, left=speeds, color=PHASE_COLOURS["exposed"], alpha=0.35, label="lost to the network"
-    )
-    for text in axes.bar_label(ends, [_label(row) for row in rows], label_type="edge", padding=4, fontsize=9):
-        text.set_bbox({"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85})
+    if max(lost) > 0.02 * max(speeds):
+        exposed = PHASE_COLOURS["exposed"]
+        axes.barh(names, lost, 0.62, left=speeds, color=exposed, alpha=0.35, label="lost to the network")
     ceiling = next((row.point.tokens_per_s for row in rows if row.point.name == CEILING), None)
     if ceiling is not None:
-        axes.axvline(ceiling, color=IDEAL, linestyle="--", lw=1)
+        axes.axvline(ceiling, color=IDEAL, linestyle="--", lw=1, label=f"{CEILING}: the ceiling")
+    # In a column of their own: beside the bars they would cross other bars and the ceiling.
+    longest = max(map(_unexposed, rows))
+    for place, row in enumerate(rows):
+        axes.annotate(_label(row), (1.03 * longest, place), va="center", fontsize=9)
     axes.invert_yaxis()
-    room = 1.28 if all(row.is_plausible for row in rows) else 1.8
-    axes.set(xlabel="tokens per second", xlim=(0, room * max(map(_unexposed, rows))))
+    room = 1.35 if all(row.is_plausible for row in rows) else 1.8
+    axes.set(xlabel="tokens per second", xlim=(0, room * longest))
     axes.locator_params(axis="x", nbins=4)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    if max(lost) > 0.02 * max(speeds):
+    if axes.get_legend_handles_labels()[1]:
         # Below the axes: a bar may be as long as the axis.
-        axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.11), handlelength=1)
+        below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.11)}
+        axes.legend(frameon=False, fontsize=9, ncols=2, handlelength=1.5, **below)
     axes.set_title("Speed, and times one node", loc="left", fontweight="bold", fontsize=10)
 
 
@@ -346,12 +353,19 @@ def _label(row: LeverRow) -> str:
 
 def _draw_loss(axes: Axes, rows: tuple[LeverRow, ...]) -> None:
     drawn = [row.point for row in rows if row.point.evaluations]
-    for number, point in enumerate(drawn):
+    peaks = [max(entry.loss for entry in point.evaluations) for point in drawn]
+    # One method that diverged would press all others into a corner.
+    top = _MOST_PEAK * statistics.median(peaks) if peaks else math.inf
+    for number, (point, peak) in enumerate(zip(drawn, peaks, strict=True)):
         colour = IDEAL if point.name == ONE_NODE else _COLOURS[number % len(_COLOURS)]
         seconds, losses = zip(*((entry.seconds, entry.loss) for entry in point.evaluations), strict=True)
         style = "-" if number < len(_COLOURS) else "--"
-        axes.plot(seconds, losses, color=colour, linestyle=style, marker=".", lw=1.5, label=point.name)
+        label = f"{point.name} (up to {format_number(peak)})" if peak > top else point.name
+        [line] = axes.plot(seconds, losses, color=colour, linestyle=style, marker=".", lw=1.5)
+        line.set_label(label)
     axes.set(xlabel="seconds of training", ylabel="validation loss")
+    if any(peak > top for peak in peaks):
+        axes.set_ylim(top=top)
     axes.grid(axis="y", alpha=0.25)
     axes.set_title("What was learned by when", loc="left", fontweight="bold", fontsize=10)
     if drawn:

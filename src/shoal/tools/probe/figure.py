@@ -10,7 +10,7 @@ from shoal.config.profile import CollectiveProfile, LinkProfile, NodeProfile, Pr
 from shoal.cost.machines import Roofline, roofline_of
 from shoal.cost.network import format_buffer_size
 from shoal.tools.report.figures import IDEAL, MEASURED, PHASE_COLOURS, save_figure, set_log_ticks
-from shoal.units import format_duration, format_number, format_percent, format_si, format_speed
+from shoal.units import format_duration, format_number, format_percent, format_si, format_speed, pluralize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +21,7 @@ _ONE, _FOUR, _TOGETHER = PHASE_COLOURS["forward"], PHASE_COLOURS["backward"], PH
 _NODES = tuple(PHASE_COLOURS[name] for name in ("backward", "exposed", "optimizer", "data", "wait"))
 _MARKS = "osD^v"
 _MOST_LINKS = 12
+_GPT2_BYTES = 4 * 124_439_808
 
 
 def plot_probe(profile: Profile, path: Path) -> None:
@@ -39,13 +40,27 @@ def draw_probe(profile: Profile) -> Figure:
             figure = Figure(figsize=(7, 5), layout="constrained")
             _draw_roofline(figure.subplots(), profile.nodes)
             return figure
-        figure = Figure(figsize=(12, 9), layout="constrained")
+        figure = Figure(figsize=(12, 9.5), layout="constrained")
         (links, times), (bus, roof) = figure.subplots(2, 2)
         _draw_links(links, profile.links)
         _draw_times(times, reduce_)
         _draw_bus(bus, profile)
         _draw_roofline(roof, profile.nodes)
+        figure.suptitle(_headline(profile), x=0.01, ha="left", fontsize=12)
     return figure
+
+
+def _headline(profile: Profile) -> str:
+    """Return what the four parts come to: what gloo makes of the link, and how long a common model's gradients take."""
+    summary, reduce_ = profile.summary, profile.collective("all-reduce")
+    where = f"{profile.on}: " if profile.on else ""
+    if summary.bus_gbps is None or summary.wire_gbps is None or reduce_ is None:
+        return f"{where}{pluralize(len(profile.nodes), 'node')}, measured"
+    bus, wire = (format_si(1e9 * gbps, "bit/s") for gbps in (summary.bus_gbps, summary.wire_gbps))
+    exchange = (
+        f"{format_si(_GPT2_BYTES, 'B')} of gradients (GPT-2) take {format_duration(reduce_.seconds(_GPT2_BYTES))}"
+    )
+    return f"{where}gloo moves {bus} of the {wire} that the link gives; {exchange}"
 
 
 def _draw_links(axes: Axes, links: tuple[LinkProfile, ...]) -> None:
