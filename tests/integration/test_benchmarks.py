@@ -43,4 +43,4 @@ def test_a_benchmark_without_a_test_of_its_own_is_started_by_another() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: str(path.stem))
 def test_a_benchmark_has_the_common_options(file: Path) -> None:
-    assert "options(__doc__" in file.read_text(encoding="utf-8")
+    assert re.search(r"options\(\s*__doc__", file.read_text(encoding="utf-8"))
