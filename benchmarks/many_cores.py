@@ -1,6 +1,6 @@
 """Ranks with several threads on one machine: shoal's default against stock DDP and against one process.
 
-    .venv/bin/python benchmarks/many_cores.py                    the whole table, at most three minutes
+    .venv/bin/python benchmarks/many_cores.py                    the whole table, about five minutes
     .venv/bin/python benchmarks/many_cores.py --rounds 5         medians of five alternating rounds
     .venv/bin/python benchmarks/many_cores.py --only grammar --extra grammar:2:passive:OMP_WAIT_POLICY=passive
 
