@@ -16,6 +16,7 @@ import pytest
 from shoal.control.processes import find_processes
 from shoal.host.topology import this_topology
 from shoal.tools.report.page import write_report
+from tests.support.browser import open_browser
 from tests.support.needs import need_tool
 from tests.support.programs import TINY, set_flags, shoal, shoal_command, steps_of
 from tests.support.run_samples import all_events, demo_points, make_run
@@ -39,6 +40,20 @@ def test_the_report_renders_in_a_real_browser(tmp_path: Path) -> None:
     document = rendered_document(write_report(run, demo_points()), tmp_path / "profile")
     assert document.count('class="main-svg"') >= 8, "a chart is missing"
     assert "<title>run · finished</title>" in document, "a path of the run was executed as a script"
+
+
+def test_a_comparison_on_a_phone_keeps_the_names_of_its_runs(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, all_events()).path for name in ("a-run-with-a-long-name", "second")]
+    done = shoal("report", *runs, "--out", tmp_path / "compared.html")
+    assert done.returncode == 0, done.stderr
+    with open_browser() as page:
+        page.resize(390, 800)
+        page.open((tmp_path / "compared.html").as_uri())
+        page.wait_for("document.querySelector('.scroll') !== null")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than a phone"
+        page.evaluate("document.querySelector('.scroll').scrollLeft = 400")
+        left = "document.querySelector('.scroll tbody tr > :first-child').getBoundingClientRect().left"
+        assert page.evaluate(left) >= 0, "its figures have no name"
 
 
 def test_a_report_is_printed_as_a_pdf_beside_its_page(tmp_path: Path) -> None:

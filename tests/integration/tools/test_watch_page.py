@@ -89,6 +89,32 @@ def test_a_page_is_served_to_those_who_have_the_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_the_page_shows_no_figures_of_what_is_not_there(tmp_path: Path) -> None:
+    """It once began with "step 0 of 200 (0%)", and kept the last bars and loads of a node that was away."""
+    run = make_run(tmp_path / "run", [start(0, 2, node="node1", steps=200), start(1, 2, node="node2", steps=200)])
+    for node in ("node1", "node2"):
+        members = agent_event("generation", node, id="1-0", members=["node1", "node2"], step=0)
+        append(run.journal(node), ready(node, "10.0.0.1"), members)
+    append(run.path / "samples" / "node2.jsonl", {"time": 1.0, "clock": 0.75})
+    with serving(run) as (url, _), open_browser() as page:
+        page.open(url)
+        page.wait_for("document.querySelector('#progress-text')?.textContent.startsWith('waiting for the first step')")
+        assert "generation" not in page.text("#figures")
+        add_steps(run, 1, 20)
+        page.wait_for("document.querySelector('#progress-text').textContent.startsWith('step 20 of 200')")
+        page.wait_for("document.querySelector('[data-node=node2] .load') !== null")
+        bars = "[...document.querySelectorAll('#ranks > div:nth-child(2) b')]"
+        widths = f"{bars}.map((bar) => bar.getBoundingClientRect().width)"
+        assert max(page.evaluate(widths)) > 0
+        append(run.journal("node1"), agent_event("generation", "node1", id="2-0", members=["node1"], step=20))
+        add_steps(run, 21, 30, ranks=(0,))
+        page.wait_for("document.querySelector('#nodes .away')?.dataset.node === 'node2'")
+        assert page.evaluate("document.querySelector('[data-node=node2] .load')") is None
+        assert max(page.evaluate(widths), default=0) == 0
+        assert "changes of members" in page.text("#figures")
+
+
+@pytest.mark.long
 def test_a_real_browser_shows_the_run_as_it_goes_on(tmp_path: Path) -> None:
     run = make_watched_run(tmp_path / "run")
     with serving(run) as (url, server), open_browser() as page:

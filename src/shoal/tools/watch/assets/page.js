@@ -651,7 +651,8 @@ function drawHead() {
     line.style.background = MARKS[mark.kind][0];
     bar.append(line);
   }
-  const texts = [s.steps ? `step ${fixed(s.step, 0)} of ${fixed(s.steps, 0)} (${fixed((100 * s.step) / s.steps, s.steps > 999 ? 1 : 0)}%)` : `step ${fixed(s.step, 0)}`];
+  const isWaiting = !s.step && !OVER.includes(s.status);
+  const texts = [isWaiting ? `waiting for the first step${s.steps ? ` of ${fixed(s.steps, 0)}` : ""}` : s.steps ? `step ${fixed(s.step, 0)} of ${fixed(s.steps, 0)} (${fixed((100 * s.step) / s.steps, s.steps > 999 ? 1 : 0)}%)` : `step ${fixed(s.step, 0)}`];
   if (s.left_s !== null) texts.push(`${duration(s.left_s)} left`);
   const isOver = OVER.includes(s.status);
   if (s.first_time !== null) texts.push(`${duration(s.last_time - s.first_time)} ${isOver ? "in all" : "so far"}`);
@@ -685,7 +686,7 @@ function drawFigures() {
     ["step", s.step_s ? seconds(s.step_s) : NONE, predicted],
     ["communication and wait", share === null || !s.step_s ? NONE : `${fixed(100 * share, share < 0.1 ? 1 : 0)}%`, "of a step"],
     ["ranks", String(present.length), `on ${plural(nodes, "node")}${present.length < s.ranks.length ? `; ${s.ranks.length - present.length} away` : ""}`],
-    ["generation", s.generation.split("-")[0], s.generation === "0-0" ? "fixed members" : `members changed ${plural(shownMarks().filter((mark) => mark.kind === "members").length, "time")}`],
+    ["changes of members", String(shownMarks().filter((mark) => mark.kind === "members").length), s.generation === "0-0" ? "its ranks are fixed" : "ranks that left or joined"],
   ];
   $("figures").replaceChildren(...boxes.map(([name, value, note]) => el("div", {}, el("dt", {}, name), el("dd", {}, value, el("small", {}, note)))));
 }
@@ -712,11 +713,11 @@ function drawNodes() {
   list.replaceChildren(...nodes.map((node) => {
     const link = [];
     if (node.link_mbps) link.push(`${si(node.link_mbps * 1e6, "bit/s")} link`);
-    if (node.sent_bps !== null && node.sent_bps > 1e3) link.push(`sends ${si(node.sent_bps, "bit/s")}${node.link_mbps ? ` (${fixed(node.sent_bps / node.link_mbps / 1e4, 0)}%)` : ""}`);
+    if (node.is_present && node.sent_bps !== null && node.sent_bps > 1e3) link.push(`sends ${si(node.sent_bps, "bit/s")}${node.link_mbps ? ` (${fixed(node.sent_bps / node.link_mbps / 1e4, 0)}%)` : ""}`);
     const state = node.is_present ? "present" : "away";
     const where = [node.address, node.interface].filter(Boolean).join(" · ");
     const machine = [node.cpu, node.cores && plural(node.cores, "core"), node.memory_bytes && si(node.memory_bytes, "B")].filter(Boolean).join(", ");
-    const rows = sampleRows(node);
+    const rows = node.is_present ? sampleRows(node) : [];
     const card = el("div", { class: "card" }, el("span", { class: "state" }, state), el("strong", {}, node.name),
       el("div", { class: "soft" }, where || "no address recorded"), machine ? el("div", { class: "soft" }, machine) : "",
       el("div", { class: "chips" }, ...node.ranks.map((rank) => el("span", {}, `rank ${rank}`)), node.generation === "0-0" ? "" : el("span", {}, `generation ${node.generation.split("-")[0]}`)),
@@ -726,7 +727,7 @@ function drawNodes() {
 }
 function drawRanks() {
   const ranks = S.summary.ranks;
-  const longest = Math.max(...ranks.map((rank) => rank.step_s), S.summary.predicted?.step_s ?? 0) || 1;
+  const longest = Math.max(...ranks.map((rank) => (rank.is_present ? rank.step_s : 0)), S.summary.predicted?.step_s ?? 0) || 1;
   const bars = (figures) => ["compute", "exposed", "wait"].map((part) => {
     const piece = el("b", { class: part, title: `${part === "exposed" ? "communication" : part} ${seconds(figures[`${part}_s`])}` });
     piece.style.width = `${(100 * figures[`${part}_s`]) / longest}%`;
@@ -736,7 +737,8 @@ function drawRanks() {
   const rows = ranks.map((rank) => {
     const kind = rank.is_present ? (rank.slow ? "slow" : "") : "absent";
     const text = rank.doing && !rank.step ? rank.doing : rank.is_present ? (rank.step_s ? seconds(rank.step_s) : NONE) : "away";
-    return row(`rank ${rank.rank} · ${rank.node}`, rank, text, kind);
+    // The last bars of a rank that is away are not what it does now.
+    return row(`rank ${rank.rank} · ${rank.node}`, rank.is_present ? rank : { compute_s: 0, exposed_s: 0, wait_s: 0 }, text, kind);
   });
   const p = S.summary.predicted;
   if (p) rows.push(row("predicted", { compute_s: (p.compute_s ?? 0) + (p.optimizer_s ?? 0) + (p.other_s ?? 0), exposed_s: p.exposed_s ?? 0, wait_s: p.wait_s ?? 0 }, seconds(p.step_s), "absent"));
