@@ -21,6 +21,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 import types
 import warnings
@@ -178,6 +179,9 @@ def _forget_parent() -> None:
     atexit._clear()
     random.seed()
     multiprocessing.set_start_method("fork", force=True)
+    # The server's folders: TMPDIR may be another one, and ranks that share one would remove each other's sockets.
+    tempfile.tempdir = None
+    multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
     for module in [module for name, module in sys.modules.items() if name.startswith("shoal.")]:
         for value in vars(module).values():
             if isinstance(value, functools._lru_cache_wrapper):

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -190,11 +189,14 @@ def _kill(process: subprocess.Popen[bytes] | ForkedRank) -> None:
     if isinstance(process, ForkedRank) and not process.pid:
         process.cancel()
         return
-    folders = {path.parent for path in unix_sockets_of(process.pid, "/pymp-") if path.parent.name.startswith("pymp-")}
+    sockets = unix_sockets_of(process.pid, "/pymp-")
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+    for path in sockets:
+        # A folder that other processes use, too, is not empty and stays.
+        with contextlib.suppress(OSError):
+            path.unlink()
+            path.parent.rmdir()
 
 
 def _has_children_in(group: int) -> bool:

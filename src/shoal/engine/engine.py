@@ -290,9 +290,12 @@ class Engine:
             self._tasks_done_at_round_start = self.periodic_done_step
 
     def drop_step(self) -> None:
-        """Undo what a step that is not finished has changed: gradients and buffers."""
+        """Undo what a step that is not finished has changed: gradients, buffers, and what a scaler knows of them."""
         self.exchanges.totals.restore()
         self.zero_grad()
+        if self._scaler is not None and self._work.micro_batches:
+            # With its own scale: that only forgets that gradients were unscaled, which it refuses to do twice.
+            self._scaler.update(self._scaler.get_scale())
 
     @property
     def sync(self) -> GradientSync:

@@ -501,3 +501,29 @@ def test_a_loop_that_is_left_early_ends_well_and_says_where(tmp_path: Path) -> N
     assert "the loop ended at step 3 of 8" in done.stderr
     listed = shoal("runs", "--in", tmp_path).stdout.splitlines()[1]
     assert "ended early  3 of 8" in listed
+
+
+def scaled_recipe(session: Session) -> Callable[[Step], None]:
+    """Lose the second step after its gradients were unscaled, as when a peer leaves before the update."""
+    model, scaler = make_model(), torch.amp.GradScaler("cpu")
+    session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
+
+    def compute(step: Step) -> None:
+        for inputs, labels in step.batches(DATA):
+            step.backward(F.cross_entropy(model(inputs), labels, reduction="sum"))
+
+    def do_step(step: Step) -> None:
+        compute(step)
+        if step.number == 2:
+            session.engine._finish_gradients(step.number, 1.0, can_queue=False)
+            session.engine.drop_step()
+            session.engine.begin_step()
+            compute(step)
+        step.update(clip=1.0)
+        assert scaler.get_scale() == 65536.0
+
+    return do_step
+
+
+def test_a_step_that_is_lost_after_unscaling_is_done_again(tmp_path: Path) -> None:
+    assert len(train(tmp_path / "run", 1, scaled_recipe, settings(steps=4))) == 4

@@ -169,11 +169,10 @@ time.sleep(600)
 """
 
 
-def test_killed_ranks_leave_no_folders_of_their_loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_ranks_leave_no_folders_of_their_loaders(tmp_path: Path) -> None:
     """Rank 1 is killed from outside, and rank 0 by its agent. The name of a socket may have 107 characters."""
     with tempfile.TemporaryDirectory() as folder:
-        monkeypatch.setenv("TMPDIR", folder)
-        done = shoal("run", "--grace", "1", "--out", tmp_path / "run", script(tmp_path, LOADING))
+        done = shoal("run", "--grace", "1", "--out", tmp_path / "run", script(tmp_path, LOADING), TMPDIR=folder)
         assert "rank 1 on local was killed (SIGKILL)" in done.stderr
         assert not list(Path(folder).glob("pymp-*"))
         assert {path.name for path in Path(folder).glob("loaded-*")} == {"loaded-0", "loaded-1"}
