@@ -467,7 +467,7 @@ def _manifest_section(manifest: Manifest) -> str:
     hidden = _SHOWN_ELSEWHERE if manifest.trains == "gpt" else _SHOWN_ELSEWHERE | _ONLY_OF_GPT
     fields = manifest.model_dump(mode="json", exclude=hidden)
     rows = "".join(
-        f'<tr><th scope="row">{escape(key)}</th><td>{html_value(value)}</td></tr>' for key, value in fields.items()
+        f'<tr><th scope="row">{escape(key)}</th><td>{html_value(value, key)}</td></tr>' for key, value in fields.items()
     )
     return f'<div class="scroll"><table><tbody>{rows}</tbody></table></div>'
 
@@ -515,12 +515,17 @@ def _or_nothing(value: float | None, form: str, convert: Any = None) -> str:
     return form.format(convert(value) if convert else value)
 
 
-def html_value(value: Any) -> str:
+def html_value(value: Any, name: str = "") -> str:
+    """Return a value as a person reads it; that of a field whose name says bytes with its unit."""
     if isinstance(value, dict):
-        return "<br>".join(f"{escape(str(key))}: {html_value(item)}" for key, item in value.items()) or NOTHING
+        return (
+            "<br>".join(f"{escape(str(key))}: {html_value(item, str(key))}" for key, item in value.items()) or NOTHING
+        )
     if isinstance(value, list):
         return "<br>".join(f"{html_value(item)}" for item in value) or NOTHING
-    if isinstance(value, float):
+    if "bytes" in name and isinstance(value, int | float):
+        value = format_si(value, "B")
+    elif isinstance(value, float):
         value = format_number(value, 6)
     return NOTHING if value is None else escape(str(value))
 

@@ -13,7 +13,14 @@ import pytest
 
 from shoal.events import Event
 from shoal.tools.report.manifest import write_derived_files
-from shoal.tools.report.page import MAX_POINTS, embed_json, thin_by_mean, thin_keeping_extremes, write_report
+from shoal.tools.report.page import (
+    MAX_POINTS,
+    embed_json,
+    html_value,
+    thin_by_mean,
+    thin_keeping_extremes,
+    write_report,
+)
 from tests.support.run_samples import all_events, demo_points, make_run, start, step
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
@@ -140,6 +147,12 @@ def test_long_curves_are_thinned_and_keep_their_spikes() -> None:
         assert x == sorted(x)
     assert max(value for value in thin_keeping_extremes(steps, values)[1] if value is not None) == 50.0
     assert max(thin_by_mean(steps, values)[1]) == pytest.approx(1 + 49 / 250)
+
+
+def test_bytes_have_a_unit() -> None:
+    assert html_value({"wire_bytes_per_step": 1_500_000.0, "memory": {"peak_memory_bytes": 2_000}, "steps": 2_000}) == (
+        "wire_bytes_per_step: 1.5 MB<br>memory: peak_memory_bytes: 2 kB<br>steps: 2000"
+    )
 
 
 def test_short_curves_are_unchanged() -> None:
