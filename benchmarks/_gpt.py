@@ -17,7 +17,7 @@ from shoal.engine.session import Session
 from shoal.engine.session_start import SessionStart
 from shoal.run_folder import RunFolder
 from shoal.sync.world import World
-from shoal.train.gpt_training import TextSource, gpt_steps, split_inputs_targets
+from shoal.train.gpt_training import GptTrainer, TextSource, split_inputs_targets
 
 # Nothing but steps: a training that never ends, evaluates, saves, compares or pins.
 STEPS_ONLY = (
@@ -33,7 +33,7 @@ def make_step(config: Config, run: RunFolder, world: World) -> Callable[[], obje
     """Return a function that does the next step of a training in this world."""
     placement = Placement(world.rank, world.size, world.local_rank, world.local_size, launcher="shoal")
     session = Session.of(SessionStart(config, run, placement, sharding=config.data.sharding, world=world))
-    steps = gpt_steps(session, config, run)
+    steps = GptTrainer(session, config, run).steps()
     return lambda: next(steps)
 
 

@@ -94,14 +94,14 @@ def rank_main(folder: Path, model: str) -> None:
     from shoal.engine.session import Session
     from shoal.engine.session_start import SessionStart
     from shoal.sync.world import join_world
-    from shoal.train.gpt_training import gpt_steps
+    from shoal.train.gpt_training import GptTrainer
 
     torch.set_flush_denormal(True)
     config, run = load_config(RunFolder.open(folder).config), RunFolder.open(folder)
     placement = Placement.from_env(os.environ)
     world = join_world(placement, torch.device("cpu"))
     session = Session.of(SessionStart(config, run, placement, sharding=config.data.sharding, world=world))
-    steps = resnet_steps(session) if model == "resnet" else gpt_steps(session, config, run)
+    steps = resnet_steps(session) if model == "resnet" else GptTrainer(session, config, run).steps()
     for line in sys.stdin:
         times = []
         for _ in range(int(line)):

@@ -39,80 +39,95 @@ _COMPARE_TIMEOUT_S = 600.0
 
 def train_gpt(session: Session, config: Config, run: RunFolder) -> bool:
     """Train to the end, or until a rank wants to stop; return True if the end was reached."""
-    for _ in gpt_steps(session, config, run):
+    for _ in GptTrainer(session, config, run).steps():
         pass
     return session.is_finished
 
 
-def gpt_steps(session: Session, config: Config, run: RunFolder) -> Iterator[int]:
-    """Train; yield the number of each step after it was tried."""
-    torch.manual_seed(config.train.seed)
-    model = GPT(config.model).to(session.device)
-    optimizer = make_optimizer(model, config.train)
-    compute = Compute(model)
-    text = TextSource(TokenWindows(open_tokens(Path(read_data_facts(run).train)).tokens, config.model.seq_len))
-    validation = open_tokens(Path(read_data_facts(run).val)).tokens
-    seq_len, train = config.model.seq_len, config.train
+class GptTrainer:
+    """The training loop of shoal's GPT: what a user's own loop does, and a choice of how to compute."""
 
-    def reset() -> None:
-        """Put the weights of step 0 back: the same seed gives the same ones."""
-        torch.manual_seed(train.seed)
-        with torch.no_grad():
-            for parameter, initial in zip(model.parameters(), GPT(config.model).parameters(), strict=True):
-                parameter.copy_(initial)
-        optimizer.state.clear()
+    def __init__(self, session: Session, config: Config, run: RunFolder) -> None:
+        torch.manual_seed(config.train.seed)
+        self.session, self.config, self.run = session, config, run
+        self.model = GPT(config.model).to(session.device)
+        self.optimizer = make_optimizer(self.model, config.train)
+        self.compute = Compute(self.model)
+        facts = read_data_facts(run)
+        self.text = TextSource(TokenWindows(open_tokens(Path(facts.train)).tokens, config.model.seq_len))
+        self.validation = open_tokens(Path(facts.val)).tokens
+        session.attach(self.model, self.optimizer, self.compute, reset=self.reset)
+        session.on_start = partial(choose_compute, session, config, self.compute)
+        session.before_joining, session.describe = self.warm_up, self.describe
+        session.every(config.train.eval_every)(self.evaluate)
 
-    def warm_up() -> None:
-        """Compute once as a restarted rank before it joins: all others would wait seconds in its first step.
+    def steps(self) -> Iterator[int]:
+        """Train; yield the number of each step after it was tried."""
+        session, seq_len = self.session, self.config.model.seq_len
+        has_recorded_shard = False
+        for step in session:
+            if not has_recorded_shard:
+                # After the `start` event, which begins a launch for all readers.
+                describe_shard(session, self.text, self.run, self.config)
+                has_recorded_shard = True
+            with step:
+                lr = self.set_learning_rate(step.number)
+                for rows in step.batches(self.text):
+                    inputs, targets = split_inputs_targets(rows)
+                    # The model sums over tokens, and the session divides by the number of samples.
+                    step.backward(self.model(inputs, targets) / seq_len)
+                step.update(clip=self.config.train.clip, lr=lr, tokens=session.global_batch * seq_len)
+            yield step.number
 
-        Compiling takes that long, and so does loading the first kernels of a GPU.
-        """
-        start = last_event(run.events(session.engine.world.id), "start")
-        is_compiled = bool(start.get("compiled"))
-        if is_compiled or (start and session.device.type == "cuda"):
-            compute.set(ComputeChoice(is_compiled, start["precision"], "as before"))
-            tokens = torch.zeros((start["micro_batch"], seq_len), dtype=torch.int64, device=session.device)
-            model(tokens, tokens).backward()
-            optimizer.zero_grad(set_to_none=True)
+    def set_learning_rate(self, step: int) -> float:
+        train = self.config.train
+        lr = learning_rate(step, peak_rate(train, self.session.global_batch), train)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
 
-    def describe() -> dict[str, object]:
-        return {
-            "params_expected": parameter_count(config.model),
-            "tokens_per_step": session.global_batch * seq_len,
-            "lr": peak_rate(train, session.global_batch),
-            "compiled": compute.choice.compiled,
-            "precision": precision_on(compute.choice, session.device),
-            "compute_why": compute.choice.why,
-        }
-
-    @session.every(train.eval_every)
-    def evaluate_model() -> None:
-        engine, began = session.engine, time.perf_counter()
-        loss = evaluate(model, validation, config, engine.plan.micro_batch, session)
+    def evaluate(self) -> None:
+        session, engine, began = self.session, self.session.engine, time.perf_counter()
+        loss = evaluate(self.model, self.validation, self.config, engine.plan.micro_batch, session)
         common_step = engine.outer.common_step(session.step)
         older = {} if common_step == session.step else {"common_step": common_step}
         eval_s = round(time.perf_counter() - began, 6)
         engine.recorder.event("eval", step=session.step, val_loss=loss, eval_s=eval_s, **older)
 
-    session.attach(model, optimizer, compute, reset=reset)
-    session.on_start = partial(choose_compute, session, config, compute)
-    session.before_joining, session.describe = warm_up, describe
-    has_recorded_shard = False
-    for step in session:
-        if not has_recorded_shard:
-            # After the `start` event, which begins a launch for all readers.
-            describe_shard(session, text, run, config)
-            has_recorded_shard = True
-        with step:
-            lr = learning_rate(step.number, peak_rate(train, session.global_batch), train)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            for rows in step.batches(text):
-                inputs, targets = split_inputs_targets(rows)
-                # The model sums over tokens, and the session divides by the number of samples.
-                step.backward(model(inputs, targets) / seq_len)
-            step.update(clip=train.clip, lr=lr, tokens=session.global_batch * seq_len)
-        yield step.number
+    def reset(self) -> None:
+        """Put the weights of step 0 back: the same seed gives the same ones."""
+        torch.manual_seed(self.config.train.seed)
+        with torch.no_grad():
+            for parameter, initial in zip(self.model.parameters(), GPT(self.config.model).parameters(), strict=True):
+                parameter.copy_(initial)
+        self.optimizer.state.clear()
+
+    def warm_up(self) -> None:
+        """Compute once as a restarted rank before it joins: all others would wait seconds in its first step.
+
+        Compiling takes that long, and so does loading the first kernels of a GPU.
+        """
+        device = self.session.device
+        start = last_event(self.run.events(self.session.engine.world.id), "start")
+        is_compiled = bool(start.get("compiled"))
+        if is_compiled or (start and device.type == "cuda"):
+            self.compute.set(ComputeChoice(is_compiled, start["precision"], "as before"))
+            shape = (start["micro_batch"], self.config.model.seq_len)
+            tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+            self.model(tokens, tokens).backward()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def describe(self) -> dict[str, object]:
+        """Return what the `start` event of a rank says of the model."""
+        session, choice = self.session, self.compute.choice
+        return {
+            "params_expected": parameter_count(self.config.model),
+            "tokens_per_step": session.global_batch * self.config.model.seq_len,
+            "lr": peak_rate(self.config.train, session.global_batch),
+            "compiled": choice.compiled,
+            "precision": precision_on(choice, session.device),
+            "compute_why": choice.why,
+        }
 
 
 def make_optimizer(model: GPT, train: TrainConfig) -> AdamW:
