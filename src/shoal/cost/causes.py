@@ -8,7 +8,7 @@ whose quota is used up also waits for a processor. Where nothing explains enough
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -168,97 +168,15 @@ def find_cause(late: RankTimes, others: Sequence[RankTimes], late_s: float, step
 
 def _candidates(late: RankTimes, others: Sequence[RankTimes], step_s: float, top_process: str) -> list[_Candidate]:
     """Return all causes with the seconds of a step that each explains; the most specific first."""
-    node, usual = late.node, _median_node(others)
-    data_s = late.data_s - median(other.data_s for other in others)
-    gc_s = late.gc_s - median(other.gc_s for other in others)
+    usual = _median_node(others)
     starved_s = step_s * max(0.0, late.starved - median(other.starved for other in others))
-    faults = node.major_faults - usual.major_faults
-    stall_s = step_s * max(0.0, node.memory_stall - usual.memory_stall)
-    memory_s = max(stall_s, step_s * faults * _FAULT_S) if faults >= _MIN_FAULTS else 0.0
-    local = [node, *(other.node for other in others if other.node.machine == node.machine)]
-    demand = _worst_demand(local)
-    # Where all ranks want too much alike, that is not why one of them is late.
-    is_crowded = demand.is_cause(other_cores_beside(local)) and _load(node) >= _MIN_WANTED * median(
-        _load(other.node) for other in others
-    )
-    waited = rank_demand(node).waited_part - median(rank_demand(other.node).waited_part for other in others)
-    other_cores = node.other_cores - usual.other_cores
-    is_disturbed = other_cores >= max(_MIN_OTHER_CORES, _DISTURBING * (node.wanted - node.cpus))
-    has_slow_clock = 0 < node.clock < _SLOW_CLOCK * usual.clock
-    clock_s = late.ready_s * (1 - node.clock / usual.clock) if has_slow_clock else 0.0
-    hot = f"; it throttled because of heat {node.heat:.1f} times a second" if node.heat > usual.heat else ""
-    battery = "; its power cable is out" if node.on_battery else ""
     return [
-        _Candidate(
-            data_s,
-            Cause(
-                "data",
-                f"loading data takes {format_ms(late.data_s)} of each of its steps",
-                "see what slows it down there: its disk, or the dataset's own code; copy the data to a local disk",
-            ),
-        ),
-        _Candidate(
-            gc_s,
-            Cause(
-                GARBAGE,
-                f"Python collects garbage for {format_ms(late.gc_s)} in each of its steps",
-                "keep fewer objects, or call gc.freeze() after loading; session training collects every train.gc_every",
-            ),
-        ),
-        _Candidate(
-            step_s * (node.throttled - usual.throttled),
-            Cause(
-                "CPU quota",
-                f"a CPU limit stops its control group for {format_percent(node.throttled)} of the time",
-                "raise the limit of its container or slice: cpu.max, docker --cpus, a Kubernetes cpu limit",
-            ),
-        ),
-        _Candidate(
-            step_s * (node.frozen - usual.frozen),
-            Cause(
-                "freezes",
-                f"its process stands still for {format_percent(node.frozen)} of the time without waiting for anything",
-                "see what stops it: a suspended virtual machine, a snapshot or backup, SIGSTOP, a debugger",
-            ),
-        ),
-        _Candidate(
-            memory_s,
-            Cause(
-                "memory",
-                f"its memory is short: {node.major_faults:,.0f} pages a second are read back from disk",
-                "free memory there (free -h), or give this rank less: a smaller --micro-batch",
-            ),
-        ),
-        _Candidate(
-            step_s * (node.steal - usual.steal),
-            Cause(
-                "steal",
-                f"the hypervisor gives its processors to others for {format_percent(node.steal)} of the time",
-                "use a machine that is not overbooked",
-            ),
-        ),
-        _Candidate(
-            starved_s if is_disturbed else 0.0,
-            Cause(
-                "other programs",
-                f"{top_process or 'other programs'} and the like keep {node.other_cores:.1f} cores busy, and the rank "
-                f"waits for a processor {format_percent(late.starved)} of the time",
-                "end that program, or give it other cores: taskset, nice",
-            ),
-        ),
-        _Candidate(
-            max(starved_s, step_s * waited) if is_crowded else 0.0,
-            Cause(CROWDED, demand.describe(_whose(demand)), demand.fix),
-        ),
-        _Candidate(
-            clock_s,
-            Cause(
-                "clock",
-                f"its processor runs at {format_percent(node.clock)} of its highest clock, the others at "
-                f"{format_percent(usual.clock)}{hot}{battery}",
-                "plug in its power cable" if battery else "cool it, or choose another power profile: powerprofilesctl",
-            ),
-        ),
+        _data(late, others),
+        _garbage(late, others),
+        *_stops(late.node, usual, step_s),
+        _other_programs(late, usual, starved_s, top_process),
+        _crowding(late, others, step_s, starved_s),
+        _slow_clock(late, usual),
         _Candidate(
             starved_s,
             Cause(
@@ -268,6 +186,113 @@ def _candidates(late: RankTimes, others: Sequence[RankTimes], step_s: float, top
             ),
         ),
     ]
+
+
+def _data(late: RankTimes, others: Sequence[RankTimes]) -> _Candidate:
+    return _Candidate(
+        late.data_s - median(other.data_s for other in others),
+        Cause(
+            "data",
+            f"loading data takes {format_ms(late.data_s)} of each of its steps",
+            "see what slows it down there: its disk, or the dataset's own code; copy the data to a local disk",
+        ),
+    )
+
+
+def _garbage(late: RankTimes, others: Sequence[RankTimes]) -> _Candidate:
+    return _Candidate(
+        late.gc_s - median(other.gc_s for other in others),
+        Cause(
+            GARBAGE,
+            f"Python collects garbage for {format_ms(late.gc_s)} in each of its steps",
+            "keep fewer objects, or call gc.freeze() after loading; session training collects every train.gc_every",
+        ),
+    )
+
+
+def _stops(node: NodeStats, usual: NodeStats, step_s: float) -> Iterator[_Candidate]:
+    """Yield what makes the kernel or the hypervisor stop a process."""
+    faults = node.major_faults - usual.major_faults
+    stall_s = step_s * max(0.0, node.memory_stall - usual.memory_stall)
+    yield _Candidate(
+        step_s * (node.throttled - usual.throttled),
+        Cause(
+            "CPU quota",
+            f"a CPU limit stops its control group for {format_percent(node.throttled)} of the time",
+            "raise the limit of its container or slice: cpu.max, docker --cpus, a Kubernetes cpu limit",
+        ),
+    )
+    yield _Candidate(
+        step_s * (node.frozen - usual.frozen),
+        Cause(
+            "freezes",
+            f"its process stands still for {format_percent(node.frozen)} of the time without waiting for anything",
+            "see what stops it: a suspended virtual machine, a snapshot or backup, SIGSTOP, a debugger",
+        ),
+    )
+    yield _Candidate(
+        max(stall_s, step_s * faults * _FAULT_S) if faults >= _MIN_FAULTS else 0.0,
+        Cause(
+            "memory",
+            f"its memory is short: {node.major_faults:,.0f} pages a second are read back from disk",
+            "free memory there (free -h), or give this rank less: a smaller --micro-batch",
+        ),
+    )
+    yield _Candidate(
+        step_s * (node.steal - usual.steal),
+        Cause(
+            "steal",
+            f"the hypervisor gives its processors to others for {format_percent(node.steal)} of the time",
+            "use a machine that is not overbooked",
+        ),
+    )
+
+
+def _other_programs(late: RankTimes, usual: NodeStats, starved_s: float, top_process: str) -> _Candidate:
+    node = late.node
+    other_cores = node.other_cores - usual.other_cores
+    is_disturbed = other_cores >= max(_MIN_OTHER_CORES, _DISTURBING * (node.wanted - node.cpus))
+    return _Candidate(
+        starved_s if is_disturbed else 0.0,
+        Cause(
+            "other programs",
+            f"{top_process or 'other programs'} and the like keep {node.other_cores:.1f} cores busy, and the rank "
+            f"waits for a processor {format_percent(late.starved)} of the time",
+            "end that program, or give it other cores: taskset, nice",
+        ),
+    )
+
+
+def _crowding(late: RankTimes, others: Sequence[RankTimes], step_s: float, starved_s: float) -> _Candidate:
+    """Return threads of the run itself that want more processors than there are.
+
+    Where all ranks want too much alike, that is not why one of them is late.
+    """
+    node = late.node
+    local = [node, *(other.node for other in others if other.node.machine == node.machine)]
+    demand = _worst_demand(local)
+    is_crowded = demand.is_cause(other_cores_beside(local)) and _load(node) >= _MIN_WANTED * median(
+        _load(other.node) for other in others
+    )
+    waited = rank_demand(node).waited_part - median(rank_demand(other.node).waited_part for other in others)
+    seconds = max(starved_s, step_s * waited) if is_crowded else 0.0
+    return _Candidate(seconds, Cause(CROWDED, demand.describe(_whose(demand)), demand.fix))
+
+
+def _slow_clock(late: RankTimes, usual: NodeStats) -> _Candidate:
+    node = late.node
+    is_slow = 0 < node.clock < _SLOW_CLOCK * usual.clock
+    hot = f"; it throttled because of heat {node.heat:.1f} times a second" if node.heat > usual.heat else ""
+    battery = "; its power cable is out" if node.on_battery else ""
+    return _Candidate(
+        late.ready_s * (1 - node.clock / usual.clock) if is_slow else 0.0,
+        Cause(
+            "clock",
+            f"its processor runs at {format_percent(node.clock)} of its highest clock, the others at "
+            f"{format_percent(usual.clock)}{hot}{battery}",
+            "plug in its power cable" if battery else "cool it, or choose another power profile: powerprofilesctl",
+        ),
+    )
 
 
 def _load(node: NodeStats) -> float:
