@@ -409,8 +409,8 @@ class GenerationChanger:
     def _report_recovery(self, world: World, step: int, lost_step: int) -> None:
         redone = max(0, lost_step - step)
         self.engine.recorder.event("recovery", step=step, lost_step=lost_step, redone=redone)
-        if not world.is_main or not redone:
-            # Nothing was lost: the launch had not done its first step, or had just saved.
+        if not world.is_main or not lost_step:
+            # A rank was lost before the first step, and the agents have said so: there was no state yet.
             return
         where = f"the checkpoint of step {step}" if step else "the first step, since there was no checkpoint yet"
         warning = RunFailed(

@@ -223,16 +223,15 @@ def test_a_short_freeze_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_that_dies_before_its_group_has_formed_ends_the_run(tmp_path: Path) -> None:
+def test_a_rank_that_dies_before_its_group_has_formed_is_restarted(tmp_path: Path) -> None:
     with agents(tmp_path, tmp_path) as members:
         team = Team(members, (1, 1), step_s=30)
         team.go()
         team.await_notes(0, "enter")
         os.kill(team.pid(0), signal.SIGKILL)
-        assert [agent.code() for agent in members] == [0, 0]
-        assert find_processes(tmp_path) == []
-    assert members[0].ended() == {"rank-0": (-signal.SIGKILL, False)}
-    assert members[0].said("restart") == []
+        wait_until(lambda: members[0].said("restart"))
+        # The other one begins without it; or it alone, since a rank of this kind does not listen while it computes.
+        wait_until(lambda: any(len(event["members"]) == 1 for agent in members for event in agent.said("generation")))
 
 
 def test_a_rank_that_raises_ends_the_run(tmp_path: Path) -> None:

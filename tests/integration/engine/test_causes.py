@@ -21,6 +21,7 @@ def causes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
+    monkeypatch.syspath_prepend(FILE.parent)
     spec.loader.exec_module(module)
     return module
 

@@ -34,7 +34,7 @@ def test_a_run_that_diverges_reports_it_once(tmp_path: Path) -> None:
     assert error.count(" became nan in step") == 1
     assert "why:  the training diverged" in error
     assert "start a new run with a lower rate: --set train.lr=3.3e+29" in error
-    assert error.count("failed too") == 1
+    assert error.count("all 2 ranks failed in the same way") == 1
     assert "Traceback" not in error
 
 

@@ -51,10 +51,11 @@ def regrouped(change: GenerationChange, name: Name) -> str:
 def begun_without(change: GenerationChange, name: Name) -> str:
     """A launch lost members or ranks before its first group had formed."""
     events = "; ".join(_describe_changes(change, name)) or "The ranks could not meet"
-    members = change.after.members
+    members, ranks = change.after.members, change.after.world_size
+    left = f"the {ranks} ranks that are left" if ranks > 1 else "the rank that is left"
     return (
         f"{events}, before the first step. {_join(members, name)} {'begins' if len(members) == 1 else 'begin'} with "
-        f"the {change.after.world_size} ranks that are left, as generation {change.after.id.number}."
+        f"{left}, as generation {change.after.id.number}."
     )
 
 
