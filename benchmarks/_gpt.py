@@ -12,9 +12,9 @@ from shoal.control.rank_env import Placement
 from shoal.cost.batch_plan import plan_global_batch
 from shoal.data.prepare import read_data_facts
 from shoal.data.tokens import TokenWindows, open_tokens
+from shoal.engine.environment import SessionStart
 from shoal.engine.sampling import CursorShard
 from shoal.engine.session import Session
-from shoal.engine.session_start import SessionStart
 from shoal.run_folder import RunFolder
 from shoal.sync.world import World
 from shoal.train.gpt_training import GptTrainer, TextSource, split_inputs_targets

@@ -91,8 +91,8 @@ def rank_main(folder: Path, model: str) -> None:
     import torch
 
     from shoal.control.rank_env import Placement
+    from shoal.engine.environment import SessionStart
     from shoal.engine.session import Session
-    from shoal.engine.session_start import SessionStart
     from shoal.sync.world import join_world
     from shoal.train.gpt_training import GptTrainer
 

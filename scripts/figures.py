@@ -40,7 +40,7 @@ def imported_modules(tree: ast.Module, modules: set[str]) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
-                yield name if name in modules else node.module
+                yield from (module for module in (name, node.module) if module in modules)
 
 
 def count_fields(class_: ast.ClassDef) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 
 from shoal.config.load import to_toml, validate_session
 from shoal.control.rank_env import Placement
+from shoal.engine.environment import SessionStart
 from shoal.engine.session import Session, Step
-from shoal.engine.session_start import SessionStart
 from shoal.run_folder import RunFolder
 from shoal.sync.world import World
 from tests.support.programs import read_jsonl
@@ -24,8 +24,7 @@ class SessionInWorld(Session):
     """A session in a world that the test has formed, and leaves."""
 
     def _leave(self) -> None:
-        for _, source in self._sources.values():
-            source.close()
+        self.data.close()
 
 
 def open_session(world: World, path: Path, settings: Mapping[str, Any]) -> Session:
@@ -58,7 +57,7 @@ def train_on_rank(
             session.stop()
         with step:
             do_step(step)
-    state = session.engine.state
+    state = session.replica.state
     return state.digest(), {name: buffer.flatten().tolist() for name, buffer in state.buffers().items()}
 
 

@@ -1,4 +1,4 @@
-"""Train shoal's GPT inside the ranks of `run_ranks`, with a look at the engine before every step."""
+"""Train shoal's GPT inside the ranks of `run_ranks`, with a look at the replica before every step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from shoal.config.load import build_config, load_config
 from shoal.config.schema import Config
 from shoal.control.rank_env import Placement
 from shoal.data.prepare import create_run
-from shoal.engine.engine import Engine
+from shoal.engine.environment import SessionStart
+from shoal.engine.replica import Replica
 from shoal.engine.session import Session, Step
-from shoal.engine.session_start import SessionStart
 from shoal.run_folder import RunFolder
 from shoal.sync.world import World
 from shoal.train.gpt_training import train_gpt
@@ -28,13 +28,13 @@ def make_run(folder: Path, ranks: int, *sets: str) -> RunFolder:
 
 
 class WatchedSession(Session):
-    """A session that calls `before_step` with its engine before every step. If that returns True, the loop ends."""
+    """A session that calls `before_step` with its replica before every step. If that returns True, the loop ends."""
 
-    before_step: Callable[[Engine], bool | None] = staticmethod(lambda engine: None)
+    before_step: Callable[[Replica], bool | None] = staticmethod(lambda replica: None)
 
     def __iter__(self) -> Iterator[Step]:
         for step in super().__iter__():
-            if self.before_step(self.engine):
+            if self.before_step(self.replica):
                 return
             yield step
 
@@ -51,10 +51,10 @@ class GptTraining:
         self.session = WatchedSession.of(start)
 
     @property
-    def engine(self) -> Engine:
-        return self.session.engine
+    def replica(self) -> Replica:
+        return self.session.replica
 
-    def train(self, before_step: Callable[[Engine], bool | None] = lambda engine: None) -> bool:
+    def train(self, before_step: Callable[[Replica], bool | None] = lambda replica: None) -> bool:
         """Train to the end; return whether it was reached."""
         self.session.before_step = before_step
         return train_gpt(self.session, self.config, self.run)

@@ -25,8 +25,10 @@ from shoal.cost.select_sync import (
     is_enough,
     typical_step,
 )
-from shoal.engine.engine import Engine, describe_exchanges, shapes_of
+from shoal.engine.exchanges import shapes_of
+from shoal.engine.observers import DoneStep
 from shoal.engine.recorder import last_event
+from shoal.engine.replica import Replica
 from shoal.events import Event
 from shoal.run_folder import RunFolder
 from shoal.sync.replicas import gather_integers
@@ -50,8 +52,8 @@ class PastChoice:
 class SyncChooser:
     """Chooses the sync mode, if the run's setting is `auto`."""
 
-    def __init__(self, engine: Engine, requested: SyncConfig) -> None:
-        self._engine = engine
+    def __init__(self, replica: Replica, requested: SyncConfig) -> None:
+        self._replica = replica
         self._requested = requested
         self.reset()
 
@@ -87,7 +89,7 @@ class SyncChooser:
     def recall(self, run: RunFolder) -> None:
         """Read the choice of an earlier launch. All ranks must call it."""
         if self.is_open:
-            self._past = _find_past_choice(run, self._engine.world)
+            self._past = _find_past_choice(run, self._replica.world)
 
     def resume_at(self, step: int, has_own_moments: bool) -> None:
         """Repeat a past choice, if needed, before the state of `step` is loaded.
@@ -98,41 +100,41 @@ class SyncChooser:
         if self.is_open and past is not None and (has_own_moments or (step >= past.step and not past.choice.is_outer)):
             self._switch_to(past.choice)
 
-    def after_step(self) -> None:
-        """Measure the last step, and choose after enough of them. Every rank calls it before the next step."""
+    def after_step(self, done: DoneStep) -> None:
+        """Measure the last step, and choose after enough of them."""
         if not self.is_open:
             return
-        engine = self._engine
+        replica = self._replica
         if self._past is not None:
-            if engine.progress.step >= self._past.step:
+            if replica.progress.step >= self._past.step:
                 self._switch_to(self._past.choice)
-                fields = {**self._past.fields, **describe_exchanges(engine), "step": engine.progress.step}
-                engine.recorder.event("choice", **fields)
+                fields = {**self._past.fields, **replica.describe_exchanges(), "step": replica.progress.step}
+                replica.recorder.event("choice", **fields)
         elif self._warm_up_left:
             self._warm_up_left -= 1
         else:
-            self._measured.append(_gather_times(engine))
+            self._measured.append(_gather_times(replica.world, done.times))
             if is_enough(self._measured):
                 self._choose(typical_step(self._measured))
 
     def _choose(self, measured: FirstSteps) -> None:
-        engine = self._engine
+        replica = self._replica
         # The resources of machines differ, and all must choose the same.
-        threads, spare_bytes = map(min, zip(*gather_integers(engine.world, _resources(engine.world)), strict=True))
-        begun, shapes = engine.config.sync.expected_choice, shapes_of(engine.state)
-        exchanged = MeasuredExchange(begun, shapes, threads, engine.sync.extra_bytes)
-        limits = SyncLimits(_wires(engine.world, engine.sync.inside.way), engine.config.train.steps, spare_bytes)
+        threads, spare_bytes = map(min, zip(*gather_integers(replica.world, _resources(replica.world)), strict=True))
+        begun, shapes = replica.config.sync.expected_choice, shapes_of(replica.state)
+        exchanged = MeasuredExchange(begun, shapes, threads, replica.sync.extra_bytes)
+        limits = SyncLimits(_wires(replica.world, replica.sync.inside.way), replica.config.train.steps, spare_bytes)
         decision = decide(measured, exchanged, self._requested, limits)
         self._switch_to(decision.choice)
-        engine.recorder.event("choice", **_describe(engine, decision, measured, self._requested))
+        replica.recorder.event("choice", **_describe(replica, decision, measured, self._requested))
 
     def _switch_to(self, choice: SyncChoice) -> None:
         self.is_open, self._choice = False, choice
         # After the barrier all ranks have done the last step, and none needs its exchange any more.
-        barrier(self._engine.world)
-        self._engine.recorder.commit()
-        if (sync := self._requested.with_choice(choice)) != self._engine.config.sync:
-            self._engine.change_sync(sync)
+        barrier(self._replica.world)
+        self._replica.recorder.commit()
+        if (sync := self._requested.with_choice(choice)) != self._replica.config.sync:
+            self._replica.change_sync(sync)
 
 
 def _find_past_choice(run: RunFolder, world: World) -> PastChoice | None:
@@ -148,10 +150,9 @@ def _find_past_choice(run: RunFolder, world: World) -> PastChoice | None:
     return PastChoice(chosen, step, {"why": f"{chosen}: as before", **fields})
 
 
-def _gather_times(engine: Engine) -> list[RankStep]:
-    times = engine.times
+def _gather_times(world: World, times: dict[str, float]) -> list[RankStep]:
     own = RankStep(times["step"], times.get("exposed", 0.0), times.get("wait", 0.0), times.get("allreduce", 0.0))
-    rows = gather_integers(engine.world, [round(_NS_PER_S * seconds) for seconds in astuple(own)])
+    rows = gather_integers(world, [round(_NS_PER_S * seconds) for seconds in astuple(own)])
     return [RankStep(*(number / _NS_PER_S for number in row)) for row in rows]
 
 
@@ -165,10 +166,12 @@ def _wires(world: World, inside: str) -> Sequence[str]:
     return allowed_wires(inside != "gloo" and world.local_size == world.size, world.gpu_group is None)
 
 
-def _describe(engine: Engine, decision: SyncDecision, measured: FirstSteps, requested: SyncConfig) -> dict[str, object]:
+def _describe(
+    replica: Replica, decision: SyncDecision, measured: FirstSteps, requested: SyncConfig
+) -> dict[str, object]:
     return {
-        "step": engine.progress.step,
-        **describe_exchanges(engine),
+        "step": replica.progress.step,
+        **replica.describe_exchanges(),
         "why": decision.why,
         "planned": str(parse_choice(requested.planned)) if requested.planned else None,
         "agrees": decision.agrees,

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from shoal.engine.checkpoint import CheckpointFolder
-from shoal.engine.engine import Engine
+from shoal.engine.replica import Replica
 from shoal.engine.resume import resume_training
 from shoal.engine.saving import replica_state
 from shoal.engine.state_transfer import broadcast_json
@@ -70,8 +70,9 @@ def _first_differing(names: Sequence[str], rows: Sequence[Sequence[int]]) -> str
 class Comparison:
     """Compares and repairs the replicas. The step alone decides when: a rank that has just joined must do the same."""
 
-    def __init__(self, engine: Engine, checkpoints: CheckpointFolder) -> None:
-        self._engine = engine
+    def __init__(self, replica: Replica, checkpoints: CheckpointFolder, settle: Callable[[], object]) -> None:
+        self._replica = replica
+        self._settle = settle  # Waits for the statistics of all steps so far.
         self._checkpoints = checkpoints
         self._has_aligned = False
 
@@ -80,10 +81,10 @@ class Comparison:
 
         A step inside a round is postponed to the round's end: replicas would have to wait for each other before that.
         """
-        every, outer = self._engine.config.members.digest_every, self._engine.outer
+        every, outer = self._replica.config.members.digest_every, self._replica.outer
         is_common_step = outer.common_step(step) == step
         stride = 1 if outer.differs_now else outer.round_steps
-        is_last = step == self._engine.config.train.steps
+        is_last = step == self._replica.config.train.steps
         return is_last or (is_common_step and step // every > (step - stride) // every)
 
     def compare(self, is_end: bool = False) -> bool:
@@ -95,7 +96,7 @@ class Comparison:
         if differing is None:
             return True
         names, digests = differing
-        rounding = find_rounding(self._engine.world.devices, names, digests)
+        rounding = find_rounding(self._replica.world.devices, names, digests)
         if rounding is not None and rounding.source is not None and self._have_equal_norms():
             self._copy_state(rounding, rounding.source)
             self._report_rounding(rounding)
@@ -105,95 +106,95 @@ class Comparison:
             self._go_back(difference, is_end)
             return False
         self._copy_state(difference, difference.source)
-        source_id = self._engine.world.ids[difference.source]
+        source_id = self._replica.world.ids[difference.source]
         action = f"its whole state was copied from rank {source_id}"
-        self._report(difference, self._engine.progress.step, action, healed_from=source_id)
+        self._report(difference, self._replica.progress.step, action, healed_from=source_id)
         return True
 
     def _gather_digests(self) -> tuple[list[str], list[list[int]]] | None:
         """Return the names of the tensors and every rank's digests of them; None if all ranks have the same."""
-        engine = self._engine
-        if engine.world.size == 1:
+        replica = self._replica
+        if replica.world.size == 1:
             return None
-        with engine.outer.common():
-            digests = tensor_digests(replica_state(engine))
-        if len({number for [number] in gather_integers(engine.world, [combine_digests(digests)])}) == 1:
+        with replica.outer.common():
+            digests = tensor_digests(replica_state(replica))
+        if len({number for [number] in gather_integers(replica.world, [combine_digests(digests)])}) == 1:
             return None
-        return list(digests), gather_integers(engine.world, list(digests.values()))
+        return list(digests), gather_integers(replica.world, list(digests.values()))
 
     def _have_equal_norms(self) -> bool:
         """Whether the tensors of all replicas are as similar as rounding leaves them."""
-        engine = self._engine
-        with engine.outer.common():
-            tensors = [tensor for tensor in replica_state(engine).values() if tensor.is_floating_point()]
+        replica = self._replica
+        with replica.outer.common():
+            tensors = [tensor for tensor in replica_state(replica).values() if tensor.is_floating_point()]
             norms = [float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors]
         # A NaN compares with nothing: it counts as the largest number and as the smallest.
-        highest = max_over_world(engine.world, [math.inf if math.isnan(norm) else norm for norm in norms])
-        lowest = max_over_world(engine.world, [math.inf if math.isnan(norm) else -norm for norm in norms])
+        highest = max_over_world(replica.world, [math.inf if math.isnan(norm) else norm for norm in norms])
+        lowest = max_over_world(replica.world, [math.inf if math.isnan(norm) else -norm for norm in norms])
         pairs = zip(highest, lowest, strict=True)
         return all(math.isfinite(high) and high + low <= _ROUNDING * high for high, low in pairs)
 
     def _copy_state(self, difference: Difference, source: int) -> None:
         """Copy the state of a rank to the odd ranks."""
-        engine = self._engine
-        is_odd = engine.world.rank in difference.odd
+        replica = self._replica
+        is_odd = replica.world.rank in difference.odd
         if is_odd:
             # Its bits are wrong: no other rank may continue from them, even if the copy fails.
-            engine.fence.mark_overwritten()
-        with engine.outer.common():
+            replica.fence.mark_overwritten()
+        with replica.outer.common():
             # The others keep their own state: losing the source during the copy costs nothing.
-            broadcast_tensors(engine.world, source, replica_state(engine).values(), keep=is_odd)
-            common = {name: tensor.clone() for name, tensor in engine.common_weights().items()}
-            optimizer = broadcast_json(engine.world, source, engine.state.optimizer_state().values)
+            broadcast_tensors(replica.world, source, replica_state(replica).values(), keep=is_odd)
+            common = {name: tensor.clone() for name, tensor in replica.common_weights().items()}
+            optimizer = broadcast_json(replica.world, source, replica.state.optimizer_state().values)
         if is_odd:
             # Outside a common step a replica has weights of its own, derived from the wrong ones.
-            engine.state.load_weights(common)
-            engine.state.load_optimizer_state(StateTree(engine.state.optimizer_state().tensors, optimizer))
+            replica.state.load_weights(common)
+            replica.state.load_optimizer_state(StateTree(replica.state.optimizer_state().tensors, optimizer))
         self._check_repaired(difference)
-        engine.fence.set_step(engine.outer.common_step(engine.progress.step))
+        replica.fence.set_step(replica.outer.common_step(replica.progress.step))
 
     def _go_back(self, difference: Difference, is_end: bool) -> None:
         """Return all ranks to the newest checkpoint."""
-        engine, step = self._engine, self._engine.progress.step
+        replica, step = self._replica, self._replica.progress.step
         # Statistics of the steps so far must not be taken for those of the steps that are done again.
-        engine.settle()
-        engine.recorder.commit()
+        self._settle()
+        replica.recorder.commit()
         saved_step = self._find_saved_step()
         # Other members rely on the state that the generation began with: going back behind it takes a new launch.
-        if is_end or saved_step == _NO_CHECKPOINT or saved_step < engine.fence.min_step:
+        if is_end or saved_step == _NO_CHECKPOINT or saved_step < replica.fence.min_step:
             raise self._explain_end(difference, saved_step)
-        history = engine.history
-        engine.fence.mark_overwritten()
-        resume_training(engine, self._checkpoints, lambda *_: None, lineage="")
+        history = replica.history
+        replica.fence.mark_overwritten()
+        resume_training(replica, self._checkpoints, lambda *_: None, lineage="")
         # The same lineage continues.
-        engine.set_history(history)
-        engine.fence.set_step(engine.outer.common_step(engine.progress.step))
+        replica.set_history(history)
+        replica.fence.set_step(replica.outer.common_step(replica.progress.step))
         self._check_repaired(difference)
-        back_to = engine.progress.step
-        engine.recorder.forget_committed(after=back_to)
+        back_to = replica.progress.step
+        replica.recorder.forget_committed(after=back_to)
         action = f"all went back to step {back_to}, the last they had agreed on, and do the steps since then again"
         self._report(difference, step, action, back_to=back_to)
 
     def _find_saved_step(self) -> int:
         """Return, on all ranks alike, the step of the newest checkpoint in the first rank's folder."""
         saved_step = _NO_CHECKPOINT
-        if self._engine.world.is_main:
+        if self._replica.world.is_main:
             with suppress(CheckpointError):
                 saved_step = self._checkpoints.load_latest(set_aside=True).progress.step
-        return broadcast_integers(self._engine.world, 0, [saved_step])[0]
+        return broadcast_integers(self._replica.world, 0, [saved_step])[0]
 
     def _check_repaired(self, difference: Difference) -> None:
         differing = self._gather_digests()
         if differing is not None:
             remaining = find_difference(*differing)
             raise RunFailed(
-                f"{self._describe(remaining, self._engine.progress.step)}, right after all had been made equal",
+                f"{self._describe(remaining, self._replica.progress.step)}, right after all had been made equal",
                 why=f"before that it was {difference.tensor}: the memory of one of these machines is unreliable",
                 fix="test it (memtester 1G 1) before you resume: shoal train --resume RUN",
             )
 
     def _explain_end(self, difference: Difference, saved_step: int) -> RunFailed:
-        seen = self._describe(difference, self._engine.progress.step)
+        seen = self._describe(difference, self._replica.progress.step)
         if saved_step == _NO_CHECKPOINT:
             return RunFailed(
                 seen,
@@ -209,10 +210,10 @@ class Comparison:
     def _report(
         self, difference: Difference, step: int, action: str, healed_from: int | None = None, back_to: int | None = None
     ) -> None:
-        recorder, ranks = self._engine.recorder, self._odd_ids(difference)
+        recorder, ranks = self._replica.recorder, self._odd_ids(difference)
         fields = {"tensor": difference.tensor, "healed_from": healed_from, "back_to": back_to}
         recorder.event("divergence", step=step, ranks=ranks, **fields)
-        if self._engine.world.is_main:
+        if self._replica.world.is_main:
             fix = "if it happens again, test the memory of their machines: memtester 1G 1"
             recorder.warn(
                 RunFailed(f"{self._describe(difference, step)}: {action}", why="a bit changed in memory", fix=fix),
@@ -221,16 +222,16 @@ class Comparison:
 
     def _report_rounding(self, difference: Difference) -> None:
         """Record that ranks on GPUs took the state of a rank on a processor, and explain it the first time."""
-        engine, ranks = self._engine, self._odd_ids(difference)
-        source = engine.world.ids[difference.source or 0]
+        replica, ranks = self._replica, self._odd_ids(difference)
+        source = replica.world.ids[difference.source or 0]
         why = (
             f"{rank_names(ranks)}, on a GPU, took the state of rank {source}, on a processor: they round differently. "
             "That is done at each comparison and checkpoint from now on"
         )
         first = {} if self._has_aligned else {"why": why}
         self._has_aligned = True
-        engine.recorder.event(
-            "aligned", step=engine.progress.step, ranks=ranks, source=source, tensor=difference.tensor, **first
+        replica.recorder.event(
+            "aligned", step=replica.progress.step, ranks=ranks, source=source, tensor=difference.tensor, **first
         )
 
     def _describe(self, difference: Difference, step: int) -> str:
@@ -239,4 +240,4 @@ class Comparison:
         return f"after step {step} {rank_names(self._odd_ids(difference))} {have} another {difference.tensor} {than}"
 
     def _odd_ids(self, difference: Difference) -> list[int]:
-        return [self._engine.world.ids[rank] for rank in difference.odd]
+        return [self._replica.world.ids[rank] for rank in difference.odd]

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -28,13 +28,36 @@ from shoal.control.rank_env import RESUME, SESSION_FD, SETTINGS, Placement, use_
 from shoal.control.rank_messages import MEMBERSHIP_FD
 from shoal.cost.memory import OUT_OF_MEMORY_ADVICE
 from shoal.engine.console import Console
-from shoal.engine.engine import StopRequest
 from shoal.engine.faults import as_fault, record_fault
-from shoal.engine.session_start import SessionStart
 from shoal.engine.state_transfer import broadcast_json
+from shoal.engine.step import StopRequest
 from shoal.errors import ShoalError, UsageError
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.sync.world import World, choose_device, join_world
+
+
+@dataclass
+class SessionStart:
+    """What a launcher decided about a session."""
+
+    config: EngineConfig
+    run: RunFolder
+    placement: Placement
+    resume: bool = False
+    sharding: str = "cursor"
+    stop: StopRequest = field(default_factory=StopRequest)
+    # Records an error that ends this rank.
+    note_fault: Callable[[Exception], None] = lambda error: None
+    world: World | None = None  # Where the ranks have met already.
+    seeds_steps: bool = True  # torch's random numbers follow from seed, rank and step.
+    lower_rate_advice: str = ""  # How to train with a lower learning rate, if the program has a setting for it.
+    console: Console | None = None  # Of rank 0 where no launcher of shoal shows the progress.
+    held: ExitStack = field(default_factory=ExitStack)  # Closed when the session ends: the lock of its run folder.
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether an agent moves this rank from generation to generation."""
+        return MEMBERSHIP_FD in os.environ
 
 
 def open_session(given: Mapping[str, Any], out: Path | None) -> SessionStart:

@@ -10,7 +10,7 @@ import gc
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -19,9 +19,11 @@ from safetensors.torch import save_file
 
 from shoal.engine.checkpoint import CheckpointFolder, savable
 from shoal.engine.divergence import Comparison
-from shoal.engine.engine import Engine
+from shoal.engine.observers import DoneStep, StepObserver
 from shoal.engine.recover import GenerationChanger
+from shoal.engine.replica import Replica
 from shoal.engine.saving import WRITE_TIMEOUT_S, Saver, replica_state, write_patiently
+from shoal.engine.step import TrainingStep
 from shoal.engine.training_state import digest_tensors
 from shoal.errors import RunFailed, UsageError
 from shoal.events import FLUSH_S
@@ -73,25 +75,32 @@ class StepOutcome:
     """How a step ended, as the program that did it reports."""
 
     def __init__(self) -> None:
-        self.is_done = False
-        self.wants_stop = False  # A rank wants to stop.
+        self.done: DoneStep | None = None
         self.error: Exception | None = None  # A lost peer: the step is done again in the next generation.
 
 
 class Loop:
     def __init__(
-        self, engine: Engine, run: RunFolder, membership: GenerationChanger | None = None, tasks: tuple[Task, ...] = ()
+        self,
+        replica: Replica,
+        step: TrainingStep,
+        run: RunFolder,
+        observers: Sequence[StepObserver] = (),
+        tasks: Sequence[Task] = (),
+        membership: GenerationChanger | None = None,
     ) -> None:
         # `shoal verify` would compare the final state of an earlier launch with that of this one.
-        run.state(engine.world.id).unlink(missing_ok=True)
-        self._engine = engine
+        run.state(replica.world.id).unlink(missing_ok=True)
+        self._replica = replica
+        self._step = step
         self._run = run
+        self._observers = observers
+        self._tasks = tasks
         # Enters the next world when this one breaks; without it, an error ends the training.
         self._membership = membership
-        self._tasks = tasks
-        checkpoints = CheckpointFolder(run.checkpoints, engine.config.train.keep_checkpoints)
-        self._saver = Saver(engine, checkpoints, saved_step=engine.progress.step)
-        self._comparison = Comparison(engine, checkpoints)
+        checkpoints = CheckpointFolder(run.checkpoints, replica.config.train.keep_checkpoints)
+        self._saver = Saver(replica, checkpoints, replica.progress.step, step.add_disk_time)
+        self._comparison = Comparison(replica, checkpoints, step.settle)
         self.is_finished = False  # The last step is done, and not only those up to a request to stop.
 
     def steps(self) -> Iterator[StepOutcome]:
@@ -115,83 +124,83 @@ class Loop:
             gc.enable()
 
     def _steps_of_generation(self) -> Iterator[StepOutcome]:
-        engine, last_step = self._engine, self._engine.config.train.steps
-        wants_stop = self._run_periodic_tasks()
-        while engine.progress.step < last_step and not wants_stop:
+        replica, last_step = self._replica, self._replica.config.train.steps
+        wants_stop = self._after_step(DoneStep())
+        while replica.progress.step < last_step and not wants_stop:
             outcome = StepOutcome()
             yield outcome
             if outcome.error is not None:
                 raise outcome.error
-            if not outcome.is_done:
+            if outcome.done is None:
                 raise UsageError(
-                    f"step {engine.progress.step + 1} was not done",
+                    f"step {replica.progress.step + 1} was not done",
                     why="the loop went on to the next step without step.update()",
                     fix="do every step of the session: with step: … step.update()",
                 )
-            wants_stop = outcome.wants_stop
-            wants_stop |= self._run_periodic_tasks()
-            engine.leave_at_boundary()
-        engine.settle()
-        barrier(engine.world)
-        engine.recorder.commit()
+            wants_stop = self._after_step(outcome.done)
+            replica.leave_at_boundary()
+        self._step.settle()
+        barrier(replica.world)
+        replica.recorder.commit()
 
-    def _run_periodic_tasks(self) -> bool:
+    def _after_step(self, done: DoneStep) -> bool:
         """Do what is due after the current step, once, also if the last world broke before it was done.
 
         Return whether any rank wants to stop.
         """
-        engine, step, train = self._engine, self._engine.progress.step, self._engine.config.train
-        if step == engine.periodic_done_step:
-            return False
-        wants_stop = False
+        replica, step, train = self._replica, self._replica.progress.step, self._replica.config.train
+        wants_stop = done.wants_stop
+        if step == replica.periodic.done_step:
+            return wants_stop
         if step < train.steps:
-            engine.between_steps()
+            for observer in self._observers:
+                observer.after_step(done)
         for task in self._tasks:
             if step % task.every == 0:
                 self._run_task(task)
         if step % train.checkpoint_every == 0:
-            wants_stop = self._checkpoint()
+            wants_stop |= self._checkpoint()
         elif self._comparison.is_due(step):
             self._comparison.compare()
         if step % train.gc_every == 0:
             gc.collect()
-        engine.mark_periodic_done(step)
+        replica.periodic.done_step = step
         return wants_stop
 
     def _run_task(self, task: Task) -> None:
-        with self._engine.outer.common():
+        with self._replica.outer.common():
             task.function()
-        self._engine.mark_task_done(task.name)
+        self._replica.periodic.tasks_done[task.name] = self._replica.progress.step
 
     def _checkpoint(self, must: bool = False) -> bool:
         """Save a checkpoint; return whether any rank wants to stop."""
         # A resumed run skips these steps: all ranks must have done them, and the ledger must have them.
-        wants_stop = self._engine.settle()
-        barrier(self._engine.world)
-        self._engine.recorder.commit()
+        wants_stop = self._step.settle()
+        barrier(self._replica.world)
+        self._replica.recorder.commit()
         if self._comparison.compare(must):
             self._saver.save(must)
         return wants_stop
 
     def _end(self, load: LoadMeter) -> None:
-        engine, step = self._engine, self._engine.progress.step
-        self.is_finished = step >= engine.config.train.steps
+        replica, step = self._replica, self._replica.progress.step
+        self.is_finished = step >= replica.config.train.steps
         for task in self._tasks:
-            if self.is_finished and engine.tasks_done.get(task.name) != step:
+            if self.is_finished and replica.periodic.tasks_done.get(task.name) != step:
                 self._run_task(task)
         self._checkpoint(must=True)
-        engine.recorder.finish()
+        replica.recorder.finish()
         if self.is_finished:
             self._save_state(step)
-        barrier(engine.world, timeout_s=WRITE_TIMEOUT_S)
+        barrier(replica.world, timeout_s=WRITE_TIMEOUT_S)
         status = "finished" if self.is_finished else "interrupted"
-        engine.recorder.event("end", step=step, status=status, **load.since_start())
+        replica.recorder.event("end", step=step, status=status, **load.since_start())
 
     def _save_state(self, step: int) -> None:
         """Write this rank's final state, for `shoal verify` to compare."""
-        engine = self._engine
-        state = savable(replica_state(engine))
-        path = self._run.state(engine.world.id)
+        replica = self._replica
+        state = savable(replica_state(replica))
+        path = self._run.state(replica.world.id)
 
         def write() -> None:
             try:
@@ -204,4 +213,4 @@ class Loop:
                 ) from error
 
         write_patiently(write, FLUSH_S)
-        engine.recorder.event("digest", step=step, sha256=digest_tensors(state))
+        replica.recorder.event("digest", step=step, sha256=digest_tensors(state))

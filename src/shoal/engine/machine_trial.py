@@ -30,8 +30,10 @@ from shoal.cost.machine_setup import (
 )
 from shoal.engine import trial_memory
 from shoal.engine.auto_sync import SyncChooser
-from shoal.engine.engine import Engine, shapes_of
+from shoal.engine.exchanges import shapes_of
+from shoal.engine.observers import DoneStep, SpeedObserver
 from shoal.engine.recorder import last_event
+from shoal.engine.replica import Replica
 from shoal.events import Event
 from shoal.host.facts import boot_id, cpu_name
 from shoal.host.topology import cores_for_rank, this_topology, threads_for
@@ -109,10 +111,11 @@ def machine_ids(world: World) -> list[int]:
 class MachineTrial:
     """Called after every step, on all ranks. A new generation begins with the first setup again."""
 
-    def __init__(self, engine: Engine, chooser: SyncChooser, pins: CorePins) -> None:
-        self._engine = engine
+    def __init__(self, replica: Replica, chooser: SyncChooser, pins: CorePins, speed: SpeedObserver) -> None:
+        self._replica = replica
         self._chooser = chooser
         self._pins = pins
+        self._speed = speed  # Ignores the steps of a trial.
         self._first_threads = torch.get_num_threads()
         self._is_pinned_first = pins.is_pinned
         self._generation: object = MachineTrial  # none yet
@@ -142,7 +145,7 @@ class MachineTrial:
 
     def recall(self, run: RunFolder) -> None:
         """Use the setup that the run had when it was interrupted: others may round differently. All ranks call it."""
-        world = self._engine.world
+        world = self._replica.world
         setup = self._recorded_setup(last_event(run.events(world.id), "trial"))
         code = -1 if setup is None else ("", "shared", "gloo").index(setup.inside)
         codes = {code for [code] in gather_integers(world, [code])}
@@ -152,27 +155,25 @@ class MachineTrial:
 
     def _recorded_setup(self, event: Event) -> RankSetup | None:
         """Return the setup of an event as far as the settings leave it open; None if it was made by other ranks."""
-        engine = self._engine
+        replica = self._replica
         try:
             step, ranks, threads, inside = (event[name] for name in ("step", "ranks", "threads", "inside"))
-            if step > engine.progress.step or ranks != engine.world.size:
+            if step > replica.progress.step or ranks != replica.world.size:
                 return None
-            can_choose_inside = engine.config.sync.inside == "auto" and engine.sync.inside.way == "shared"
+            can_choose_inside = replica.config.sync.inside == "auto" and replica.sync.inside.way == "shared"
             can_have = self._can_change_threads() and 1 <= int(threads) <= self._first_threads
             return RankSetup(
                 inside if can_choose_inside and inside in ("shared", "gloo") else "",
-                self._pins.is_pinned and (engine.config.train.pin != "auto" or bool(event["cpus"])),
+                self._pins.is_pinned and (replica.config.train.pin != "auto" or bool(event["cpus"])),
                 int(threads) if can_have else self._first_threads,
             )
         except (KeyError, TypeError, ValueError):
             return None
 
-    def after_step(self) -> None:
-        self._chooser.after_step()
-        world = self._engine.world
+    def after_step(self, done: DoneStep) -> None:
+        world = self._replica.world
         if self._generation != world.generation:
             self._generation, self._warm_up_left, self._schedule = world.generation, _WARM_UP_STEPS, None
-            self._engine.is_trial = False
             self._apply(RankSetup("", self._is_pinned_first, self._first_threads))
         # The same on all ranks: those that try exchange their times.
         if self._chooser.is_open or world.has_gpus:
@@ -182,23 +183,23 @@ class MachineTrial:
             if not self._warm_up_left:
                 self._begin()
         elif self._schedule is not None:
-            self._observe(self._schedule)
+            self._observe(self._schedule, done.times)
 
     def _begin(self) -> None:
         """Use the setup that an earlier run found, or start a trial."""
-        engine, world = self._engine, self._engine.world
-        if engine.config.sync.measure == "off":
+        replica, world = self._replica, self._replica.world
+        if replica.config.sync.measure == "off":
             return
         self._machines = machine_ids(world)
         has_one_machine = len(set(self._machines)) == 1
-        can_choose_inside = has_one_machine and engine.config.sync.inside == "auto"
-        inside = "shared" if can_choose_inside and engine.sync.inside.way == "shared" else ""
+        can_choose_inside = has_one_machine and replica.config.sync.inside == "auto"
+        inside = "shared" if can_choose_inside and replica.sync.inside.way == "shared" else ""
         first = RankSetup(inside, self._pins.is_pinned, self._first_threads)
-        can_pin = engine.config.train.pin == "auto" and self._pins.own is not None
+        can_pin = replica.config.train.pin == "auto" and self._pins.own is not None
         self._candidates = list_candidates(first, can_pin, self._can_change_threads())
         known = self._known_setup(world.size)
         index = self._candidates.index(known) if known in self._candidates else -1
-        steps_left = engine.config.train.steps - engine.progress.step
+        steps_left = replica.config.train.steps - replica.progress.step
         rows = gather_integers(world, [index, len(self._candidates), steps_left])
         if all(row[0] >= 0 for row in rows) and (len({row[0] for row in rows}) == 1 or not has_one_machine):
             self._keep(index, f"continues with {self._candidates[index]}, as a trial on this machine found before")
@@ -206,21 +207,21 @@ class MachineTrial:
         count = max(row[1] for row in rows)
         if is_worth_trying(count, steps_left):
             self._schedule = TrialSchedule(count)
-            engine.is_trial = True
+            self._speed.pause()
             self._try(0)
 
-    def _observe(self, schedule: TrialSchedule) -> None:
-        engine, before = self._engine, schedule.current
-        seconds = engine.times["step"] - engine.times.get("wait", 0.0)
+    def _observe(self, schedule: TrialSchedule, times: dict[str, float]) -> None:
+        replica, before = self._replica, schedule.current
+        seconds = times["step"] - times.get("wait", 0.0)
         if len(set(self._machines)) > 1:
-            seconds -= engine.times.get("exposed", 0.0)
-        rows = gather_integers(engine.world, [round(_NS_PER_S * seconds)])
+            seconds -= times.get("exposed", 0.0)
+        rows = gather_integers(replica.world, [round(_NS_PER_S * seconds)])
         slowest: dict[int, float] = {}
         for machine, [taken_ns] in zip(self._machines, rows, strict=True):
             slowest[machine] = max(slowest.get(machine, 0.0), taken_ns / _NS_PER_S)
         schedule.observe(slowest)
         if schedule.current is None:
-            self._finish(schedule)
+            self._finish(schedule, times)
         elif schedule.current != before:
             self._try(schedule.current)
 
@@ -228,57 +229,56 @@ class MachineTrial:
         """Use a candidate in the next steps. A machine with fewer of them uses its first one meanwhile."""
         self._apply(self._candidates[candidate if candidate < len(self._candidates) else 0])
 
-    def _finish(self, schedule: TrialSchedule) -> None:
-        engine, machine = self._engine, self._machines[self._engine.world.rank]
-        self._schedule, engine.is_trial = None, False
+    def _finish(self, schedule: TrialSchedule, times: dict[str, float]) -> None:
+        replica, machine = self._replica, self._machines[self._replica.world.rank]
+        self._schedule = None
         # The same on all ranks of a machine. Those with fewer candidates tried their first setup in place of others.
         best = schedule.best(machine)
         best = best if best < len(self._candidates) else 0
         step_s = schedule.seconds(machine, best)
-        if self._machines.index(machine) == engine.world.rank:
+        if self._machines.index(machine) == replica.world.rank:
             entry = {**asdict(self._candidates[best]), "step_s": step_s}
-            trial_memory.remember(trial_memory.trials_file(), self._key(engine.world.size), entry)
-        self._keep(best, explain_choice(self._candidates, schedule, machine, best), step_s)
+            trial_memory.remember(trial_memory.trials_file(), self._key(replica.world.size), entry)
+        self._keep(best, explain_choice(self._candidates, schedule, machine, best))
+        # Emulated nodes are on one machine too, but their links count; and with weak scaling fewer ranks do less.
+        is_local = replica.world.local_size == replica.world.size and replica.config.train.scaling == "strong"
+        if replica.world.is_main and is_local:
+            self._advise_fewer_ranks(step_s, times.get("optimizer", 0.0))
 
-    def _keep(self, candidate: int, why: str, step_s: float | None = None) -> None:
-        engine, setup = self._engine, self._candidates[candidate]
+    def _keep(self, candidate: int, why: str) -> None:
+        replica, setup = self._replica, self._candidates[candidate]
         self._apply(setup)
         # The speeds of ranks with other setups say nothing about the machines.
-        engine.set_launched_ranks(engine.launched_ranks)
-        fields: dict[str, Any] = {"threads": setup.threads, "cpus": self._pins.cpus, "inside": engine.sync.inside.way}
-        ranks = engine.world.size
-        engine.recorder.event("trial", step=engine.progress.step, ranks=ranks, why=why, changed=candidate > 0, **fields)
-        # Emulated nodes are on one machine too, but their links count; and with weak scaling fewer ranks do less.
-        is_local = engine.world.local_size == ranks and engine.config.train.scaling == "strong"
-        if engine.world.is_main and is_local and step_s is not None:
-            self._advise_fewer_ranks(step_s)
+        self._speed.restart()
+        fields: dict[str, Any] = {"threads": setup.threads, "cpus": self._pins.cpus, "inside": replica.sync.inside.way}
+        fields |= {"step": replica.progress.step, "ranks": replica.world.size}
+        replica.recorder.event("trial", why=why, changed=candidate > 0, **fields)
 
-    def _advise_fewer_ranks(self, step_s: float) -> None:
+    def _advise_fewer_ranks(self, step_s: float, optimizer_s: float) -> None:
         """Note that fewer ranks are faster: by this run's own measurement of one process, or by earlier runs."""
-        engine, ranks = self._engine, self._engine.world.size
+        replica, ranks = self._replica, self._replica.world.size
         known = {fewer: self._known_step_s(fewer) for fewer in range(1, ranks)}
         if self.alone_s is not None:
-            known[1] = self.alone_s + engine.times.get("optimizer", 0.0)
+            known[1] = self.alone_s + optimizer_s
         fewer, fewer_s = min(
             ((fewer, seconds) for fewer, seconds in known.items() if seconds is not None),
             key=lambda pair: pair[1],
             default=(0, step_s),
         )
         if fewer and (text := describe_fewer_ranks(ranks, step_s, fewer, fewer_s)):
-            engine.recorder.event("note", step=engine.progress.step, text=text)
+            replica.recorder.event("note", step=replica.progress.step, text=text)
 
     def _apply(self, setup: RankSetup) -> None:
-        engine = self._engine
+        replica = self._replica
         if torch.get_num_threads() != setup.threads:
             torch.set_num_threads(setup.threads)
-            if engine.watch is not None:
-                engine.watch.threads = setup.threads
+            self._speed.set_threads(setup.threads)
         self._pins.set(setup.is_pinned)
-        if setup.inside and setup.inside != engine.sync.inside.way:
+        if setup.inside and setup.inside != replica.sync.inside.way:
             # After the barrier all ranks have done the last step, and none needs its exchange any more.
-            barrier(engine.world)
-            engine.recorder.commit()
-            engine.change_sync(engine.config.sync.model_copy(update={"inside": setup.inside}))
+            barrier(replica.world)
+            replica.recorder.commit()
+            replica.change_sync(replica.config.sync.model_copy(update={"inside": setup.inside}))
 
     def _can_change_threads(self) -> bool:
         """Whether shoal chose the number of threads, and nothing is compiled for it."""
@@ -288,7 +288,7 @@ class MachineTrial:
 
     @property
     def _is_compiled(self) -> bool:
-        modules = self._engine.model.modules()
+        modules = self._replica.model.modules()
         return any(hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) for module in modules)
 
     def _known_setup(self, ranks: int) -> RankSetup | None:
@@ -307,11 +307,11 @@ class MachineTrial:
 
     def _key(self, ranks: int) -> str:
         """Return all that the times depend on."""
-        engine = self._engine
-        shapes = hashlib.sha256(repr(shapes_of(engine.state)).encode()).hexdigest()[:16]
-        own = self._machines[engine.world.rank]
+        replica = self._replica
+        shapes = hashlib.sha256(repr(shapes_of(replica.state)).encode()).hexdigest()[:16]
+        own = self._machines[replica.world.rank]
         here = ranks if len(set(self._machines)) == 1 else self._machines.count(own)
         machine = f"{cpu_name()} ({platform.machine()}), {self._pins.all_threads} cores, torch {torch.__version__}"
-        model = f"model {shapes}{' compiled' if self._is_compiled else ''}, batch {engine.global_batch}"
-        nodes = f" on {len(set(engine.world.nodes))} nodes" if engine.world.local_size < engine.world.size else ""
-        return f"setup: {machine}, {model}, {engine.config.sync.mode}, {here} of {ranks} ranks{nodes}"
+        model = f"model {shapes}{' compiled' if self._is_compiled else ''}, batch {replica.global_batch}"
+        nodes = f" on {len(set(replica.world.nodes))} nodes" if replica.world.local_size < replica.world.size else ""
+        return f"setup: {machine}, {model}, {replica.config.sync.mode}, {here} of {ranks} ranks{nodes}"

@@ -20,18 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.control.rank_messages import EnterGeneration
-from shoal.cost.batch_plan import redivide_batch
 from shoal.engine import recorder
 from shoal.engine.auto_sync import SyncChooser
 from shoal.engine.checkpoint import CheckpointFolder
-from shoal.engine.engine import Engine
+from shoal.engine.replica import Replica
 from shoal.engine.resume import find_newest
 from shoal.engine.saving import WRITE_TIMEOUT_S, replica_state
 from shoal.engine.start_training import ResumeContext, start_training
 from shoal.engine.state_transfer import (
+    CopiedState,
     JoinerInfo,
     NoSurvivingState,
-    Replica,
     ReplicaState,
     Transfer,
     TransferPlan,
@@ -60,7 +59,7 @@ class GenerationChanger:
     member: MembershipClient
     store: dist.Store
     place: RankIdentity
-    engine: Engine
+    replica: Replica
     chooser: SyncChooser
     run: RunFolder
     # Called by all ranks when none of them has called it in its process: the program's own preparation of a launch.
@@ -112,15 +111,15 @@ class GenerationChanger:
             if not isinstance(error, PeerLost | GroupNotFormed | NoSurvivingState):
                 raise error
             self.member.send_broken(fence.generation, _first_line(error))
-        step, why = self.engine.progress.step, _first_line(error)
-        self.engine.recorder.event("lost", generation=str(fence.generation), step=step, why=why)
+        step, why = self.replica.progress.step, _first_line(error)
+        self.replica.recorder.event("lost", generation=str(fence.generation), step=step, why=why)
         # The frames of a traceback hold the group, and with it threads and connections.
         error.__traceback__ = error.__context__ = error.__cause__ = None
 
     def _enter(self, enter: EnterGeneration, waited_s: float) -> None:
         began = time.perf_counter()
         self.release_group()
-        sync = self.engine.config.sync
+        sync = self.replica.config.sync
         world = form_world(enter, self.store, self.place, sync.join_timeout_s, sync.timeout_s)
         formed = time.perf_counter()
         if enter.recovers:
@@ -129,8 +128,8 @@ class GenerationChanger:
         else:
             has_copied = self._continue_from_furthest(world, enter)
         done = time.perf_counter()
-        self.member.send_formed(enter.generation, done - formed, self.engine.history)
-        self.engine.recorder.commit(self.engine.outer.common_step(self.engine.progress.step))
+        self.member.send_formed(enter.generation, done - formed, self.replica.history)
+        self.replica.recorder.commit(self.replica.outer.common_step(self.replica.progress.step))
         self.record_entry(
             how="recovered" if enter.recovers else "regrouped" if enter.has_state else "joined",
             waited_s=round(waited_s, 6),
@@ -140,15 +139,15 @@ class GenerationChanger:
         )
 
     def record_entry(self, how: str, **fields: object) -> None:
-        world = self.engine.world
-        self.engine.recorder.event(
+        world = self.replica.world
+        self.replica.recorder.event(
             "membership",
             generation=str(world.generation),
             lineage=str(world.lineage.name),
             world_rank=world.rank,
             size=world.size,
             ids=list(world.ids),
-            step=self.engine.progress.step,
+            step=self.replica.progress.step,
             how=how,
             **fields,
         )
@@ -158,12 +157,12 @@ class GenerationChanger:
 
         C++ frees a group's threads and buckets when the last reference to it is gone.
         """
-        engine = self.engine
+        replica = self.replica
         if self.has_state and not self._has_released_group:
-            self._state_step = engine.roll_back()
-            self._outer_momentum = engine.outer.persistent_state()
+            self._state_step = replica.roll_back()
+            self._outer_momentum = replica.outer.persistent_state()
         self._has_released_group = True
-        engine.leave_world()
+        replica.leave_world()
         gc.collect()
         drop_groups()
 
@@ -174,7 +173,7 @@ class GenerationChanger:
         the records and the settings it came with, and reports them to the next generation. `_adopt` is local, so a rank
         has either its old state or the new one, whole. What follows it (exchanges, ledger) only adds to the new one.
         """
-        engine = self.engine
+        replica = self.replica
         plan = agree_on_source(world, self._describe_state(enter))
         if plan.step < enter.state.step:
             raise RunFailed(
@@ -184,21 +183,21 @@ class GenerationChanger:
                 fix=f"resume from the last checkpoint: shoal train --resume {self.run.path}",
             )
         info = self._describe_training(plan.step).broadcast(world, plan.source)
-        pending = share_pending(engine, self.run.commits, self._state_step, world, plan)
+        pending = share_pending(replica, self.run.commits, self._state_step, world, plan)
         # The state of a joining node belongs to another training: no generation continues from it.
         self.has_state &= enter.has_state
         received = self._receive(world, plan, info)
         with self.member.fence.replace_state(plan.step):
-            self._adopt(world, plan, info, received, enter.launched)
-            engine.set_history(info.history)
-            engine.recorder.hold(pending)
+            self._adopt(world, plan, info, received)
+            replica.set_history(info.history)
+            replica.recorder.hold(pending)
         del received
         self._connect(plan.step)
         self._sync_ledgers(world)
         if world.keeps_files:
             # An empty copy lacked all of these records before it was brought up to date.
             pending = recorder.missing_records(self.run.commits, pending)
-        engine.recorder.enter_world(world, pending)
+        replica.recorder.enter_world(world, pending)
         self._has_released_group = False
         return bool(plan.behind)
 
@@ -209,43 +208,43 @@ class GenerationChanger:
         """
         if not self.has_state or not enter.has_state:
             return ReplicaState(has_state=False, step=0, digest=0)
-        engine = self.engine
-        is_outer = engine.config.sync.is_outer
-        optimizer_state = self._outer_momentum if is_outer else engine.state.optimizer_state().tensors
-        digest = combine_digests(tensor_digests({**engine.state.weights(), **optimizer_state}))
-        unsettled = sum(step.began.step < self._state_step for step in engine.unsettled_steps())
+        replica = self.replica
+        is_outer = replica.config.sync.is_outer
+        optimizer_state = self._outer_momentum if is_outer else replica.state.optimizer_state().tensors
+        digest = combine_digests(tensor_digests({**replica.state.weights(), **optimizer_state}))
+        unsettled = sum(step.began.step < self._state_step for step in replica.steps.unsettled)
         return ReplicaState(True, self._state_step, digest, unsettled)
 
     def _describe_training(self, step: int) -> JoinerInfo:
-        engine = self.engine
-        cursor = engine.progress.cursor - (engine.progress.step - step) * engine.global_batch
+        replica = self.replica
+        cursor = replica.progress.cursor - (replica.progress.step - step) * replica.global_batch
         return JoinerInfo(
             cursor=max(0, cursor),
-            global_batch=engine.global_batch,
-            micro_batch=engine.largest_micro_batch,
-            periodic_done_step=engine.periodic_done_step,
-            tasks_done=engine.tasks_done,
-            has_fixed_shapes=engine.has_fixed_shapes,
+            global_batch=replica.global_batch,
+            micro_batch=replica.division.largest_micro_batch,
+            periodic_done_step=replica.periodic.done_step,
+            tasks_done=replica.periodic.tasks_done,
+            has_fixed_shapes=replica.division.has_fixed_shapes,
             sync=self.chooser.as_numbers(),
-            speeds={str(id): speed for id, speed in engine.balance.speeds.items()},
-            left_out={str(id): machines for id, machines in engine.balance.left_out.items()},
-            history=engine.history,
+            speeds={str(id): speed for id, speed in replica.division.balance.speeds.items()},
+            left_out={str(id): machines for id, machines in replica.division.balance.left_out.items()},
+            history=replica.history,
         )
 
-    def _receive(self, world: World, plan: TransferPlan, info: JoinerInfo) -> Replica:
+    def _receive(self, world: World, plan: TransferPlan, info: JoinerInfo) -> CopiedState:
         """Receive the source's state beside this rank's own and compare it over the group.
 
         This is the last exchange before `_adopt`.
         """
-        engine = self.engine
+        replica = self.replica
         is_outer = self.chooser.preview(info.sync).is_outer
-        own = Replica(engine.state.weights(), self._outer_momentum, engine.state.optimizer_state())
+        own = CopiedState(replica.state.weights(), self._outer_momentum, replica.state.optimizer_state())
         transfer = Transfer(world, plan, is_outer)
         if not transfer.sends_optimizer:
             return own
         shape = transfer.broadcast_shape(own)
         if sent_bytes := transfer.count_bytes(own, shape):
-            engine.recorder.event(
+            replica.recorder.event(
                 "copy",
                 generation=str(world.generation),
                 source=world.ids[plan.source],
@@ -272,7 +271,7 @@ class GenerationChanger:
         if is_behind:
             self.member.fence.mark_overwritten()
             self.has_state = False
-        self.engine.recorder.warn(
+        self.replica.recorder.warn(
             OutOfMemory(
                 f"no memory for a second copy of the state ({error}): it is overwritten while it is being received",
                 why="if the sending rank is lost during the copy, this rank has no state left",
@@ -280,36 +279,33 @@ class GenerationChanger:
             )
         )
 
-    def _adopt(self, world: World, plan: TransferPlan, info: JoinerInfo, received: Replica, launched: int) -> None:
+    def _adopt(self, world: World, plan: TransferPlan, info: JoinerInfo, received: CopiedState) -> None:
         """Replace this rank's state and settings by the received ones. Local: no other rank can interrupt it."""
-        engine = self.engine
+        replica = self.replica
         self.has_state = False
         if world.rank in plan.behind:
-            engine.recorder.forget_committed()
+            replica.recorder.forget_committed()
             self._is_ledger_behind = True
-            engine.state.load_weights(received.weights)
+            replica.state.load_weights(received.weights)
         self._outer_momentum = received.outer_momentum
         if plan.behind or self.chooser.preview(info.sync).is_outer:
-            engine.state.load_optimizer_state(received.optimizer)
-        engine.enter_world(world, plan.step, info.cursor, launched)
-        engine.restore_periodic(info.periodic_done_step, dict(info.tasks_done))
-        engine.set_sync(self.chooser.adopt(info.sync))
-        engine.has_fixed_shapes = info.has_fixed_shapes
-        # The global batch stays; it is divided anew over the ranks of this world.
-        engine.balance.adopt(
+            replica.state.load_optimizer_state(received.optimizer)
+        replica.enter_world(world, plan.step, info.cursor)
+        replica.restore_periodic(info.periodic_done_step, dict(info.tasks_done))
+        replica.set_sync(self.chooser.adopt(info.sync))
+        replica.division.fix_shapes(info.has_fixed_shapes)
+        replica.division.balance.adopt(
             {int(id): speed for id, speed in info.speeds.items()},
             {int(id): machines for id, machines in info.left_out.items()},
         )
-        shares = engine.weights_of(world.ids)
-        engine.set_plan(
-            redivide_batch(info.global_batch, info.micro_batch, shares, info.has_fixed_shapes), info.micro_batch
-        )
+        # The global batch stays; it is divided anew over the ranks of this world.
+        replica.division.redivide(info.global_batch, info.micro_batch, world.ids)
         self.has_state, self._state_step = True, plan.step
 
     def _connect(self, step: int) -> None:
         """Make the exchanges of the new world and put the outer momentum into them."""
-        self.engine.connect()
-        outer = self.engine.outer
+        self.replica.connect()
+        outer = self.replica.outer
         outer.rewind(step, in_flight=0)
         outer_momentum = outer.persistent_state()
         for name, tensor in outer_momentum.items():
@@ -323,7 +319,7 @@ class GenerationChanger:
             self._is_ledger_behind,
             self.run.commits,
             self.member.abandoned_commits(),
-            self.engine.recorder.open_ledger,
+            self.replica.recorder.open_ledger,
         )
         self._is_ledger_behind = False
         self.member.forget_abandoned_commits(abandoned)
@@ -337,38 +333,38 @@ class GenerationChanger:
         Called when no rank has a state. If it fails, the next generation tries again, but not without limit: a cause
         that persists would keep the ranks busy forever.
         """
-        engine = self.engine
+        replica = self.replica
         self._count_recovery()
         self.member.fence.mark_overwritten()
         self.has_state = False
         # Ranks without files wait while the others read theirs.
         set_collective_timeout(world, WRITE_TIMEOUT_S)
-        newest = find_newest(world, engine.recorder, self._checkpoints())
+        newest = find_newest(world, replica.recorder, self._checkpoints())
         own_last = recorder.last_step(self.run.commits) if world.keeps_files else 0
-        own = [newest.progress is not None, own_last, engine.has_fixed_shapes, self.has_started]
+        own = [newest.progress is not None, own_last, replica.division.has_fixed_shapes, self.has_started]
         columns = zip(*gather_integers(world, own), strict=True)
         has_checkpoint, lost_step, has_fixed_shapes, have_started = map(max, columns)
-        if not has_checkpoint and (lost_step >= engine.config.train.checkpoint_every or engine.reset is None):
+        if not has_checkpoint and (lost_step >= replica.config.train.checkpoint_every or replica.initial.reset is None):
             raise RunFailed(
                 f"every rank that had the training's state was lost after step {lost_step}, "
                 "and no machine has a checkpoint",
                 why="the checkpoints are on a machine that is gone, or their files were removed or damaged",
                 fix=f"bring that machine or the files back, then: shoal train --resume {self.run.path}",
             )
-        self._forget_lost_steps(world, launched)
-        engine.has_fixed_shapes = bool(has_fixed_shapes)
-        start_training(engine, self.chooser, self.run, bool(has_checkpoint), ResumeContext(launched, newest))
+        self._forget_lost_steps(world)
+        replica.division.fix_shapes(bool(has_fixed_shapes))
+        start_training(replica, self.chooser, self.run, bool(has_checkpoint), ResumeContext(launched, newest))
         if not have_started:
             self.start()
-        with engine.outer.common():
-            _check_equal(world, replica_state(engine))
-        step = engine.progress.step
-        self._outer_momentum, self._state_step = engine.outer.persistent_state(), engine.outer.common_step(step)
+        with replica.outer.common():
+            _check_equal(world, replica_state(replica))
+        step = replica.progress.step
+        self._outer_momentum, self._state_step = replica.outer.persistent_state(), replica.outer.common_step(step)
         self.member.fence.set_step(self._state_step)
         self.has_state, self._has_released_group = True, False
         self._is_ledger_behind = own_last < lost_step
         self._sync_ledgers(world)
-        engine.recorder.enter_world(world, [])
+        replica.recorder.enter_world(world, [])
         self._report_recovery(world, step, lost_step)
         self._failed_recoveries = 0
 
@@ -388,27 +384,27 @@ class GenerationChanger:
             )
         self._failed_recoveries += 1
 
-    def _forget_lost_steps(self, world: World, launched: int) -> None:
+    def _forget_lost_steps(self, world: World) -> None:
         """Enter the world at step 0 with the initial state and settings, before a checkpoint is loaded over them."""
-        engine = self.engine
-        engine.set_history(())
-        engine.enter_world(world, 0, 0, launched)
+        replica = self.replica
+        replica.set_history(())
+        replica.enter_world(world, 0, 0)
         # Records of lost steps must not be committed again.
-        engine.recorder.forget_committed()
+        replica.recorder.forget_committed()
         if not world.keeps_files:
             # All of them are before the checkpoint: it is saved after the ledger.
-            engine.recorder.drop_unwritten()
-        engine.recorder.enter_world(world, [])
+            replica.recorder.drop_unwritten()
+        replica.recorder.enter_world(world, [])
         # Ranks that were started anew know no speeds. The checkpoint may have them.
-        engine.balance.adopt({})
+        replica.division.balance.adopt({})
         self.chooser.reset()
-        engine.set_sync(self.chooser.initial_sync)
-        if engine.reset is not None:
-            engine.reset()
+        replica.set_sync(self.chooser.initial_sync)
+        if replica.initial.reset is not None:
+            replica.initial.reset()
 
     def _report_recovery(self, world: World, step: int, lost_step: int) -> None:
         redone = max(0, lost_step - step)
-        self.engine.recorder.event("recovery", step=step, lost_step=lost_step, redone=redone)
+        self.replica.recorder.event("recovery", step=step, lost_step=lost_step, redone=redone)
         if not world.is_main or not lost_step:
             # A rank was lost before the first step, and the agents have said so: there was no state yet.
             return
@@ -419,10 +415,10 @@ class GenerationChanger:
             why="ranks were lost within moments of each other, before one of the others had the state",
             fix="nothing to do; to lose fewer steps next time, save more often: --set train.checkpoint_every=…",
         )
-        self.engine.recorder.warn(warning, step=step)
+        self.replica.recorder.warn(warning, step=step)
 
     def _checkpoints(self) -> CheckpointFolder:
-        return CheckpointFolder(self.run.checkpoints, self.engine.config.train.keep_checkpoints)
+        return CheckpointFolder(self.run.checkpoints, self.replica.config.train.keep_checkpoints)
 
 
 def _check_equal(world: World, state: dict[str, Tensor]) -> None:

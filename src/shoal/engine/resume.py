@@ -20,8 +20,9 @@ from shoal.engine.checkpoint import (
     read_progress,
     read_shard,
 )
-from shoal.engine.engine import Engine, exchange_timeout_s
+from shoal.engine.exchanges import exchange_timeout_s
 from shoal.engine.recorder import Recorder
+from shoal.engine.replica import Replica
 from shoal.engine.saving import WRITE_TIMEOUT_S, Saver, load_own_state, optimizer_of_shard, schedule_of_shard
 from shoal.engine.state_transfer import broadcast_json, broadcast_state, gather_json
 from shoal.engine.training_state import StateTree, fill
@@ -128,55 +129,55 @@ def find_newest(world: World, recorder: Recorder, folder: CheckpointFolder) -> N
 
 
 def resume_training(
-    engine: Engine,
+    replica: Replica,
     folder: CheckpointFolder,
     before_load: Callable[[int, bool], None],
     lineage: str,
     newest: NewestCheckpoint | None = None,
 ) -> None:
-    """Load the furthest checkpoint of any rank into all ranks and set the engine's progress to it.
+    """Load the furthest checkpoint of any rank into all ranks and set the replica's progress to it.
 
     `before_load` receives the checkpoint's step, and whether its replicas had moments of their own. `lineage` is the
     one to continue, if machines trained apart. `newest` is the result of `find_newest`, if it was called already.
     """
-    world = engine.world
+    world = replica.world
     # Ranks without files wait while the others read theirs.
     set_collective_timeout(world, WRITE_TIMEOUT_S)
-    newest = newest or find_newest(world, engine.recorder, folder)
+    newest = newest or find_newest(world, replica.recorder, folder)
     source, checkpoints = gather_checkpoints(world, folder, lineage, newest)
     checkpoint = folder.load_latest() if world.rank == source else None
     info = _broadcast_info(world, source, checkpoint)
-    set_collective_timeout(world, exchange_timeout_s(engine.config.sync, engine.outer))
+    set_collective_timeout(world, exchange_timeout_s(replica.config.sync, replica.outer))
     step, cursor = info.step, info.cursor
     chosen = checkpoints[source].progress
-    engine.set_history((*chosen.history, (chosen.lineage, step)))
+    replica.set_history((*chosen.history, (chosen.lineage, step)))
     own = checkpoints.get(world.rank)
     if own is not None and have_diverged(own.progress, chosen):
         # The next resume would continue from what this machine has trained apart from the chosen lineage.
         folder.set_aside_newer(shared_step(own.progress, chosen))
     before_load(step, not info.has_moments)
-    engine.restore_shares(chosen.shares)
-    if not info.has_moments and not engine.config.sync.is_outer:
+    replica.restore_shares(chosen.shares)
+    if not info.has_moments and not replica.config.sync.is_outer:
         raise CheckpointError(
             f"the checkpoint of step {step} is of replicas with moments of their own, and this run exchanges gradients",
             why="sync.mode was another, or with sync.mode=auto the events that record the choice are gone",
             fix="restore the run folder's events, or name the mode in its config.toml: shoal train --help",
         )
-    _load_common(engine, source, checkpoint, info)
-    engine.mark_round_start()
+    _load_common(replica, source, checkpoint, info)
+    replica.mark_round_start()
     if info.shards is None:
-        engine.move_to(step, cursor)
+        replica.move_to(step, cursor)
         return
     shard, problem = _read_own_shard(folder, step, world.rank, info.shards)
     holders = [rank for rank, [has_shard] in enumerate(gather_integers(world, [shard is not None])) if has_shard]
     if shard is not None and info.shards.ranks == world.size == len(holders):
-        load_own_state(engine, shard)
-        engine.move_to(step, cursor)
+        load_own_state(replica, shard)
+        replica.move_to(step, cursor)
         return
-    _fall_back(engine, info, info.shards, shard, holders, problem)
-    Saver(engine, folder, saved_step=-1).save(must=True)
+    _fall_back(replica, info, info.shards, shard, holders, problem)
+    Saver(replica, folder, saved_step=-1).save(must=True)
     if world.keeps_files:
-        folder.set_aside_newer(engine.progress.step)
+        folder.set_aside_newer(replica.progress.step)
 
 
 def gather_checkpoints(
@@ -212,21 +213,21 @@ def _broadcast_info(world: World, source: int, checkpoint: Checkpoint | None) ->
     return _CheckpointInfo(**document, shards=RankShards(**shards) if shards else None)
 
 
-def _load_common(engine: Engine, source: int, checkpoint: Checkpoint | None, info: _CheckpointInfo) -> None:
+def _load_common(replica: Replica, source: int, checkpoint: Checkpoint | None, info: _CheckpointInfo) -> None:
     """Load what all replicas have in common on the source, and copy it to the other ranks."""
-    state, outer = engine.state, engine.outer
+    state, outer = replica.state, replica.outer
     if checkpoint is not None:
         state.load_weights(checkpoint.model)
-    broadcast_tensors(engine.world, source, state.weights().values())
-    engine.exchanges.totals.adopt()
+    broadcast_tensors(replica.world, source, state.weights().values())
+    replica.exchanges.totals.adopt()
     common_step, in_flight = (info.shards.step, info.shards.in_flight) if info.shards else (info.step, 0)
     outer.rewind(common_step, in_flight)
     outer_state = outer.state()
     if checkpoint is not None:
         fill(outer_state, checkpoint.optimizer.tensors)
-    broadcast_tensors(engine.world, source, outer_state.values())
+    broadcast_tensors(replica.world, source, outer_state.values())
     if info.has_moments:
-        tree = broadcast_state(engine.world, source, checkpoint.optimizer if checkpoint is not None else None)
+        tree = broadcast_state(replica.world, source, checkpoint.optimizer if checkpoint is not None else None)
         state.load_optimizer_state(tree)
 
 
@@ -240,7 +241,7 @@ def _read_own_shard(
 
 
 def _fall_back(
-    engine: Engine,
+    replica: Replica,
     info: _CheckpointInfo,
     shards: RankShards,
     own: StateTree | None,
@@ -251,23 +252,23 @@ def _fall_back(
 
     `holders` are the ranks that have their shard.
     """
-    world = engine.world
-    engine.move_to(shards.step, shards.cursor)
+    world = replica.world
+    replica.move_to(shards.step, shards.cursor)
     if not info.has_moments and holders:
         sent = own if world.rank == holders[0] else None
-        engine.state.load_optimizer_state(broadcast_state(world, holders[0], sent and optimizer_of_shard(sent)))
+        replica.state.load_optimizer_state(broadcast_state(world, holders[0], sent and optimizer_of_shard(sent)))
         if shards.step < info.step:
-            engine.state.load_schedule(broadcast_state(world, holders[0], sent and schedule_of_shard(sent)))
-        engine.mark_round_start()
+            replica.state.load_schedule(broadcast_state(world, holders[0], sent and schedule_of_shard(sent)))
+        replica.mark_round_start()
     elif not info.has_moments:
-        engine.state.reset_optimizers()
+        replica.state.reset_optimizers()
     if problem is None and not world.is_main:
         return
     missing = [rank for rank in range(min(shards.ranks, world.size)) if rank not in holders]
     reasons = [f"it was saved by {shards.ranks} ranks, now there are {world.size}"] * (shards.ranks != world.size)
     reasons += [f"{rank_list(missing)} has no part of it"] if missing else []
     reasons += [problem.seen] if problem is not None else []
-    engine.recorder.warn(
+    replica.recorder.warn(
         CheckpointError(
             f"the checkpoint of step {info.step} cannot be resumed exactly: all ranks continue from their "
             f"common state of step {shards.step}",

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from shoal.engine.checkpoint import Checkpoint, CheckpointFolder, RankShards, write_shard
-from shoal.engine.engine import Engine
+from shoal.engine.replica import Replica
 from shoal.engine.training_state import StateTree
 from shoal.errors import CheckpointError, ShoalError
 from shoal.events import FLUSH_S, FileMark
@@ -28,41 +28,43 @@ _RETRY_S = 0.2
 _SYNC, _WIRE, _OPTIMIZER, _SCHEDULE = "sync.", "wire.", "inner.", "round_start."
 
 
-def _common_state(engine: Engine, shards: RankShards | None) -> Checkpoint:
+def _common_state(replica: Replica, shards: RankShards | None) -> Checkpoint:
     """Return what all replicas have in common."""
-    outer = engine.outer
+    outer = replica.outer
     with outer.common():
-        model = engine.common_weights()
-    optimizer = StateTree(outer.state(), None) if outer.replicas_differ else engine.state.optimizer_state()
-    return Checkpoint(replace(engine.progress, shares=engine.saved_shares()), model, optimizer, shards)
+        model = replica.common_weights()
+    optimizer = StateTree(outer.state(), None) if outer.replicas_differ else replica.state.optimizer_state()
+    return Checkpoint(
+        replace(replica.progress, shares=replica.division.to_save(replica.world)), model, optimizer, shards
+    )
 
 
-def _own_state(engine: Engine) -> StateTree:
+def _own_state(replica: Replica) -> StateTree:
     """Return this rank's shard: what differs between replicas. Without tensors if nothing does."""
-    own = {_SYNC + name: tensor for name, tensor in engine.sync.state().items()}
-    own |= {_WIRE + name: tensor for name, tensor in engine.outer.own_state().items()}
+    own = {_SYNC + name: tensor for name, tensor in replica.sync.state().items()}
+    own |= {_WIRE + name: tensor for name, tensor in replica.outer.own_state().items()}
     values: dict[str, Any] = {}
-    if engine.outer.replicas_differ:
-        optimizer = engine.state.optimizer_state()
+    if replica.outer.replicas_differ:
+        optimizer = replica.state.optimizer_state()
         own |= {_OPTIMIZER + name: tensor for name, tensor in optimizer.tensors.items()}
         values[_OPTIMIZER] = optimizer.values
-    if engine.outer.differs_now:
-        own |= engine.state.weights()
-        if engine.round_start is not None:
-            own |= {_SCHEDULE + name: tensor for name, tensor in engine.round_start.tensors.items()}
-            values[_SCHEDULE] = engine.round_start.values
+    if replica.outer.differs_now:
+        own |= replica.state.weights()
+        if replica.round_start.schedule is not None:
+            own |= {_SCHEDULE + name: tensor for name, tensor in replica.round_start.schedule.tensors.items()}
+            values[_SCHEDULE] = replica.round_start.schedule.values
     return StateTree(own, values)
 
 
-def load_own_state(engine: Engine, own: StateTree) -> None:
+def load_own_state(replica: Replica, own: StateTree) -> None:
     """Load a shard over the common state, which has been loaded already."""
-    engine.sync.load_state(_select(own.tensors, _SYNC))
-    engine.outer.load_own_state(_select(own.tensors, _WIRE))
+    replica.sync.load_state(_select(own.tensors, _SYNC))
+    replica.outer.load_own_state(_select(own.tensors, _WIRE))
     if _OPTIMIZER in own.values:
-        engine.state.load_optimizer_state(optimizer_of_shard(own))
-        engine.mark_round_start(schedule_of_shard(own))
+        replica.state.load_optimizer_state(optimizer_of_shard(own))
+        replica.mark_round_start(schedule_of_shard(own))
     if any(name.startswith("model.") for name in own.tensors):
-        engine.state.load_weights(own.tensors)
+        replica.state.load_weights(own.tensors)
 
 
 def optimizer_of_shard(own: StateTree) -> StateTree:
@@ -76,18 +78,18 @@ def schedule_of_shard(own: StateTree) -> StateTree | None:
     return StateTree(_select(own.tensors, _SCHEDULE), own.values[_SCHEDULE])
 
 
-def replica_state(engine: Engine) -> dict[str, Tensor]:
+def replica_state(replica: Replica) -> dict[str, Tensor]:
     """Return what has the same bits on every rank: at the end of a training, and before that in `outer.common()`."""
-    outer = engine.outer
-    optimizer = outer.persistent_state() if outer.replicas_differ else engine.state.optimizer_state().tensors
-    return {**engine.common_weights(), **optimizer}
+    outer = replica.outer
+    optimizer = outer.persistent_state() if outer.replicas_differ else replica.state.optimizer_state().tensors
+    return {**replica.common_weights(), **optimizer}
 
 
-def _describe_shards(engine: Engine, mark: int) -> RankShards:
+def _describe_shards(replica: Replica, mark: int) -> RankShards:
     # All batches since the common state have one size: a round starts anew in another world.
-    progress, step = engine.progress, engine.outer.common_step(engine.progress.step)
-    cursor = progress.cursor - (progress.step - step) * engine.global_batch
-    return RankShards(engine.world.size, mark, step, cursor, engine.outer.in_flight)
+    progress, step = replica.progress, replica.outer.common_step(replica.progress.step)
+    cursor = progress.cursor - (progress.step - step) * replica.global_batch
+    return RankShards(replica.world.size, mark, step, cursor, replica.outer.in_flight)
 
 
 def _select(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -95,31 +97,38 @@ def _select(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 class Saver:
-    def __init__(self, engine: Engine, folder: CheckpointFolder, saved_step: int) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        replica: Replica,
+        folder: CheckpointFolder,
+        saved_step: int,
+        add_disk_time: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self._replica = replica
         self._folder = folder
         self._saved_step = saved_step
+        self._add_disk_time = add_disk_time  # Receives how long this rank wrote.
         self._ledger: FileMark | None = None
 
     def save(self, must: bool = False) -> None:
         """Save the current step, unless all ranks have saved it. Without `must` a full disk is only a warning."""
-        engine = self._engine
-        own = _own_state(engine)
-        is_unsaved = self._saved_step != engine.progress.step
-        rows = gather_integers(engine.world, [is_unsaved, bool(own.tensors), secrets.randbits(_MARK_BITS)])
+        replica = self._replica
+        own = _own_state(replica)
+        is_unsaved = self._saved_step != replica.progress.step
+        rows = gather_integers(replica.world, [is_unsaved, bool(own.tensors), secrets.randbits(_MARK_BITS)])
         has_shards = any(has_shard for _, has_shard, _ in rows)
         # All ranks use the mark that the first one has drawn.
-        shards = _describe_shards(engine, mark=rows[0][2]) if has_shards else None
+        shards = _describe_shards(replica, mark=rows[0][2]) if has_shards else None
         if any(unsaved for unsaved, _, _ in rows):
             self._write(own, shards, must)
         # A slow disk is not a dead peer: the others wait here, with a longer timeout, and not in the next exchange.
-        barrier(engine.world, timeout_s=WRITE_TIMEOUT_S)
+        barrier(replica.world, timeout_s=WRITE_TIMEOUT_S)
 
     def _write(self, own: StateTree, shards: RankShards | None, must: bool) -> None:
-        engine, step = self._engine, self._engine.progress.step
+        replica, step = self._replica, self._replica.progress.step
         stages: list[Callable[[], object]] = [lambda: self._begin(step, must)]
         if shards is not None:
-            folder, rank, mark = self._folder.unfinished(step), engine.world.rank, shards.mark
+            folder, rank, mark = self._folder.unfinished(step), replica.world.rank, shards.mark
             stages.append(lambda: write_shard(folder, rank, own, mark))
         stages.append(lambda: self._complete(shards, must))
         began = time.perf_counter()
@@ -127,17 +136,17 @@ class Saver:
         if problem is not None:
             if must:
                 raise problem
-            engine.recorder.warn(problem)
+            replica.recorder.warn(problem)
             return
         self._saved_step = step
-        engine.mark_saved()
-        if engine.world.keeps_files:
-            engine.recorder.event("checkpoint", step=step, write_s=round(time.perf_counter() - began, 6))
+        replica.free_initial_copy()
+        if replica.world.keeps_files:
+            replica.recorder.event("checkpoint", step=step, write_s=round(time.perf_counter() - began, 6))
 
     def _begin(self, step: int, must: bool) -> None:
         """Put the ledger and every rank's events on disk before the checkpoint that relies on them."""
-        recorder = self._engine.recorder
-        if self._engine.world.keeps_files:
+        recorder = self._replica.recorder
+        if self._replica.world.keeps_files:
             self._ledger = recorder.secure(FLUSH_S if must else 0.0)
             write_patiently(lambda: self._folder.begin(step), FLUSH_S if must else 0.0)
         else:
@@ -145,12 +154,12 @@ class Saver:
                 recorder.secure()
 
     def _complete(self, shards: RankShards | None, must: bool) -> None:
-        if not self._engine.world.keeps_files:
+        if not self._replica.world.keeps_files:
             return
 
         def write() -> None:
             # Writing may take minutes: a rank that was suspended must not put an old state in place of a newer one.
-            fence, state = self._engine.fence, _common_state(self._engine, shards)
+            fence, state = self._replica.fence, _common_state(self._replica, shards)
             if not self._folder.unfinished(state.progress.step).is_dir():
                 self._folder.begin(state.progress.step)
             self._folder.complete(state, before_rename=fence.await_lease, ledger=self._ledger)
@@ -163,13 +172,13 @@ class Saver:
         problem: CheckpointError | None = None
         for number, stage in enumerate(stages):
             if number and len(stages) > 2:
-                barrier(self._engine.world, timeout_s=WRITE_TIMEOUT_S)
+                barrier(self._replica.world, timeout_s=WRITE_TIMEOUT_S)
             try:
                 if problem is None:
                     began = time.perf_counter()
                     stage()
                     # Not the barriers: only this rank's own writing.
-                    self._engine.disk_s += time.perf_counter() - began
+                    self._add_disk_time(time.perf_counter() - began)
             except CheckpointError as error:
                 problem = error
         return problem

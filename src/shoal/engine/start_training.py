@@ -16,12 +16,12 @@ import torch
 import shoal
 from shoal.config.schema import EngineConfig
 from shoal.control.processes import is_of_own_run
-from shoal.cost.batch_plan import BatchPlan, micro_batch, plan_global_batch, redivide_batch
+from shoal.cost.batch_plan import micro_batch, plan_global_batch
 from shoal.engine.auto_sync import SyncChooser
-from shoal.engine.balance import Balance, describe_first_shares
-from shoal.engine.checkpoint import CheckpointFolder, Progress
-from shoal.engine.engine import Engine, StopRequest, describe_exchanges, no_exchanges
+from shoal.engine.balance import describe_first_shares
+from shoal.engine.checkpoint import CheckpointFolder
 from shoal.engine.recorder import Recorder
+from shoal.engine.replica import InitialState, Replica
 from shoal.engine.resume import NewestCheckpoint, resume_training
 from shoal.engine.state_transfer import fill_ledger_gaps
 from shoal.engine.training_state import TrainingState, digest_tensors
@@ -30,47 +30,33 @@ from shoal.host.node_stats import NodeWatch
 from shoal.host.proc import parent_of
 from shoal.host.topology import this_topology
 from shoal.run_folder import RunFolder
-from shoal.sync.fence import Fence, OpenFence
+from shoal.sync.fence import Fence
 from shoal.sync.replicas import broadcast_tensors, have_equal_digests
 from shoal.sync.step_stats import StepTimer, WholeStepTimer
 from shoal.sync.world import World, gpu_runtime
 
 
-def make_engine(
+def make_replica(
     config: EngineConfig,
     state: TrainingState,
     world: World,
     recorder: Recorder,
-    stop: StopRequest,
     fence: Fence | None = None,
-) -> Engine:
+    initial: InitialState | None = None,
+) -> Replica:
     """Make everything that needs no other rank: all but the exchanges."""
     config = config.model_copy(update={"sync": config.sync.first_settings})
-    watch = _watch_node(recorder, world)
     if config.train.profile_steps:
         recorder.profile(config.train.profile_steps)
-    engine = Engine(
-        config=config,
-        world=world,
-        state=state,
-        exchanges=no_exchanges(state.model, world),
-        plan=BatchPlan(1, (1,) * world.size),
-        timer=_make_timer(config, world),
-        recorder=recorder,
-        stop=stop,
-        progress=Progress(step=0, cursor=0),
-        fence=fence or OpenFence(),
-        watch=watch,
-        balance=Balance(_balance_mode(config)),
-    )
+    replica = Replica(config, world, state, recorder, fence, initial)
     # All of this lives as long as the process. Frozen, it is not scanned again: a collection of the later objects
     # takes milliseconds instead of a fifth of a second.
     gc.collect()
     gc.freeze()
-    return engine
+    return replica
 
 
-def _watch_node(recorder: Recorder, world: World) -> NodeWatch:
+def watch_node(recorder: Recorder, world: World) -> NodeWatch:
     """Sample this machine beside training. One rank of a node keeps the samples."""
 
     def is_own(pid: int) -> bool:
@@ -83,15 +69,6 @@ def _watch_node(recorder: Recorder, world: World) -> NodeWatch:
     return watch
 
 
-def _balance_mode(config: EngineConfig) -> str | None:
-    """Return how shares follow speeds. Given weights are kept, unless the user wants them to follow."""
-    run = config.run
-    if config.sync.measure == "off" or (run.weights is not None and run.balance != "live"):
-        return "off"
-    # The speeds of a profile may be wrong, also where machines turn out to be equal.
-    return run.balance or ("live" if run.speeds else None)
-
-
 @dataclass(frozen=True)
 class ResumeContext:
     """What is known when a world returns to a checkpoint."""
@@ -101,74 +78,74 @@ class ResumeContext:
 
 
 def start_training(
-    engine: Engine, chooser: SyncChooser, run: RunFolder, resume: bool, recovery: ResumeContext | None = None
+    replica: Replica, chooser: SyncChooser, run: RunFolder, resume: bool, recovery: ResumeContext | None = None
 ) -> None:
     """Make all ranks equal, divide the batch, connect the exchanges and load a checkpoint if asked to.
 
     Called in the first world of a launch, or with `recovery` in a world that returns to a checkpoint. After a recovery
     there may be fewer or more ranks than at launch: the global batch stays that of the launch.
     """
-    config, world = engine.config, engine.world
+    config, world = replica.config, replica.world
     launched = world.size if recovery is None else recovery.launched
-    plan = launch_plan = plan_global_batch(config, launched)
+    plan = plan_global_batch(config, launched)
     # First shares by a profile may need small micro-batches. Later ones may have the size of equal shares.
-    most = max(launch_plan.micro_batch, micro_batch(config.train, (1.0,) * launched))
+    most = max(plan.micro_batch, micro_batch(config.train, (1.0,) * launched))
+    _make_equal(replica)
     if recovery is not None and world.ids != tuple(range(launched)):
-        shares = engine.weights_of(world.ids)
-        plan = redivide_batch(launch_plan.global_batch, most, shares, engine.has_fixed_shapes)
-    _make_equal(engine)
-    engine.set_plan(plan, most)
-    engine.set_launched_ranks(launched)
-    engine.connect()
+        replica.division.redivide(plan.global_batch, most, world.ids)
+    else:
+        replica.division.set(plan, most)
+    replica.connect()
     if resume:
         chooser.recall(run)
         checkpoints = CheckpointFolder(run.checkpoints, config.train.keep_checkpoints)
         newest = recovery.newest if recovery is not None else None
-        resume_training(engine, checkpoints, chooser.resume_at, config.run.lineage, newest)
-        fill_ledger_gaps(engine, run.commits)
-    engine.restore_periodic(engine.progress.step)
+        resume_training(replica, checkpoints, chooser.resume_at, config.run.lineage, newest)
+        fill_ledger_gaps(replica, run.commits)
+    replica.restore_periodic(replica.progress.step)
 
 
-def announce(engine: Engine, run: RunFolder, **fields: object) -> None:
+def announce(replica: Replica, run: RunFolder, **fields: object) -> None:
     """Record the start of this rank: process, settings, and more fields of the program that drives it."""
     digest = hashlib.sha256(run.config.read_bytes()).hexdigest()
-    engine.recorder.event("start", **describe_start(engine), **fields, config_sha256=digest)
+    replica.recorder.event("start", **describe_start(replica), **fields, config_sha256=digest)
 
 
-def describe_start(engine: Engine) -> dict[str, object]:
+def describe_start(replica: Replica) -> dict[str, object]:
     """Return the fields of the `start` event about the training itself."""
+    follows_speed = replica.division.follows_speed(replica.world)
     return {
-        "params": sum(parameter.numel() for parameter in engine.model.parameters()),
-        **describe_exchanges(engine),
-        "global_batch": engine.plan.global_batch,
-        "micro_batch": engine.plan.micro_batch,
-        "share": engine.plan.shares[engine.world.rank],
-        "micro_batches": engine.plan.counts[engine.world.rank],
-        "shares_why": describe_first_shares(engine.plan, _shares_source(engine), engine.follows_speed),
-        "seed": engine.config.train.seed,
-        "steps": engine.config.train.steps,
-        "resumed_from": engine.progress.step,
+        "params": sum(parameter.numel() for parameter in replica.model.parameters()),
+        **replica.describe_exchanges(),
+        "global_batch": replica.plan.global_batch,
+        "micro_batch": replica.plan.micro_batch,
+        "share": replica.share,
+        "micro_batches": replica.plan.counts[replica.world.rank],
+        "shares_why": describe_first_shares(replica.plan, _shares_source(replica), follows_speed),
+        "seed": replica.config.train.seed,
+        "steps": replica.config.train.steps,
+        "resumed_from": replica.progress.step,
     }
 
 
-def _shares_source(engine: Engine) -> str:
+def _shares_source(replica: Replica) -> str:
     """Return where unequal shares come from; nothing for equal ones."""
-    if engine.balance.weights(engine.world.ids):
+    if replica.division.balance.weights(replica.world.ids):
         return "by the speeds that were measured before"
-    if engine.config.run.weights is not None:
+    if replica.config.run.weights is not None:
         return "as run.weights sets them"
-    return "by the speeds that shoal probe measured" if engine.config.run.speeds else ""
+    return "by the speeds that shoal probe measured" if replica.config.run.speeds else ""
 
 
-def _make_equal(engine: Engine) -> None:
+def _make_equal(replica: Replica) -> None:
     """Copy rank 0's weights if they differ: the same seed gives the same weights, except on another kind of CPU."""
-    weights = engine.state.weights()
-    if not have_equal_digests(engine.world, digest_tensors(weights)):
-        broadcast_tensors(engine.world, 0, weights.values())
-    torch.manual_seed(engine.config.train.seed + engine.world.rank)
+    weights = replica.state.weights()
+    if not have_equal_digests(replica.world, digest_tensors(weights)):
+        broadcast_tensors(replica.world, 0, weights.values())
+    torch.manual_seed(replica.config.train.seed + replica.world.rank)
 
 
-def _make_timer(config: EngineConfig, world: World) -> StepTimer:
+def make_timer(config: EngineConfig, world: World) -> StepTimer:
     return (WholeStepTimer if config.sync.measure == "off" else StepTimer)(world.device)
 
 

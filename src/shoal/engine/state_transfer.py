@@ -21,8 +21,8 @@ from torch import Tensor
 
 from shoal.control.rank_messages import AbandonCommits
 from shoal.engine import recorder
-from shoal.engine.engine import Engine
 from shoal.engine.recorder import Record
+from shoal.engine.replica import Replica
 from shoal.engine.training_state import StateTree, allocate, described_bytes
 from shoal.errors import RunFailed
 from shoal.events import EventLog
@@ -104,8 +104,8 @@ class JoinerInfo:
 
 
 @dataclass(frozen=True)
-class Replica:
-    """The state of one replica."""
+class CopiedState:
+    """The state of a replica, on its way to others."""
 
     weights: dict[str, Tensor]
     outer_momentum: dict[str, Tensor]
@@ -152,11 +152,11 @@ class Transfer:
     def _is_source(self) -> bool:
         return self.world.rank == self.plan.source
 
-    def broadcast_shape(self, own: Replica) -> ReplicaShape:
+    def broadcast_shape(self, own: CopiedState) -> ReplicaShape:
         shape = ReplicaShape(StateTree(own.outer_momentum, None).describe(), own.optimizer.describe())
         return ReplicaShape(**broadcast_json(self.world, self.plan.source, asdict(shape) if self._is_source else {}))
 
-    def count_bytes(self, own: Replica, shape: ReplicaShape, common: bool = True, optimizer: bool = True) -> int:
+    def count_bytes(self, own: CopiedState, shape: ReplicaShape, common: bool = True, optimizer: bool = True) -> int:
         """Count the bytes from the source to each other rank, of the parts that are asked for."""
         if self.world.size == 1:
             return 0
@@ -164,7 +164,7 @@ class Transfer:
         optimizer_bytes = described_bytes(shape.optimizer)
         return common_bytes * (common and self.sends_common) + optimizer_bytes * (optimizer and self.sends_optimizer)
 
-    def allocate(self, own: Replica, shape: ReplicaShape, has_state: bool) -> Replica:
+    def allocate(self, own: CopiedState, shape: ReplicaShape, has_state: bool) -> CopiedState:
         """Return the tensors to receive into. Raise MemoryError if a second copy does not fit."""
         if self._is_source or self.world.size == 1:
             return own
@@ -184,9 +184,9 @@ class Transfer:
                     optimizer = StateTree(optimizer.tensors, shape.optimizer["values"])
                 else:
                     optimizer = allocate(shape.optimizer, self.world.device)
-        return Replica(weights, outer_momentum, optimizer)
+        return CopiedState(weights, outer_momentum, optimizer)
 
-    def run(self, target: Replica) -> None:
+    def run(self, target: CopiedState) -> None:
         """Send or receive: every rank handles the same pieces in the same order."""
         if self.world.size == 1:
             return
@@ -197,7 +197,7 @@ class Transfer:
             keep = not self._agrees or self.is_outer
             broadcast_tensors(self.world, self.plan.source, target.optimizer.tensors.values(), keep)
 
-    def sent_tensors(self, target: Replica) -> dict[str, Tensor]:
+    def sent_tensors(self, target: CopiedState) -> dict[str, Tensor]:
         """Return the tensors that must have the same bits on every rank after `run`."""
         common = {**target.weights, **target.outer_momentum} if self.sends_common else {}
         return {**common, **(target.optimizer.tensors if self.sends_optimizer else {})}
@@ -257,7 +257,7 @@ def gather_json(world: World, document: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(received.cpu().numpy().tobytes()) for received in blocks]
 
 
-def share_pending(engine: Engine, path: Path, own_step: int, world: World, plan: TransferPlan) -> list[Record]:
+def share_pending(replica: Replica, path: Path, own_step: int, world: World, plan: TransferPlan) -> list[Record]:
     """Return the steps that all ranks have now and that this rank, or its ledger, has not committed.
 
     What a lost rank knew of the last step's loss is lost with it: then the record has the source's own loss and is
@@ -266,11 +266,11 @@ def share_pending(engine: Engine, path: Path, own_step: int, world: World, plan:
     """
     # A rank that is behind keeps only what it shares: later steps belong to a generation that went on without it.
     shared_step = min(plan.step, own_step)
-    pending = [record for record in engine.recorder.pending if record["step"] <= shared_step]
+    pending = [record for record in replica.recorder.pending if record["step"] <= shared_step]
     # A rank that keeps a ledger may not have learned of these commits, or may have died before it wrote them.
-    committed = engine.recorder.committed
+    committed = replica.recorder.committed
     is_source = world.rank == plan.source
-    sent = committed + pending + _own_losses(engine, pending, own_step) if is_source else []
+    sent = committed + pending + _own_losses(replica, pending, own_step) if is_source else []
     received: list[Record] = broadcast_json(world, plan.source, sent)
     if world.rank in plan.behind:
         committed = []
@@ -282,16 +282,16 @@ def share_pending(engine: Engine, path: Path, own_step: int, world: World, plan:
     return [record for record in records if recorder.record_key(record) not in known]
 
 
-def _own_losses(engine: Engine, pending: list[Record], own_step: int) -> list[Record]:
+def _own_losses(replica: Replica, pending: list[Record], own_step: int) -> list[Record]:
     """Return records with this rank's own loss, of steps whose world loss it has not learned."""
     known = {record["step"] for record in pending}
     return [
-        engine.recorder.describe(
-            began.step + 1, began.cursor, plan, loss * plan.global_batch / plan.shares[engine.world.rank]
+        replica.recorder.describe(
+            began.step + 1, began.cursor, plan, loss * plan.global_batch / plan.shares[replica.world.rank]
         )
         | {"partial": True}
         # There may be one loss more than steps: that of a step which was never applied.
-        for (began, plan), loss in zip(engine.unsettled_steps(), engine.step_gather.own_losses(), strict=False)
+        for (began, plan), loss in zip(replica.steps.unsettled, replica.exchanges.steps.own_losses(), strict=False)
         if began.step < own_step and began.step + 1 not in known
     ]
 
@@ -329,13 +329,13 @@ def sync_ledgers(
     return list(all_abandoned)
 
 
-def fill_ledger_gaps(engine: Engine, path: Path) -> None:
+def fill_ledger_gaps(replica: Replica, path: Path) -> None:
     """Fill in the steps before a resumed run's checkpoint that a copy of the ledger lacks, from the other copies.
 
     A ledger can be cut by a disk that lost synced data, or by hand. Steps that no copy has are recorded as a hole, with
     a warning: nothing can prove any more which samples they took.
     """
-    world, step = engine.world, engine.progress.step
+    world, step = replica.world, replica.progress.step
     gaps = recorder.find_gaps(path, step) if world.keeps_files else []
     copies = gather_integers(world, [world.keeps_files, gaps[0][0] if gaps else 0])
     first_gaps = [first for _, first in copies if first]
@@ -345,12 +345,12 @@ def fill_ledger_gaps(engine: Engine, path: Path) -> None:
     for source in complete[:1] or [rank for rank, (keeps_files, _) in enumerate(copies) if keeps_files]:
         records = _broadcast_records(world, source, recorder.records_after(path, min(first_gaps) - 1))
         if gaps and world.rank != source:
-            recorder.add_missing(engine.recorder.open_ledger(), records)
+            recorder.add_missing(replica.recorder.open_ledger(), records)
         else:
             deque(records, maxlen=0)
-    if gaps and (lost := recorder.find_gaps(path, step, engine.recorder.open_ledger().kept_events())):
-        recorder.record_holes(engine.recorder.open_ledger(), lost)
-        engine.recorder.warn(
+    if gaps and (lost := recorder.find_gaps(path, step, replica.recorder.open_ledger().kept_events())):
+        recorder.record_holes(replica.recorder.open_ledger(), lost)
+        replica.recorder.warn(
             RunFailed(
                 f"{path} lacks the lines of the steps {format_spans(lost, most=100)}, which are before the checkpoint "
                 f"of step {step}",

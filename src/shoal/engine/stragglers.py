@@ -480,6 +480,7 @@ class Stragglers:
         if not slow or exposed_s < _MIN_EXPOSED_PART * step_s:
             return
         bps = min(edge.value for edge in slow)
+        since = self._first_of_last(lambda step: step.exposed_s >= exposed_s / 2)
         yield (
             "link",
             SlowRank(
@@ -487,14 +488,8 @@ class Stragglers:
                 f"here {_mbps(best)}; exchanging takes {format_percent(exposed_s / step_s)} of a step",
                 why="all gradients pass every machine's link in every step",
                 fix="check its cable, its switch or its Wi-Fi; measure it: shoal probe; send less: shoal plan",
-            ).about(None, "link", exposed_s / step_s, self._exposed_since(exposed_s)),
+            ).about(None, "link", exposed_s / step_s, since),
         )
-
-    def _exposed_since(self, exposed_s: float) -> int:
-        return self._first_of_last(lambda step: step.exposed_s >= exposed_s / 2)
-
-    def _lossy_since(self) -> int:
-        return self._first_of_last(lambda step: max(stats.host.resent for stats in step.ranks) >= _LOSSY_PART)
 
     def _first_of_last(self, holds: Callable[[_Step], bool]) -> int:
         """Return the first of the last steps for which something holds."""
@@ -514,13 +509,14 @@ class Stragglers:
         ]
         if lossy:
             worst = max(edge.value for edge in lossy)
+            since = self._first_of_last(lambda step: max(stats.host.resent for stats in step.ranks) >= _LOSSY_PART)
             yield (
                 "loss",
                 SlowRank(
                     f"packets are lost by {self._network(ranks, lossy)}: {worst:.1%} of what is sent is sent again",
                     why="TCP sends lost packets again, and the ranks wait for them",
                     fix="check its cable, its switch or its Wi-Fi",
-                ).about(None, "packet loss", 0.0, self._lossy_since()),
+                ).about(None, "packet loss", 0.0, since),
             )
 
     def _network(self, ranks: Sequence[RankStats], edges: Sequence[_Edge]) -> str:

@@ -21,9 +21,10 @@ from shoal.data.prepare import read_data_facts
 from shoal.data.tokenizer import load_tokenizer
 from shoal.data.tokens import Tokens, TokenWindows, open_tokens, validation_batches, window_count
 from shoal.engine.batches import micro_batch_indices
-from shoal.engine.engine import Engine
+from shoal.engine.entry import Hooks
 from shoal.engine.machine_trial import MachineTrial
 from shoal.engine.recorder import last_event
+from shoal.engine.replica import Replica
 from shoal.engine.sampling import Shard
 from shoal.engine.session import Session
 from shoal.model.gpt import GPT
@@ -57,8 +58,7 @@ class GptTrainer:
         self.text = TextSource(TokenWindows(open_tokens(Path(facts.train)).tokens, config.model.seq_len))
         self.validation = open_tokens(Path(facts.val)).tokens
         session.attach(self.model, self.optimizer, self.compute, reset=self.reset)
-        session.on_start = partial(choose_compute, session, config, self.compute)
-        session.before_joining, session.describe = self.warm_up, self.describe
+        session.hooks = Hooks(partial(choose_compute, session, config, self.compute), self.warm_up, self.describe)
         session.every(config.train.eval_every)(self.evaluate)
 
     def steps(self) -> Iterator[int]:
@@ -87,12 +87,12 @@ class GptTrainer:
         return lr
 
     def evaluate(self) -> None:
-        session, engine, began = self.session, self.session.engine, time.perf_counter()
-        loss = evaluate(self.model, self.validation, self.config, engine.plan.micro_batch, session)
-        common_step = engine.outer.common_step(session.step)
+        session, replica, began = self.session, self.session.replica, time.perf_counter()
+        loss = evaluate(self.model, self.validation, self.config, replica.plan.micro_batch, session)
+        common_step = replica.outer.common_step(session.step)
         older = {} if common_step == session.step else {"common_step": common_step}
         eval_s = round(time.perf_counter() - began, 6)
-        engine.recorder.event("eval", step=session.step, val_loss=loss, eval_s=eval_s, **older)
+        replica.recorder.event("eval", step=session.step, val_loss=loss, eval_s=eval_s, **older)
 
     def reset(self) -> None:
         """Put the weights of step 0 back: the same seed gives the same ones."""
@@ -108,7 +108,7 @@ class GptTrainer:
         Compiling takes that long, and so does loading the first kernels of a GPU.
         """
         device = self.session.device
-        start = last_event(self.run.events(self.session.engine.world.id), "start")
+        start = last_event(self.run.events(self.session.replica.world.id), "start")
         is_compiled = bool(start.get("compiled"))
         if is_compiled or (start and device.type == "cuda"):
             self.compute.set(ComputeChoice(is_compiled, start["precision"], "as before"))
@@ -143,28 +143,29 @@ def peak_rate(train: TrainConfig, global_batch: int) -> float:
 
 def choose_compute(session: Session, config: Config, compute: Compute) -> None:
     """Compile the model and choose its precision: as when the run began, or by a trial without a trace."""
-    engine = session.engine
+    replica, trial = session.replica, session.entry.trial
     own = compute.choice
     must_choose = not compute.is_chosen or (own.compiled and not has_compiler())
-    if not max_over_world(engine.world, [float(must_choose)])[0]:
+    if not max_over_world(replica.world, [float(must_choose)])[0]:
         compute.set(ComputeChoice(own.compiled, own.precision, "as when the run began"))
     else:
         steps = max(0, config.train.steps - session.step)
-        work = work_left(config.model, engine.plan.micro_batch, max(engine.plan.counts), steps)
-        compute.set(choose(compute.model, config, engine.plan.micro_batch, work, engine.world, partial(_note, engine)))
+        work = work_left(config.model, replica.plan.micro_batch, max(replica.plan.counts), steps)
+        note = partial(_note, replica)
+        compute.set(choose(compute.model, config, replica.plan.micro_batch, work, replica.world, note))
     # A model compiled on a GPU needs micro-batches of one size, and all ranks divide the batch in the same way.
     is_fixed = compute.choice.compiled and session.device.type != "cpu"
-    engine.has_fixed_shapes = bool(max_over_world(engine.world, [float(is_fixed)])[0])
-    if session.trial is not None and not session.step:
-        session.trial.alone_s = measure_one_process(session.trial, engine, compute, config)
+    replica.division.fix_shapes(bool(max_over_world(replica.world, [float(is_fixed)])[0]))
+    if trial is not None and not session.step:
+        trial.alone_s = measure_one_process(trial, replica, compute, config)
 
 
-def measure_one_process(trial: MachineTrial, engine: Engine, compute: Compute, config: Config) -> float | None:
+def measure_one_process(trial: MachineTrial, replica: Replica, compute: Compute, config: Config) -> float | None:
     """Time the gradients of a whole batch in one process on all cores, while the other ranks of this machine wait.
 
     Return None where there is nothing to compare with, the run is too short, or the code is compiled for its threads.
     """
-    world, size = engine.world, engine.largest_micro_batch
+    world, size = replica.world, replica.division.largest_micro_batch
     is_one_machine = world.local_size == world.size > 1 and set(world.devices) == {"cpu"}
     if not is_one_machine or compute.choice.compiled or config.train.steps < _MIN_STEPS_TO_COMPARE:
         return None
@@ -173,7 +174,7 @@ def measure_one_process(trial: MachineTrial, engine: Engine, compute: Compute, c
         generator = torch.Generator().manual_seed(0)
         parameters = [parameter for parameter in compute.model.parameters() if parameter.requires_grad]
         with trial.as_one_process():
-            for batch in (min(size, engine.global_batch), engine.global_batch):
+            for batch in (min(size, replica.global_batch), replica.global_batch):
                 began = time.perf_counter()
                 for first in range(0, batch, size):
                     shape = (min(size, batch - first), config.model.seq_len)
@@ -185,10 +186,10 @@ def measure_one_process(trial: MachineTrial, engine: Engine, compute: Compute, c
     return seconds
 
 
-def _note(engine: Engine, text: str) -> None:
+def _note(replica: Replica, text: str) -> None:
     """Tell the user what takes long before the first step."""
-    if engine.world.rank == 0:
-        engine.recorder.event("doing", text=text)
+    if replica.world.rank == 0:
+        replica.recorder.event("doing", text=text)
 
 
 class Compute:
@@ -260,11 +261,11 @@ def evaluate(model: GPT, tokens: Tokens, config: Config, micro_batch: int, sessi
 
 def describe_shard(session: Session, text: TextSource, run: RunFolder, config: Config) -> None:
     """Record this rank's part of the data; the sizes of all ranks add up to the total."""
-    shard = session.shard(text)
+    shard = session.data.shard(text, session.replica)
     words = load_tokenizer(run.tokenizer).decode(text.windows.text_at(int(shard.indices(0)[0])).tolist())
     # A sample seldom begins at the start of a sentence: show the first one that follows a line end.
     first = words.partition("\n")[2].partition("\n")[0] or words.partition("\n")[0]
-    session.engine.recorder.event(
+    session.replica.recorder.event(
         "shard",
         size=shard.size,
         total=shard.count,

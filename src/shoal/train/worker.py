@@ -34,10 +34,10 @@ from shoal.control.rank_messages import MEMBERSHIP_FD
 from shoal.cost.memory import OUT_OF_MEMORY_ADVICE, out_of_memory_advice
 from shoal.data.prepare import change_config, create_run, reopen_run
 from shoal.engine.console import Console
-from shoal.engine.engine import StopRequest
+from shoal.engine.environment import SessionStart
 from shoal.engine.faults import as_fault, record_fault
 from shoal.engine.session import Session
-from shoal.engine.session_start import SessionStart
+from shoal.engine.step import StopRequest
 from shoal.errors import Interrupted, PeerLost, RunFailed, ShoalError, UsageError
 from shoal.host.topology import this_topology, threads_for
 from shoal.run_folder import RunFolder

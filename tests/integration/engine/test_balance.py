@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shoal.engine.balance import Balance, RankTime
-from shoal.engine.engine import Engine
+from shoal.engine.replica import Replica
 from shoal.events import read_events
 from shoal.run_folder import RunFolder
 from shoal.sync.world import World
@@ -68,7 +68,7 @@ def train(world: World, path: Path, task: Task, resume: bool = False, stop_after
     shares: list[Sequence[int]] = [()]
     with measured(SPEEDS, step_number, shares):
         for step in session:
-            step_number[0], shares[0] = step.number, session.engine.plan.shares
+            step_number[0], shares[0] = step.number, session.replica.plan.shares
             own.append(shares[0][world.rank])
             with step:
                 for inputs, targets in step.batches(data):
@@ -177,7 +177,7 @@ def train_compiled(world: World, path: Path, task: Task) -> list[tuple[int, ...]
     session = make_session(world, path, task, resume=True)
     model, data = make_model(task), make_data(task)
     session.attach(model, make_optimizer(model, task))
-    session.on_start = lambda: setattr(session.engine, "has_fixed_shapes", True)
+    session.hooks.on_start = lambda: session.replica.division.fix_shapes(True)
     sizes: list[tuple[int, ...]] = []
     for step in session:
         with step:
@@ -243,8 +243,8 @@ def first_sizes(world: World, path: Path) -> tuple[int, int]:
     training = GptTraining(world, path)
     sizes: list[tuple[int, int]] = []
 
-    def look(engine: Engine) -> bool:
-        sizes.append((engine.plan.micro_batch, engine.largest_micro_batch))
+    def look(replica: Replica) -> bool:
+        sizes.append((replica.plan.micro_batch, replica.division.largest_micro_batch))
         return True
 
     training.train(look)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.engine.divergence import Difference, find_difference, find_rounding
-from shoal.engine.engine import Engine
+from shoal.engine.observers import DoneStep
+from shoal.engine.replica import Replica
 from shoal.engine.saving import replica_state
 from shoal.errors import RunFailed
 from shoal.run_folder import RunFolder
@@ -49,23 +50,25 @@ def train(world: World, run: Path, flips: Sequence[Flip]) -> tuple[int, str | No
     training = GptTraining(world, run)
     pending = [flip for flip in flips if flip.rank == world.rank]
 
-    def flip_between_steps(engine: Engine) -> None:
-        """Flip before anything else that happens after a step."""
-        choose = engine.between_steps
+    def flip_between_steps(replica: Replica) -> None:
+        """Flip before periodic tasks, comparisons and checkpoints."""
+        trial = training.session.entry.trial
+        assert trial is not None
+        after_step = trial.after_step
 
-        def between_steps() -> None:
-            choose()
-            while pending and pending[0].step == engine.progress.step:
-                change(engine, pending.pop(0))
+        def flip(done: DoneStep) -> None:
+            after_step(done)
+            while pending and pending[0].step == replica.progress.step:
+                change(replica, pending.pop(0))
 
-        if engine.progress.step == 0:
-            engine.between_steps = between_steps
+        if replica.progress.step == 0:
+            trial.after_step = flip  # type: ignore[method-assign]
 
     try:
         training.train(flip_between_steps)
     except RunFailed as error:
         return 0, str(error)
-    return combine_digests(tensor_digests(replica_state(training.engine))), None
+    return combine_digests(tensor_digests(replica_state(training.replica))), None
 
 
 def train_mixed(world: World, run: Path, flips: Sequence[Flip]) -> tuple[int, str | None]:
@@ -73,9 +76,9 @@ def train_mixed(world: World, run: Path, flips: Sequence[Flip]) -> tuple[int, st
     return train(replace(world, devices=("cuda:0", *["cpu"] * (world.size - 1))), run, flips)
 
 
-def change(engine: Engine, flip: Flip) -> None:
-    with engine.outer.common():
-        tensor: Tensor = replica_state(engine)[flip.tensor]
+def change(replica: Replica, flip: Flip) -> None:
+    with replica.outer.common():
+        tensor: Tensor = replica_state(replica)[flip.tensor]
         tensor.view(-1).view(torch.int32)[3] ^= 1 << flip.bit
 
 

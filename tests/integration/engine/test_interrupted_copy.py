@@ -28,15 +28,14 @@ from shoal.control.rank_env import Placement
 from shoal.control.rank_messages import EnterGeneration, LeaseRenewed, LeaveGeneration, ToRank, to_frame
 from shoal.data.prepare import create_run, read_data_facts
 from shoal.data.tokens import TokenWindows, open_tokens
-from shoal.engine.auto_sync import SyncChooser
-from shoal.engine.engine import StopRequest
+from shoal.engine.entry import Attached, ElasticEntry, Entry, Hooks
+from shoal.engine.environment import SessionStart
 from shoal.engine.loop import StepOutcome
 from shoal.engine.recorder import Recorder
 from shoal.engine.recover import GenerationChanger
+from shoal.engine.replica import InitialState
 from shoal.engine.session import Session, Step
-from shoal.engine.session_start import SessionStart
-from shoal.engine.start_training import make_engine
-from shoal.engine.state_transfer import Replica, Transfer, TransferPlan
+from shoal.engine.state_transfer import CopiedState, Transfer, TransferPlan
 from shoal.engine.training_state import StateTree, TrainingState
 from shoal.host.facts import boot_clock
 from shoal.model.gpt import GPT
@@ -165,16 +164,20 @@ class Member:
         windows = TokenWindows(open_tokens(Path(read_data_facts(run).train)).tokens, config.model.seq_len)
         self._text = TextSource(windows)
         recorder = Recorder(run, unjoined, agent.member)
-        self.engine = make_engine(config, self.state, unjoined, recorder, StopRequest(), agent.member.fence)
+        # As an elastic entry makes itself, but with this test's agent and store.
+        start, initial, fence = SessionStart(config, run, placement), InitialState(), agent.member.fence
+        self.entry = ElasticEntry.__new__(ElasticEntry)
+        Entry.__init__(self.entry, start, Attached(self.state), Hooks(), unjoined, recorder, initial, fence)
+        self.replica = self.entry.replica
         store = dist.FileStore(str(run.path / "keys"), world.size)
         place = RankIdentity("local", world.device, "lo", None, agent.member.release)
-        chooser = SyncChooser(self.engine, config.sync)
-        self.changer = GenerationChanger(agent.member, store, place, self.engine, chooser, run)
-        self._session = Session.of(SessionStart(config, run, placement))
-        self._session._engine = self.engine
+        self.changer = GenerationChanger(agent.member, store, place, self.replica, self.entry.chooser, run)
+        self.entry.membership = self.changer
+        self._session = Session.of(start)
+        self._session._entry = self.entry
 
     def enter_first(self, enter: EnterGeneration) -> None:
-        self._session._enter_first_generation(self.changer, enter)
+        self.entry._enter_first_generation(enter)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -185,7 +188,7 @@ class Member:
 
     def snapshot(self) -> dict[str, Any]:
         """Return everything of a rank that the next generation receives or continues with."""
-        engine, changer = self.engine, self.changer
+        replica, changer = self.replica, self.changer
         position = changer.member.fence.position()
         optimizer = self.state.optimizer_state()
         return {
@@ -196,11 +199,11 @@ class Member:
             "moments": combine_digests(tensor_digests(optimizer.tensors)),
             "counted": sorted({float(state["step"]) for state in self._optimizer.state.values()}),
             "settings": optimizer.values,
-            "progress": (engine.progress.step, engine.progress.cursor, changer._state_step),
-            "history": engine.history,
+            "progress": (replica.progress.step, replica.progress.cursor, changer._state_step),
+            "history": replica.history,
             "sync": changer.chooser.as_numbers(),
-            "known": sorted({record["step"] for record in (*engine.recorder.pending, *engine.recorder.committed)}),
-            "unknown": len(engine.unsettled_steps()),
+            "known": sorted({record["step"] for record in (*replica.recorder.pending, *replica.recorder.committed)}),
+            "unknown": len(replica.steps.unsettled),
         }
 
 
@@ -211,7 +214,7 @@ def run_rank(world: World, folder: Path, deaths: list[int]) -> dict[str, Any]:
     replicas._CHUNK_BYTES = PIECE_BYTES
     agent = Agent(folder)
     member = Member(world, RunFolder(folder), agent)
-    engine, changer = member.engine, member.changer
+    replica, changer = member.replica, member.changer
     member.enter_first(agent.enter(tuple(range(size)), me, 0, first=True))
     member.train(TRAINED)
     # Through files: the first rank that leaves a barrier would stop those that are still in it.
@@ -240,11 +243,11 @@ def run_rank(world: World, folder: Path, deaths: list[int]) -> dict[str, Any]:
     last = tuple(range(len(deaths), size))
     assert changer.try_to_enter(agent.enter(last, me, changer._state_step), time.perf_counter())
     member.train(3)
-    engine.settle()
-    engine.recorder.commit(engine.outer.common_step(engine.progress.step))
-    with engine.outer.common():
+    member.entry.step.settle()
+    replica.recorder.commit(replica.outer.common_step(replica.progress.step))
+    with replica.outer.common():
         ended = combine_digests(tensor_digests(member.state.weights()))
-    return {"seen": seen, "ended": ended, "step": engine.progress.step}
+    return {"seen": seen, "ended": ended, "step": replica.progress.step}
 
 
 def check_chain(tmp_path: Path, way: str, deaths: list[int]) -> None:
@@ -274,7 +277,7 @@ def transfer_to(world: World, has_memory: bool) -> dict[str, Any]:
     """Transfer the state of rank 0; rank 1 has another state, rank 2 the same one."""
     plan = TransferPlan(source=0, step=5, behind=(1,))
     value = world.rank % 2
-    own = Replica(make_tensors("model.", value), {}, StateTree(make_tensors("optimizer.", value), {"lr": value}))
+    own = CopiedState(make_tensors("model.", value), {}, StateTree(make_tensors("optimizer.", value), {"lr": value}))
     before = digest_of(own)
     transfer = Transfer(world, plan, is_outer=False)
     if not has_memory:
@@ -302,8 +305,8 @@ def make_tensors(prefix: str, value: int) -> dict[str, torch.Tensor]:
     return {f"{prefix}{name}": torch.full((size,), float(value)) for name, size in (("a", 1000), ("b", 70_000))}
 
 
-def digest_of(replica: Replica) -> int:
-    return combine_digests(tensor_digests({**replica.weights, **replica.optimizer.tensors}))
+def digest_of(state: CopiedState) -> int:
+    return combine_digests(tensor_digests({**state.weights, **state.optimizer.tensors}))
 
 
 @pytest.mark.parametrize("has_memory", [True, False])

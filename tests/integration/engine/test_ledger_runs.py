@@ -18,8 +18,8 @@ from shoal.control.rank_messages import AbandonCommits
 from shoal.engine import recorder as recorder_module
 from shoal.engine import state_transfer
 from shoal.engine.checkpoint import CheckpointFolder
-from shoal.engine.engine import Engine
 from shoal.engine.recorder import Recorder
+from shoal.engine.replica import Replica
 from shoal.engine.saving import Saver
 from shoal.events import EventLog
 from shoal.run_folder import RunFolder
@@ -153,8 +153,8 @@ def fill_gaps(world: World, folder: Path, sizes: tuple[int, int]) -> tuple[list[
     log = EventLog(path, 0)
     recorder = SimpleNamespace(warn=lambda error: warnings.append(error.seen), open_ledger=lambda: log)
     progress = SimpleNamespace(step=10)
-    engine: Any = SimpleNamespace(world=replace(world, keeps_files=True), progress=progress, recorder=recorder)
-    state_transfer.fill_ledger_gaps(engine, path)
+    replica: Any = SimpleNamespace(world=replace(world, keeps_files=True), progress=progress, recorder=recorder)
+    state_transfer.fill_ledger_gaps(replica, path)
     records = read_jsonl(path)
     holes = [line["hole"] for line in records if "hole" in line]
     return [line["step"] for line in records if "step" in line], holes, warnings
@@ -256,8 +256,8 @@ def test_the_ledger_and_the_events_are_on_disk_before_a_checkpoint_begins(
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "mkdir", make_folder)
-    engine: Any = SimpleNamespace(world=world, recorder=recorder)
-    saver = Saver(engine, CheckpointFolder(tmp_path / "checkpoints", keep=1), 0)
+    replica: Any = SimpleNamespace(world=world, recorder=recorder)
+    saver = Saver(replica, CheckpointFolder(tmp_path / "checkpoints", keep=1), 0)
     saver._begin(1, must=False)
     before = operations[: operations.index(".step-00000001.tmp")]
     assert {"commits.jsonl", ".", "events/rank-0.jsonl", "events"} <= set(before)
@@ -271,11 +271,11 @@ def train_without_checkpoint(world: World, run: Path, steps: int) -> tuple[int, 
     training = GptTraining(world, run)
     counts = 0, 0
 
-    def count(engine: Engine) -> bool:
+    def count(replica: Replica) -> bool:
         nonlocal counts
-        if engine.progress.step < steps:
+        if replica.progress.step < steps:
             return False
-        counts = len(read_jsonl(training.run.commits)), len(engine.recorder.pending)
+        counts = len(read_jsonl(training.run.commits)), len(replica.recorder.pending)
         return True
 
     training.train(count)

@@ -16,9 +16,10 @@ import torch
 from shoal.control.rank_env import DEFAULT_THREADS
 from shoal.cost.machine_setup import TrialSchedule
 from shoal.engine import machine_trial
-from shoal.engine.engine import Engine
 from shoal.engine.machine_trial import CorePins, MachineTrial, thread_ids
+from shoal.engine.observers import DoneStep
 from shoal.engine.recorder import last_event
+from shoal.engine.replica import Replica
 from shoal.host.topology import this_topology
 from shoal.sync.helper_threads import compute_alone
 from shoal.sync.world import World
@@ -39,16 +40,15 @@ def train_with_trial(
     training = GptTraining(world, path, resume)
     tried: list[tuple[int, str, bool, int]] = []
 
-    def look(engine: Engine) -> None:
+    def look(replica: Replica) -> None:
         pinned = os.sched_getaffinity(0) != everywhere
-        tried.append((engine.progress.step + 1, engine.sync.inside.way, pinned, torch.get_num_threads()))
+        tried.append((replica.progress.step + 1, replica.sync.inside.way, pinned, torch.get_num_threads()))
 
     observe = MachineTrial._observe
 
-    def faked_observe(self: MachineTrial, schedule: Any) -> None:
+    def faked_observe(self: MachineTrial, schedule: Any, times: dict[str, float]) -> None:
         setup = str(self._candidates[schedule.current]) if schedule.current < len(self._candidates) else ""
-        self._engine.times = {"step": faked_s.get(setup, 1.0)}
-        observe(self, schedule)
+        observe(self, schedule, {"step": faked_s.get(setup, 1.0)})
 
     MachineTrial._observe = faked_observe  # type: ignore[method-assign]
     everywhere = os.sched_getaffinity(0)
@@ -57,7 +57,7 @@ def train_with_trial(
     finally:
         MachineTrial._observe = observe  # type: ignore[method-assign]
         os.sched_setaffinity(0, everywhere)
-    weights = sum(parameter.double().sum().item() for parameter in training.engine.model.parameters())
+    weights = sum(parameter.double().sum().item() for parameter in training.replica.model.parameters())
     return {"tried": tried, "event": last_event(training.run.events(world.rank), "trial"), "weights": weights}
 
 
@@ -149,11 +149,11 @@ def test_fewer_threads_are_tried(tmp_path: Path) -> None:
 def step_beside_a_gpu(world: World) -> None:
     """Do what follows five steps on a rank of which the world says that rank 0 has a GPU."""
     device = torch.device("cuda" if world.rank == 0 else "cpu")
-    engine = SimpleNamespace(world=replace(world, device=device, devices=("cuda:0", "cpu")), is_trial=False)
-    chooser = SimpleNamespace(after_step=lambda: None, is_open=False)
-    trial = MachineTrial(engine, chooser, CorePins(None))  # type: ignore[arg-type]
+    replica = SimpleNamespace(world=replace(world, device=device, devices=("cuda:0", "cpu")))
+    chooser, speed = SimpleNamespace(is_open=False), SimpleNamespace()
+    trial = MachineTrial(replica, chooser, CorePins(None), speed)  # type: ignore[arg-type]
     for _ in range(5):
-        trial.after_step()
+        trial.after_step(DoneStep())
 
 
 def test_no_rank_waits_for_one_with_a_gpu_which_tries_nothing(tmp_path: Path) -> None:

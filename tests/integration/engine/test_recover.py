@@ -286,14 +286,14 @@ def recover_without_checkpoint(world: World, folder: Path) -> list[str]:
     """Return the errors of six recoveries without a checkpoint and with fifteen steps in the ledger."""
     run = RunFolder(folder)
     run.commits.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 16)))
-    engine: Any = SimpleNamespace(
+    replica: Any = SimpleNamespace(
         config=build_config("grammar", None, sets=["train.checkpoint_every=10"]),
-        has_fixed_shapes=False,
+        division=SimpleNamespace(has_fixed_shapes=False),
         recorder=SimpleNamespace(),
     )
     member: Any = SimpleNamespace(fence=SimpleNamespace(mark_overwritten=lambda: None))
     nothing: Any = None
-    membership = GenerationChanger(member, world.store, nothing, engine, nothing, run)
+    membership = GenerationChanger(member, world.store, nothing, replica, nothing, run)
     seen = []
     for _ in range(6):
         try:

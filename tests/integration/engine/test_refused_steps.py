@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.engine.engine import Engine
 from shoal.engine.refusal import RefusedStep, explain
+from shoal.engine.replica import Replica
 from shoal.engine.saving import replica_state
+from shoal.engine.step import TrainingStep
 from shoal.errors import RunFailed
 from shoal.sync.world import World
 from tests.support.programs import read_jsonl
@@ -33,60 +34,60 @@ WAYS: dict[str, tuple[str, ...]] = {
     "streaming": ("sync.mode=streaming", "sync.every=8", "sync.fragments=2", "sync.overlap=3"),
 }
 SHORT = {"fp32", "int8", "diloco"}
-Poison = Callable[[Engine], None]
+Poison = Callable[[Replica], None]
 
 
-def bad_batch(engine: Engine) -> None:
+def bad_batch(replica: Replica) -> None:
     """Make the loss of one step nan; the replica's weights stay intact."""
 
     def spoil(module: nn.Module, inputs: Any, loss: Tensor) -> Tensor:
-        return loss * math.nan if engine.progress.step + 1 == BAD else loss
+        return loss * math.nan if replica.progress.step + 1 == BAD else loss
 
-    engine.model.register_forward_hook(spoil)
+    replica.model.register_forward_hook(spoil)
 
 
-def bad_weight(engine: Engine) -> None:
+def bad_weight(replica: Replica) -> None:
     """Make a weight of this replica infinite: its later gradients and sums are not finite either."""
 
     def spoil(module: nn.Module, inputs: Any) -> None:
-        if engine.progress.step + 1 == BAD:
+        if replica.progress.step + 1 == BAD:
             with torch.no_grad():
                 next(module.parameters()).view(-1)[0] = math.inf
 
-    engine.model.register_forward_pre_hook(spoil)
+    replica.model.register_forward_pre_hook(spoil)
 
 
-def bad_gradient(engine: Engine) -> None:
+def bad_gradient(replica: Replica) -> None:
     """Make the gradient infinite; the loss stays finite."""
 
     def spoil(gradient: Tensor) -> Tensor:
-        return gradient * math.inf if engine.progress.step + 1 == BAD else gradient
+        return gradient * math.inf if replica.progress.step + 1 == BAD else gradient
 
-    next(engine.model.parameters()).register_hook(spoil)
+    next(replica.model.parameters()).register_hook(spoil)
 
 
 def train(world: World, run: Path, poison: Poison, bad_ranks: tuple[int, ...]) -> tuple[str, bool]:
     """Return the error that ended the training, and whether the common parameters are still finite."""
     training = GptTraining(world, run)
 
-    def before_step(engine: Engine) -> None:
-        if engine.progress.step == 0 and world.rank in bad_ranks:
-            poison(engine)
+    def before_step(replica: Replica) -> None:
+        if replica.progress.step == 0 and world.rank in bad_ranks:
+            poison(replica)
 
     try:
         training.train(before_step)
     except RunFailed as error:
-        engine = training.engine
-        assert engine.outer.replicas_differ or engine.progress.step == BAD - 1
-        with engine.outer.common():
-            is_sound = all(tensor.isfinite().all() for tensor in replica_state(engine).values())
+        replica = training.replica
+        assert replica.outer.replicas_differ or replica.progress.step == BAD - 1
+        with replica.outer.common():
+            is_sound = all(tensor.isfinite().all() for tensor in replica_state(replica).values())
         return error.render(), is_sound
     raise AssertionError("the training did not fail")
 
 
 def train_queued(world: World, run: Path, poison: Poison, bad_ranks: tuple[int, ...]) -> tuple[str, bool]:
     """Train as on a GPU, where the update is queued before loss and norm are known."""
-    Engine._can_queue_update = property(lambda engine: engine._nonfinite is None)  # type: ignore[method-assign, assignment]
+    TrainingStep._can_queue_update = property(lambda step: step._replica.steps.nonfinite is None)  # type: ignore[method-assign, assignment]
     return train(world, run, poison, bad_ranks)
 
 
@@ -127,15 +128,15 @@ def test_a_queued_update_of_a_bad_step_changes_nothing(way: str, poison: Poison,
     assert is_sound == [True, True]
 
 
-def late_weight(engine: Engine) -> None:
+def late_weight(replica: Replica) -> None:
     """Make a weight nan between the loss and its gradient."""
 
     def spoil(module: nn.Module, inputs: Any, loss: Tensor) -> None:
-        if engine.progress.step + 1 == BAD:
+        if replica.progress.step + 1 == BAD:
             bad_weight_now(module)
             loss.register_hook(lambda gradient: gradient * math.nan)
 
-    engine.model.register_forward_hook(spoil)
+    replica.model.register_forward_hook(spoil)
 
 
 def bad_weight_now(module: nn.Module) -> None:

@@ -19,9 +19,9 @@ from torch.optim.lr_scheduler import StepLR
 
 from shoal.config.load import to_toml, validate_session
 from shoal.control.rank_env import Placement
+from shoal.engine.environment import SessionStart
 from shoal.engine.sampling import sample_indices
 from shoal.engine.session import Session
-from shoal.engine.session_start import SessionStart
 from shoal.errors import UsageError
 from shoal.run_folder import RunFolder
 from shoal.sync.world import World
@@ -255,10 +255,10 @@ def train_with_everything(
     for step in session:
         states[step.number - 1] = describe()
         if step.number == SAVED + 1:
-            round_start = session.engine.round_start and session.engine.round_start.digest()
+            round_start = (kept := session.replica.round_start.schedule) and kept.digest()
         if step.number - 1 == undo_after:
-            undone_to = session.engine.roll_back()
-            tasks_done = session.engine.periodic_done_step
+            undone_to = session.replica.roll_back()
+            tasks_done = session.replica.periodic.done_step
             return {
                 "step": undone_to,
                 "tasks done": tasks_done,
@@ -276,7 +276,7 @@ def train_with_everything(
         "model": {name: tensor.tobytes() for name, tensor in arrays(model).items()},
         "averages": (averages.count, [value.numpy().tobytes() for value in averages.values]),
         "lr": optimizer.param_groups[0]["lr"],
-        "digest": session.engine.state.digest(),
+        "digest": session.replica.state.digest(),
     }
 
 

@@ -515,9 +515,9 @@ def scaled_recipe(session: Session) -> Callable[[Step], None]:
     def do_step(step: Step) -> None:
         compute(step)
         if step.number == 2:
-            session.engine._finish_gradients(step.number, 1.0, can_queue=False)
-            session.engine.drop_step()
-            session.engine.begin_step()
+            session.entry.step._finish_gradients(step.number, 1.0, can_queue=False)
+            session.entry.step.drop()
+            session.entry.step.begin()
             compute(step)
         step.update(clip=1.0)
         assert scaler.get_scale() == 65536.0

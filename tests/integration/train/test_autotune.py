@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.config.schema import Config, ModelConfig, TrainConfig
-from shoal.engine.engine import _is_compiled
+from shoal.engine.division import _is_compiled
 from shoal.model.gpt import GPT, compile_block, leave_batch_open
 from shoal.sync.world import World
 from shoal.train import autotune

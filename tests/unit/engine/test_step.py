@@ -1,10 +1,10 @@
-"""Small parts of the engine."""
+"""Small parts of a step."""
 
 from __future__ import annotations
 
 import torch
 
-from shoal.engine.engine import flush_denormals, seed_generators
+from shoal.engine.step import flush_denormals, seed_generators
 
 
 def test_generators_in_use_are_seeded_as_torch_does() -> None:
