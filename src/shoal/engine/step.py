@@ -133,7 +133,12 @@ class TrainingStep:
             self._apply(step, after)
         outer_times = self._outer_step(step)
         replica.fence.set_step(replica.outer.common_step(step))
-        stats = replica.exchanges.steps.finish()
+        try:
+            stats = replica.exchanges.steps.finish()
+        except Exception:
+            # A peer was lost after the step was applied: the next generation continues from it.
+            self._record(step, comm, outer_times, loss=result.loss, grad_norm=result.norm, **make_fields())
+            raise
         self._split_comm_time("backward", comm, stats[-1].wait_s if comm.wait_s is None else comm.wait_s)
         self._split_comm_time("optimizer", outer_times, outer_times.wait_s or 0.0)
         self.timer.add("wait", replica.exchanges.steps.late_s)

@@ -19,11 +19,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.config import defaults
 from shoal.cost.batch_plan import BatchPlan
+from shoal.engine.observers import DoneStep
 from shoal.engine.sampling import SHARDS
 from shoal.engine.session import Session, Step
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import PeerLost, ShoalError, UsageError
+from shoal.sync.step_stats import StepStats
 from shoal.sync.world import World
-from tests.support.programs import shoal
+from tests.support.programs import read_jsonl, shoal
 from tests.support.ranks import run_ranks
 from tests.support.sessions import Recipe, make_folder, open_session, train
 
@@ -527,3 +529,35 @@ def scaled_recipe(session: Session) -> Callable[[Step], None]:
 
 def test_a_step_that_is_lost_after_unscaling_is_done_again(tmp_path: Path) -> None:
     assert len(train(tmp_path / "run", 1, scaled_recipe, settings(steps=4))) == 4
+
+
+def lost_after_update_recipe(session: Session) -> Callable[[Step], None]:
+    """Lose a peer in the second step, between the update and the statistics of all ranks."""
+    model = make_model()
+    session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def lose(*_: object) -> list[StepStats]:
+        raise PeerLost("the connection was closed")
+
+    def do_step(step: Step) -> None:
+        for inputs, labels in step.batches(DATA):
+            step.backward(F.cross_entropy(model(inputs), labels, reduction="sum"))
+        if step.number != 2:
+            step.update()
+            return
+        gather = session.replica.exchanges.steps
+        finish, gather.finish = gather.finish, lose  # type: ignore[method-assign]
+        with pytest.raises(PeerLost):
+            step.update()
+        gather.finish = finish  # type: ignore[method-assign]
+        # The next generation would continue from here.
+        assert session.step == 2
+        step._outcome.done = DoneStep()
+
+    return do_step
+
+
+def test_a_step_whose_peer_is_lost_after_the_update_is_recorded(tmp_path: Path) -> None:
+    assert len(train(tmp_path / "run", 1, lost_after_update_recipe, settings(steps=4))) == 4
+    events = read_jsonl(tmp_path / "run/events/rank-0.jsonl")
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3, 4]
