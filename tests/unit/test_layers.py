@@ -22,7 +22,8 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 # docs/design.md, section 3: a package may import itself and the packages to its right.
 CHAINS = (
     "cli → tools/chaos → tools/bench, tools/doctor, tools/probe, tools/plan → runs → tools/watch"
-    " → tools/explain, tools/report → launch → agent → cluster → data → cost → control → config → host → base",
+    " → tools/explain, tools/report → tools/draw → launch → agent → cluster"
+    " → data → cost → control → config → host → base",
     "worker programs of tools → train → engine → sync → cost → control → config → host → base",
     "worker programs of tools → train → model → data → cost → control → config → host → base",
 )
