@@ -244,6 +244,11 @@ def pickles(call: ast.Call) -> bool:
     return any(keyword.arg == "allow_pickle" and ast.unparse(keyword.value) != "False" for keyword in call.keywords)
 
 
+def test_matplotlib_is_imported_in_one_module() -> None:
+    users = [module for module, source in sources() for name in imports(ast.parse(source)) if "matplotlib" in name]
+    assert set(users) == {"shoal.tools.draw.pictures"}
+
+
 def test_no_module_pickles() -> None:
     pickling = {module: lines for module, source in sources() if (lines := unpickling(source))}
     assert pickling == {}

@@ -22,7 +22,7 @@ MAX_POINTS = 1000
 # All ranks together: 64 ranks must not make the page of a long run large.
 _MAX_ROWS = 8 * MAX_POINTS
 _LEAST_ROWS = 100
-# So many times the usual distance between two rows is a gap: the rank was away.
+# A distance of this many usual ones between two rows is a gap: the rank was away.
 _GAP = 3
 _BAR_PX = 34
 
@@ -69,7 +69,8 @@ def make_areas(
         rows.append([*row, _short(float(totals[group].max()))] if is_thinned else row)
     series = [{"name": names[part], "colour": part} for part in known]
     panels = [{"name": "", "rows": rows}]
-    labels = {"x": "step", "y": "ms per step", "height": 360}
+    unit = "ms per step: means, and the longest as a line" if is_thinned else "ms per step"
+    labels = {"x": "step", "y": unit, "height": 360}
     return {"kind": "areas", "series": series, "panels": panels, "thinned": is_thinned, **labels}
 
 
@@ -109,7 +110,7 @@ def thin_with_envelope(steps: NDArray[np.int64], values: Floats) -> list[list[fl
 
 
 def _short(value: float) -> float:
-    """Return five digits, which nobody can tell from more on a chart."""
+    """Return five digits: on a chart more cannot be seen."""
     text = f"{value:.5g}"
     return int(text) if text.isdecimal() else float(text)
 

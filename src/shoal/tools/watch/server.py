@@ -85,7 +85,7 @@ class LivePage:
         self._wake = asyncio.Event()
         self._is_closing = False
         self.closed = asyncio.Event()
-        # Read and serialized in one thread at a time; the event loop goes on.
+        # Read and serialized in one thread at a time; the event loop continues.
         self._lock = asyncio.Lock()
 
     def close(self) -> None:
