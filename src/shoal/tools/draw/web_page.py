@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
@@ -118,7 +118,15 @@ def html_value(value: Any, name: str = "") -> str:
     if isinstance(value, list):
         return "<br>".join(f"{html_value(item)}" for item in value) or NOTHING
     if "bytes" in name and isinstance(value, int | float):
-        value = format_si(value, "B")
+        value = format_bytes(value)
     elif isinstance(value, float):
         value = format_number(value, 6)
     return NOTHING if value is None else escape(str(value))
+
+
+def or_nothing(value: float | None, form: Callable[[float], str]) -> str:
+    return NOTHING if value is None else form(value)
+
+
+def format_bytes(count: float) -> str:
+    return format_si(count, "B")

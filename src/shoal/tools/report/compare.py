@@ -22,7 +22,15 @@ from shoal.tools.draw.charts import (
     thin_with_envelope,
 )
 from shoal.tools.draw.palette import PHASE_NAMES, SERIES
-from shoal.tools.draw.web_page import NOTHING, compose_page, html_notice, html_section, html_table, html_value
+from shoal.tools.draw.web_page import (
+    NOTHING,
+    compose_page,
+    html_notice,
+    html_section,
+    html_table,
+    html_value,
+    or_nothing,
+)
 from shoal.tools.report.explain_run import explain_step_time
 from shoal.tools.report.page import LOSS_UNITS, RunData, read_run, skipped_lines
 from shoal.tools.report.redact import Redactor
@@ -166,9 +174,9 @@ def _runs_table(runs: Sequence[RunData]) -> str:
                 NOTHING if manifest.final_loss is None else format_loss(manifest.final_loss) + val,
                 f"{format_rounded(speed)} {manifest.unit}/s" if speed else NOTHING,
                 ratio,
-                _or_nothing(manifest.step_s_measured, format_ms),
+                or_nothing(manifest.step_s_measured, format_ms),
                 format_share(waiting_s, manifest.step_s_measured or 0.0) if manifest.phases else NOTHING,
-                _or_nothing(manifest.duration_s, format_duration),
+                or_nothing(manifest.duration_s, format_duration),
                 replicas,
             ]
         )
@@ -179,10 +187,6 @@ def _runs_table(runs: Sequence[RunData]) -> str:
     busy = [run.name for run in runs if (run.summary.other_load or 0.0) >= DISTURBING_CORES]
     note = f"<p>Other programs disturbed {escape(', '.join(busy))}: see below.</p>" if busy else ""
     return html_table(head, rows) + note
-
-
-def _or_nothing(value: float | None, form: Any) -> str:
-    return NOTHING if value is None else str(form(value))
 
 
 def _look(number: int) -> dict[str, Any]:

@@ -33,11 +33,13 @@ from shoal.tools.draw.palette import PART_NAMES, PHASE_NAMES
 from shoal.tools.draw.web_page import (
     NOTHING,
     compose_page,
+    format_bytes,
     html_head,
     html_notice,
     html_section,
     html_table,
     html_value,
+    or_nothing,
 )
 from shoal.tools.report.explain_run import PHASE_TEXTS, explain_scaling, explain_step_time, phase_errors
 from shoal.tools.report.figures import (
@@ -60,7 +62,6 @@ from shoal.units import (
     format_percent,
     format_rounded,
     format_share,
-    format_si,
     format_value,
     name_ranks,
     pluralize,
@@ -237,13 +238,10 @@ def _tail(summary: RunSummary) -> str:
     if tail is None:
         return ""
     window = f" (steps {summary.measured[0]:,}–{summary.measured[1]:,})" if summary.measured else ""
-    rows = [
-        f"<tr><td>rank {rank}</td>{''.join(f'<td>{format_ms(seconds)}</td>' for seconds in parts)}</tr>"
-        for rank, parts in tail.by_rank.items()
-    ]
+    rows = [[f"rank {rank}", *map(format_ms, parts)] for rank, parts in tail.by_rank.items()]
     return (
-        f"<h3>A rank's own part of a step, without waiting{window}</h3><table><tr><th></th><th>median</th><th>95%</th>"
-        f"<th>99%</th><th>longest</th></tr>{''.join(rows)}</table>"
+        f"<h3>A rank's own part of a step, without waiting{window}</h3>"
+        f"{html_table(['', 'median', '95%', '99%', 'longest'], rows)}"
         f"<p>The slowest of {len(tail.by_rank)} takes {format_ms(tail.slowest_s)} on average; if ranks varied "
         f"independently of each other it would be {format_ms(tail.independent_s)}, and with one more such rank "
         f"{format_ms(tail.one_more_s)}.</p>"
@@ -269,20 +267,21 @@ def _key_figures(manifest: Manifest, summary: RunSummary) -> str:
     exposed = manifest.phases.get("exposed", 0.0) + manifest.phases.get("wait", 0.0)
     share = format_share(exposed, manifest.step_s_measured or 0)
     p50_ms, p95_ms = manifest.allreduce_p50_ms, manifest.allreduce_p95_ms
-    p95 = "not measured" if p95_ms is None else f"median; p95 {_milliseconds(p95_ms)}"
+    p95 = "not measured" if p95_ms is None else f"median; p95 {format_ms(1e-3 * p95_ms)}"
     formula = "2(N−1)/N·S" if manifest.inside == "gloo" else "through shared memory"
-    theory = f"theory {formula}: {_bytes(manifest.theoretical_bytes_per_step)}".replace(" B", "\u00a0B")
+    expected = or_nothing(manifest.theoretical_bytes_per_step, format_bytes).replace(" B", "\u00a0B")
+    theory = f"theory {formula}: {expected}"
     nodes = pluralize(len(manifest.nodes), "node")
     where = f"measured; {len(manifest.members)} at the end, {nodes} in all" if manifest.recoveries else f"on {nodes}"
     replicas = {None: (NOTHING, "not verified yet"), True: ("identical", "bit for bit"), False: ("differ", "see below")}
     figures = [
-        ("speed", _or_nothing(summary.speed, "{}", format_rounded), f"{summary.unit.name} per second"),
-        ("step", _duration(manifest.step_s_measured), f"{share} communication and waiting"),
-        ("all-reduce", _milliseconds(p50_ms), p95),
-        ("sent per step and rank", _bytes(manifest.wire_bytes_per_step), theory),
-        ("loss", _or_nothing(manifest.final_loss, "{}", format_loss), _about_loss(manifest)),
+        ("speed", or_nothing(summary.speed, format_rounded), f"{summary.unit.name} per second"),
+        ("step", or_nothing(manifest.step_s_measured, format_ms), f"{share} communication and waiting"),
+        ("all-reduce", or_nothing(p50_ms, lambda ms: format_ms(1e-3 * ms)), p95),
+        ("sent per step and rank", or_nothing(manifest.wire_bytes_per_step, format_bytes), theory),
+        ("loss", or_nothing(manifest.final_loss, format_loss), _about_loss(manifest)),
         ("ranks", str(manifest.world_size), where),
-        ("model", _or_nothing(manifest.model_params, "{}", format_count), "parameters"),
+        ("model", or_nothing(manifest.model_params, format_count), "parameters"),
         ("replicas", *replicas[manifest.byte_equivalent]),
     ]
     boxes = (
@@ -295,7 +294,7 @@ def _key_figures(manifest: Manifest, summary: RunSummary) -> str:
 def _about_loss(manifest: Manifest) -> str:
     if manifest.trains == "script":
         return LOSS_UNITS["script"]
-    return f"validation {_or_nothing(manifest.val_loss, '{:.3f}')}"
+    return f"validation {or_nothing(manifest.val_loss, '{:.3f}'.format)}"
 
 
 def _logged_section(summary: RunSummary, figures: dict[str, Figure]) -> str:
@@ -380,7 +379,7 @@ def _scaling_table(points: list[ScalingPoint]) -> str:
             f"{point.tokens_per_s / base.tokens_per_s:.2f}×",
             format_percent(efficiency(point, base)),
             f"{point.step_s * 1e3:.1f}",
-            _or_nothing(point.allreduce_s or None, "{:.1f}", lambda seconds: seconds * 1e3),
+            or_nothing(point.allreduce_s or None, lambda seconds: f"{1e3 * seconds:.1f}"),
         ]
         for point in in_order(points)
     ]
@@ -405,24 +404,6 @@ def _samples(shard: Event) -> str:
 def _fact(record: Event, key: str) -> Any:
     value = record.get(key)
     return NOTHING if value is None else value
-
-
-def _duration(seconds: float | None) -> str:
-    return NOTHING if seconds is None else format_ms(seconds)
-
-
-def _milliseconds(value: float | None) -> str:
-    return NOTHING if value is None else format_ms(1e-3 * value)
-
-
-def _bytes(value: float | None) -> str:
-    return NOTHING if value is None else format_si(value, "B")
-
-
-def _or_nothing(value: float | None, form: str, convert: Any = None) -> str:
-    if value is None:
-        return NOTHING
-    return form.format(convert(value) if convert else value)
 
 
 def _has_changed(summary: RunSummary) -> bool:

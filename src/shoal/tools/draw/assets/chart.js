@@ -5,7 +5,6 @@
 // whose entries hide a series. Colours are CSS variables, by their names in palette.py.
 
 const NONE = "–";
-const DOTS_BELOW = 40; // points
 const LABEL_SHARE = 0.38; // of the width, at most, for the names of bars
 
 function fixed(value, digits) { return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits }); }
