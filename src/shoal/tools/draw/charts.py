@@ -85,13 +85,15 @@ def make_curve(name: str, colour: str, x: Sequence[int], y: Sequence[float], **l
 
 
 def thin_keeping_extremes(steps: NDArray[np.int64], values: Floats) -> tuple[list[int], list[float]]:
-    """Keep at most MAX_POINTS: the lowest and the highest of each group of steps, so that no spike is lost."""
+    """Keep the lowest and the highest of each group of steps, so that no spike is lost, and a gap where one has any."""
     if len(steps) <= MAX_POINTS:
         return steps.tolist(), values.tolist()
     keep: set[int] = set()
     for group in np.array_split(np.arange(len(steps)), MAX_POINTS // 2):
-        known = np.nan_to_num(values[group], nan=math.inf)
-        keep |= {int(group[known.argmin()]), int(group[known.argmax()])}
+        is_known = np.isfinite(values[group])
+        if known := group[is_known].tolist():
+            keep |= {min(known, key=values.__getitem__), max(known, key=values.__getitem__)}
+        keep |= set(group[~is_known][:1].tolist())
     rows = sorted(keep)
     return steps[rows].tolist(), values[rows].tolist()
 

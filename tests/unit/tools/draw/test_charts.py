@@ -36,6 +36,14 @@ def test_long_curves_are_thinned_and_keep_their_spikes() -> None:
     assert max(y) == 50.0
 
 
+def test_a_gap_does_not_hide_a_spike_beside_it() -> None:
+    steps, values = with_a_spike()
+    values[123_450] = math.nan
+    thinned = thin_keeping_extremes(steps, values)[1]
+    assert max(value for value in thinned if not math.isnan(value)) == 50.0
+    assert sum(map(math.isnan, thinned)) == 1
+
+
 def test_a_mean_has_the_lowest_and_the_highest_beside_it() -> None:
     points = thin_with_envelope(*with_a_spike())
     assert len(points) == MAX_POINTS
