@@ -17,33 +17,23 @@ WARNING, FAULT = _AMBER, "#d5401f"
 SERIES = (MEASURED, _AMBER, _GREEN, _PINK, _RED, _SKY, "#7a5cbf")
 
 # The parts of a step in the order in which they are stacked.
-PHASE_COLOURS = {
-    "forward": _SKY,
-    "backward": _BLUE,
-    "exposed": _RED,
-    "wait": _AMBER,
-    "optimizer": _GREEN,
-    "data": _PINK,
-    "other": _GREY,
+_PHASES = {
+    "forward": ("forward", _SKY),
+    "backward": ("backward", _BLUE),
+    "exposed": ("exposed communication", _RED),
+    "wait": ("wait for the slowest", _AMBER),
+    "optimizer": ("optimizer", _GREEN),
+    "data": ("data", _PINK),
+    "other": ("other", _GREY),
 }
-PHASE_NAMES = {
-    "forward": "forward",
-    "backward": "backward",
-    "exposed": "exposed communication",
-    "wait": "wait for the slowest",
-    "optimizer": "optimizer",
-    "data": "data",
-    "other": "other",
-}
+PHASE_NAMES, PHASE_COLOURS = ({phase: look[part] for phase, look in _PHASES.items()} for part in (0, 1))
 # Forward and backward as one block, where a figure shows what is added to the computing time.
-PART_NAMES = {
-    "compute": "forward + backward",
-    "exposed": PHASE_NAMES["exposed"],
-    "wait": PHASE_NAMES["wait"],
-    "optimizer": PHASE_NAMES["optimizer"],
-    "other": "data and other",
+_PARTS = {
+    "compute": ("forward + backward", _BLUE),
+    **{phase: _PHASES[phase] for phase in ("exposed", "wait", "optimizer")},
+    "other": ("data and other", _GREY),
 }
-PART_COLOURS = {part: PHASE_COLOURS.get(part, _BLUE) for part in PART_NAMES}
+PART_NAMES, PART_COLOURS = ({part: look[which] for part, look in _PARTS.items()} for which in (0, 1))
 # Marks on the time axis of the live page.
 _MARKS = {
     "members": _PINK, "checkpoint": IDEAL, "verdict": _SKY, "warning": WARNING, "fault": FAULT, "start": IDEAL,

@@ -11,26 +11,24 @@ from typing import Any
 import numpy as np
 
 from shoal.run_folder import RunFolder
-from shoal.tools.draw.charts import (
+from shoal.tools.draw.pages import (
+    NOTHING,
     Figure,
     chart_place,
+    compose_page,
+    html_notice,
+    html_section,
+    html_table,
+    html_value,
     make_curve,
     make_lines,
+    or_nothing,
     series_colour,
     stack_parts,
     thin_keeping_extremes,
     thin_with_envelope,
 )
 from shoal.tools.draw.palette import PHASE_NAMES, SERIES
-from shoal.tools.draw.web_page import (
-    NOTHING,
-    compose_page,
-    html_notice,
-    html_section,
-    html_table,
-    html_value,
-    or_nothing,
-)
 from shoal.tools.report.explain_run import explain_step_time
 from shoal.tools.report.page import LOSS_UNITS, RunData, read_run, skipped_lines
 from shoal.tools.report.redact import Redactor

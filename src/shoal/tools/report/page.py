@@ -18,20 +18,10 @@ from shoal.config.manifest import Manifest, RecoveryRecord
 from shoal.errors import ShoalError
 from shoal.events import Event
 from shoal.run_folder import RunFolder, write_atomically
-from shoal.tools.draw.charts import (
+from shoal.tools.draw.pages import (
+    NOTHING,
     Figure,
     chart_place,
-    make_areas,
-    make_bars,
-    make_curve,
-    make_lines,
-    series_colour,
-    stack_parts,
-    thin_keeping_extremes,
-)
-from shoal.tools.draw.palette import PART_NAMES, PHASE_NAMES
-from shoal.tools.draw.web_page import (
-    NOTHING,
     compose_page,
     format_bytes,
     html_head,
@@ -39,8 +29,16 @@ from shoal.tools.draw.web_page import (
     html_section,
     html_table,
     html_value,
+    make_areas,
+    make_bars,
+    make_curve,
+    make_lines,
     or_nothing,
+    series_colour,
+    stack_parts,
+    thin_keeping_extremes,
 )
+from shoal.tools.draw.palette import PART_NAMES, PHASE_NAMES
 from shoal.tools.report.explain_run import PHASE_TEXTS, explain_scaling, explain_step_time, phase_errors
 from shoal.tools.report.figures import (
     ScalingPoint,
@@ -420,19 +418,14 @@ def _members_chart(summary: RunSummary) -> Figure:
         for counts in (True, False):
             # The bar of step N spans N-1 to N: the state before and after it.
             spans = [
-                [
-                    row,
-                    span.first - 1,
-                    span.last,
-                    f"steps {span.first}–{span.last}, generation {span.entered.generation}",
-                ]
+                [row, span.first - 1, span.last, f"steps {span.first}–{span.last}, generation {name}"]
                 for row, rank in enumerate(ranks)
                 for span in rank.spans
-                if span.entered.lineage == lineage and stands.get(span.entered.generation) is counts
+                if span.entered.lineage == lineage and stands.get(name := span.entered.generation) is counts
             ]
-            name = f"lineage {lineage}" if counts else f"lineage {lineage}, abandoned"
+            title = f"lineage {lineage}" if counts else f"lineage {lineage}, abandoned"
             if spans:
-                series.append({"name": name, "colour": series_colour(number), "spans": spans, "hatched": not counts})
+                series.append({"name": title, "colour": series_colour(number), "spans": spans, "hatched": not counts})
     # A line where a generation begins. More than _MOST_MARKS lines would hide the bars.
     began = [generation for generation in summary.history if not generation.is_first][:_MOST_MARKS]
     marks = [

@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shoal.control.channel import is_equal_secret
 from shoal.run_folder import RunFolder
-from shoal.tools.draw.web_page import page_policy, page_script, page_style
+from shoal.tools.draw.pages import page_policy, page_script, page_style
 from shoal.tools.watch.figures import snapshot as snapshot_of
 from shoal.tools.watch.figures import update as update_of
 from shoal.tools.watch.prometheus import CONTENT_TYPE, format_metrics

@@ -8,8 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from shoal.tools.draw.charts import (
+from shoal.tools.draw.pages import (
     MAX_POINTS,
+    embed_json,
     make_areas,
     make_curve,
     stack_parts,
@@ -17,7 +18,6 @@ from shoal.tools.draw.charts import (
     thin_with_envelope,
 )
 from shoal.tools.draw.palette import PHASE_NAMES
-from shoal.tools.draw.web_page import embed_json
 from tests.unit.tools.report.test_page import EVIL
 
 LONG = 250_000
