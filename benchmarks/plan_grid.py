@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from _common import options
 from shoal.cluster.lab.lab import Lab, build_lab
 from shoal.cluster.lab.spec import make_spec
-from shoal.tools.report.figures import IDEAL, LINEAGE_COLOURS, save_figure, set_log_ticks
+from shoal.tools.draw.palette import IDEAL, SERIES
+from shoal.tools.draw.pictures import new_figure, save_figure, set_log_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -165,15 +166,10 @@ def _lost(group: list[Case]) -> float:
 
 
 def draw(cases: list[Case], path: Path) -> None:
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     found = verdict(cases)
-    with rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(8, 5.6), layout="constrained")
+    errors = f"{found['median error %']:g}% off in the median of {found['runs']} runs, {found['worst error %']:g}%"
+    with new_figure(8, 5.6, f"Predicted steps are {errors} at worst") as figure:
         _draw_steps(figure.subplots(), cases)
-        errors = f"{found['median error %']:g}% off in the median of {found['runs']} runs, {found['worst error %']:g}%"
-        figure.suptitle(f"Predicted steps are {errors} at worst", x=0.01, ha="left", fontsize=11)
     save_figure(figure, path, "the picture goes where --picture says")
 
 
@@ -183,7 +179,7 @@ def _draw_steps(axes: Axes, cases: list[Case]) -> None:
     axes.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color=IDEAL, alpha=0.2, lw=0)
     axes.plot(ends, ends, color=IDEAL, linestyle="--", lw=1, label="as measured, ±10%")
     places = sorted({(case.nodes, case.link) for case in cases})
-    for (nodes, link), marker, colour in zip(places, cycle("os^vDP"), cycle(LINEAGE_COLOURS), strict=False):
+    for (nodes, link), marker, colour in zip(places, cycle("os^vDP"), cycle(SERIES), strict=False):
         here = [case for case in cases if (case.nodes, case.link) == (nodes, link)]
         x, y = [case.measured_s for case in here], [case.predicted_s for case in here]
         name = f"{nodes} nodes, {'unshaped' if link == 'none' else link}"

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -35,11 +36,59 @@ def rendered_document(page: Path, profile: Path) -> str:
     return done.stdout
 
 
+def drawn_charts(document: str) -> int:
+    """Count the charts that have said what they show."""
+    return len(re.findall(r"<canvas[^>]* aria-label=", document))
+
+
 def test_the_report_renders_in_a_real_browser(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", all_events(), "data.path='</script><script>document.title=1</script>'")
     document = rendered_document(write_report(run, demo_points()), tmp_path / "profile")
-    assert document.count('class="main-svg"') >= 8, "a chart is missing"
+    assert drawn_charts(document) == 5, "a chart is missing"
     assert "<title>run · finished</title>" in document, "a path of the run was executed as a script"
+
+
+def test_a_chart_shows_values_zooms_and_hides_a_series(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", all_events(2, 60), "data.path='x'")
+    other = make_run(tmp_path / "<b>other", all_events(2, 60))
+    file = tmp_path / "compared.html"
+    assert shoal("report", run.path, other.path, "-o", file).returncode == 0
+    with open_browser() as page:
+        page.resize(1280, 900)
+        page.open(file.as_uri())
+        page.wait_for("typeof charts === 'object' && charts[0]?.frame")
+        page.evaluate("charts[0].canvas.scrollIntoView({block: 'center'})")
+        assert "<b>other" in page.text(".legend"), "a name is markup"
+        box = page.evaluate("charts[0].canvas.getBoundingClientRect().toJSON()")
+        left, right, y = box["left"] + 0.3 * box["width"], box["left"] + 0.6 * box["width"], box["top"] + 100
+
+        def mouse(kind: str, x: float, buttons: int = 0, clicks: int = 1) -> None:
+            button = "left" if kind != "mouseMoved" or buttons else "none"
+            page.call(
+                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, buttons=buttons, clickCount=clicks
+            )
+
+        mouse("mouseMoved", left)
+        assert re.match(r"step 1\d\nrun: \d\.\d+\n<b>other: ", page.text("#tip")), page.text("#tip")
+        mouse("mousePressed", left, 1)
+        mouse("mouseMoved", right, 1)
+        mouse("mouseReleased", right)
+        first, last = page.evaluate("charts[0].zoom")
+        assert 15 < first < 22 < 33 < last < 39
+        assert "show all" in page.text(".legend")
+        for clicks in (1, 2):
+            mouse("mousePressed", left, 1, clicks)
+            mouse("mouseReleased", left, 0, clicks)
+        assert page.evaluate("charts[0].zoom") is None
+        for hidden in (1, 0):
+            page.evaluate("document.querySelector('.legend button').click()")
+            assert page.evaluate("charts[0].hidden.size") == hidden
+        # The keyboard shows the same values.
+        page.evaluate("charts[0].canvas.focus()")
+        page.press("End")
+        assert page.text("#tip").startswith("step 60\n")
+        page.press("ArrowLeft")
+        assert page.text("#tip").startswith("step 59\n")
 
 
 def test_a_comparison_on_a_phone_keeps_the_names_of_its_runs(tmp_path: Path) -> None:
@@ -85,7 +134,7 @@ def test_the_demo_trains_kills_a_rank_and_writes_a_report(tmp_path: Path) -> Non
     assert manifest["members"] == [0, 1], "the killed rank is not back"
     assert document["verify"]["ok"] is True
     assert manifest["byte_equivalent"] is True
-    assert rendered_document(Path(document["report"]), tmp_path / "profile").count('class="main-svg"') >= 8
+    assert drawn_charts(rendered_document(Path(document["report"]), tmp_path / "profile")) >= 5
     undisturbed = json.loads((Path(document["runs"]["two"]) / "manifest.json").read_text())
     speeds = [row["tokens_per_s"] for row in document["rows"][:2]]
     for compared in (undisturbed, manifest):

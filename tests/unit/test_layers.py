@@ -22,7 +22,8 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 # docs/design.md, section 3: a package may import itself and the packages to its right.
 CHAINS = (
     "cli → tools/chaos → tools/bench, tools/doctor, tools/probe, tools/plan → runs → tools/watch"
-    " → tools/explain, tools/report → launch → agent → cluster → data → cost → control → config → host → base",
+    " → tools/explain, tools/report → tools/draw → launch → agent → cluster"
+    " → data → cost → control → config → host → base",
     "worker programs of tools → train → engine → sync → cost → control → config → host → base",
     "worker programs of tools → train → model → data → cost → control → config → host → base",
 )
@@ -241,6 +242,11 @@ def pickles(call: ast.Call) -> bool:
     if name.endswith(("_object", "_object_list")) or name in ("torch.load", "torch.save"):
         return True
     return any(keyword.arg == "allow_pickle" and ast.unparse(keyword.value) != "False" for keyword in call.keywords)
+
+
+def test_matplotlib_is_imported_in_one_module() -> None:
+    users = [module for module, source in sources() for name in imports(ast.parse(source)) if "matplotlib" in name]
+    assert set(users) == {"shoal.tools.draw.pictures"}
 
 
 def test_no_module_pickles() -> None:

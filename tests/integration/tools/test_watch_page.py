@@ -25,7 +25,7 @@ from tests.unit.tools.watch.test_run_state import agent_event, append, ready
 
 
 def make_watched_run(folder: Path) -> RunFolder:
-    """Create the folder of a run that goes on on two nodes, as far as its files show."""
+    """Create the folder of a run that continues on two nodes, as far as its files show."""
     run = make_run(folder, [start(0, 2, node="node1", steps=200), start(1, 2, node="node2", steps=200)])
     for node, address in (("node1", "10.0.0.1"), ("node2", "10.0.0.2")):
         generation = {"id": "1-0", "members": ["node1", "node2"], "step": 0}

@@ -553,7 +553,7 @@ import contextlib, io, sys
 from shoal.cli.main import run
 with contextlib.redirect_stdout(io.StringIO()):
     code = run(["plan", "gpt2-124m"], debug=False)
-print(code, [name for name in ("matplotlib", "numpy", "torch", "tokenizers", "plotly") if name in sys.modules])
+print(code, [name for name in ("matplotlib", "numpy", "torch", "tokenizers") if name in sys.modules])
 """
 
 

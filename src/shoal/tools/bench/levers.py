@@ -27,7 +27,8 @@ from shoal.cost.batch_plan import micro_batch, rank_weights
 from shoal.errors import DataError, Interrupted, UsageError
 from shoal.run_folder import RunFolder
 from shoal.runs.start import TrainDisplay, start_training
-from shoal.tools.report.figures import IDEAL, MEASURED, PHASE_COLOURS, save_figure
+from shoal.tools.draw.palette import IDEAL, MEASURED, PHASE_COLOURS, SERIES
+from shoal.tools.draw.pictures import legend_below, legend_beside, new_figure, save_figure, set_title
 from shoal.tools.report.manifest import explain_write_errors
 from shoal.tools.report.summary import RunSummary, summarize
 from shoal.units import format_number
@@ -286,10 +287,8 @@ def _evaluations(summary: RunSummary) -> Iterable[Evaluation]:
             yield Evaluation(tokens=step * float(summary.tokens_per_step or 0), seconds=seconds, loss=loss)
 
 
-# The palette of Okabe and Ito; further lines repeat it dashed.
 # A loss this many times as high as the median method's highest is not drawn; the legend names it.
 _MOST_PEAK = 1.15
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
 def plot_levers(table: LeverTable, path: Path) -> None:
@@ -298,12 +297,7 @@ def plot_levers(table: LeverTable, path: Path) -> None:
 
 
 def draw_levers(table: LeverTable) -> Figure:
-    # Imported here because matplotlib takes longer to import than most commands take to run.
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(11, 1.6 + 0.32 * max(8, len(table.rows))), layout="constrained")
+    with new_figure(11, 1.6 + 0.32 * max(8, len(table.rows))) as figure:
         speed, learned = figure.subplots(1, 2, width_ratios=(1.1, 1))
         _draw_speed(speed, table.rows)
         _draw_loss(learned, table.rows)
@@ -333,10 +327,8 @@ def _draw_speed(axes: Axes, rows: tuple[LeverRow, ...]) -> None:
     axes.locator_params(axis="x", nbins=4)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     if axes.get_legend_handles_labels()[1]:
-        # Below the axes: a bar may be as long as the axis.
-        below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.11)}
-        axes.legend(frameon=False, fontsize=9, ncols=2, handlelength=1.5, **below)
-    axes.set_title("Speed, and times one node", loc="left", fontweight="bold", fontsize=10)
+        legend_below(axes, 2)
+    set_title(axes, "Speed, and times one node")
 
 
 def _unexposed(row: LeverRow) -> float:
@@ -357,9 +349,10 @@ def _draw_loss(axes: Axes, rows: tuple[LeverRow, ...]) -> None:
     # One method that diverged would press all others into a corner.
     top = _MOST_PEAK * statistics.median(peaks) if peaks else math.inf
     for number, (point, peak) in enumerate(zip(drawn, peaks, strict=True)):
-        colour = IDEAL if point.name == ONE_NODE else _COLOURS[number % len(_COLOURS)]
+        colour = IDEAL if point.name == ONE_NODE else SERIES[number % len(SERIES)]
         seconds, losses = zip(*((entry.seconds, entry.loss) for entry in point.evaluations), strict=True)
-        style = "-" if number < len(_COLOURS) else "--"
+        # Further lines repeat the colours, dashed.
+        style = "-" if number < len(SERIES) else "--"
         label = f"{point.name} (up to {format_number(peak)})" if peak > top else point.name
         [line] = axes.plot(seconds, losses, color=colour, linestyle=style, marker=".", lw=1.5)
         line.set_label(label)
@@ -367,6 +360,6 @@ def _draw_loss(axes: Axes, rows: tuple[LeverRow, ...]) -> None:
     if any(peak > top for peak in peaks):
         axes.set_ylim(top=top)
     axes.grid(axis="y", alpha=0.25)
-    axes.set_title("What was learned by when", loc="left", fontweight="bold", fontsize=10)
+    set_title(axes, "What was learned by when")
     if drawn:
-        axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1, 1), handlelength=1.5)
+        legend_beside(axes)

@@ -7,35 +7,26 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.tools.plan.advise import Advice, Plan, PlanRow, explain_unequal_parts, recommended_plan
-from shoal.tools.plan.scenario import Policy
-from shoal.tools.plan.simulation import Band, Cause, Forecast
-from shoal.tools.report.figures import (
-    IDEAL,
+from shoal.tools.draw.palette import IDEAL, MEASURED, PART_NAMES, PHASE_COLOURS
+from shoal.tools.draw.pictures import (
     LOW_LABEL_SHARE,
-    MEASURED,
-    PHASE_COLOURS,
-    PHASE_NAMES,
+    add_label,
+    legend_below,
+    new_figure,
     pick_labelled,
     save_figure,
     set_log_ticks,
-    step_unit,
+    set_title,
+    stack_steps,
 )
-from shoal.units import format_number
+from shoal.tools.plan.advise import Advice, Plan, PlanRow, explain_unequal_parts, recommended_plan
+from shoal.tools.plan.scenario import Policy
+from shoal.tools.plan.simulation import Band, Cause, Forecast
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_STYLE: dict[Any, Any] = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
-_PARTS = {
-    "compute": ("forward + backward", PHASE_COLOURS["backward"]),
-    "exposed": (PHASE_NAMES["exposed"], PHASE_COLOURS["exposed"]),
-    "wait": (PHASE_NAMES["wait"], PHASE_COLOURS["wait"]),
-    "optimizer": (PHASE_NAMES["optimizer"], PHASE_COLOURS["optimizer"]),
-    "other": (PHASE_NAMES["other"], PHASE_COLOURS["other"]),
-}
-_BAR_CHARACTERS = 44  # Characters of white labels that all bars side by side have room for.
 _MOST_LABELS = 16
 _NOTE_CHARACTERS = 66
 # A range of nodes this many times as wide as the number of rows gets a logarithmic axis.
@@ -67,19 +58,11 @@ def plot_plan(plan: Plan, advice: Advice, path: Path) -> None:
 
 def draw_plan(plan: Plan, advice: Advice) -> Figure:
     """Draw the plan by the strategy that the verdict names."""
-    # Imported here because importing matplotlib takes longer than making a plan.
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(11, 4.6), layout="constrained")
+    with new_figure(11, 4.6, f"Predicted for {plan.workload.name}: {_headline(plan, advice)}") as figure:
         split, gain = figure.subplots(1, 2, width_ratios=(1.15, 1))
         shown = recommended_plan(plan, advice)
         _draw_split(split, shown.rows)
         _draw_gain(gain, shown)
-        figure.suptitle(
-            f"Predicted for {plan.workload.name}: {_headline(plan, advice)}", x=0.01, ha="left", fontsize=11
-        )
     return figure
 
 
@@ -96,29 +79,16 @@ def _base(plan: Plan) -> str:
 
 
 def _draw_split(axes: Axes, rows: tuple[PlanRow, ...]) -> None:
-    names = [str(row.nodes) for row in rows]
-    bottoms = [0.0] * len(rows)
-    unit, per_s = step_unit(max(row.prediction.step.step_s for row in rows))
-    tallest = per_s * max(row.prediction.step.step_s for row in rows)
-    for part, (label, colour) in _PARTS.items():
-        heights = [per_s * float(getattr(row.prediction.step, f"{part}_s")) for row in rows]
-        if max(heights) < 1e-3 * tallest:
-            continue
-        bars = axes.bar(names, heights, 0.6, bottom=bottoms, color=colour, label=label)
-        labels = [format_number(height) if height > 0.07 * tallest else "" for height in heights]
-        if max(map(len, labels)) * len(rows) <= _BAR_CHARACTERS:
-            axes.bar_label(bars, labels, label_type="center", color="white", fontsize=8)
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    # Beside the bars, because hidden communication is no part of a step.
+    predicted = [row.prediction.step for row in rows]
+    steps = [{part: float(getattr(step, f"{part}_s")) for part in PART_NAMES} for step in predicted]
+    per_s = stack_steps(axes, [str(row.nodes) for row in rows], steps, totals=False)
+    # Beside the bars, because hidden communication is not a part of a step.
     shown = [(place + 0.38, per_s * row.prediction.step.comm_s) for place, row in enumerate(rows) if row.nodes > 1]
     places, comm = [place for place, _ in shown], [seconds for _, seconds in shown]
     axes.plot(places, comm, color="black", marker="<", ms=6, linestyle="none", label="all communication")
-    middle, half = (len(rows) - 1) / 2, max(len(rows), 3) / 2
-    axes.set(xlabel="nodes", ylabel=f"{unit} per step", xlim=(middle - half, middle + half))
-    axes.margins(y=0.1)
-    # Below the axes, because bars may be as high as the axes at any place inside.
-    axes.legend(frameon=False, fontsize=9, handlelength=1, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.13))
-    _title(axes, "Time of a step")
+    axes.set_xlabel("nodes")
+    legend_below(axes, 3)
+    set_title(axes, "Time of a step")
 
 
 def _draw_gain(axes: Axes, plan: Plan) -> None:
@@ -137,11 +107,8 @@ def _draw_gain(axes: Axes, plan: Plan) -> None:
     for row in (rows[number] for number in labelled) if len(rows) <= _MOST_LABELS else ():
         text = f"{row.speedup:.2f}×\n{row.prediction.tokens_per_s:,.0f}"
         # Below its point, unless the labels of the axis are there.
-        offset, side = (8, "bottom") if not is_wide and row.speedup < LOW_LABEL_SHARE * top else (-8, "top")
-        label = axes.annotate(
-            text, (row.nodes, row.speedup), (0, offset), textcoords="offset points", ha="center", va=side, fontsize=8
-        )
-        label.set_bbox({"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8})
+        offset = 8 if not is_wide and row.speedup < LOW_LABEL_SHARE * top else -8
+        add_label(axes, text, (row.nodes, row.speedup), (0, offset), fontsize=8)
     axes.set(xlabel="nodes", ylabel="times the fastest node alone", ylim=(bottom, top))
     if len(rows) <= _MOST_LABELS:
         axes.set_xticks(nodes, [str(count) for count in nodes])
@@ -155,7 +122,7 @@ def _draw_gain(axes: Axes, plan: Plan) -> None:
     if note := explain_unequal_parts(plan):
         below: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "top"}
         axes.annotate(textwrap.fill(note, _NOTE_CHARACTERS), (0, 0), (0, -40), color=IDEAL, fontsize=9, **below)
-    _title(axes, "Speed-up, with tokens per second")
+    set_title(axes, "Speed-up, with tokens per second")
 
 
 # A simulation
@@ -169,12 +136,7 @@ def plot_simulation(forecasts: dict[Policy, Forecast], path: Path) -> None:
 
 
 def draw_simulation(forecasts: dict[Policy, Forecast]) -> Figure:
-    # Imported here because importing matplotlib takes longer than a simulation.
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(12, 4.6), layout="constrained")
+    with new_figure(12, 4.6) as figure:
         speed, lost = figure.subplots(1, 2, width_ratios=(1.5, 1))
         _draw_speed(speed, forecasts)
         _draw_lost(lost, forecasts)
@@ -194,7 +156,7 @@ def _draw_speed(axes: Axes, forecasts: dict[Policy, Forecast]) -> None:
         label = f"{policy}: {forecast.of_ideal.median:.1%} of it"
         axes.plot(middles, median, color=COLOURS[policy], lw=2, label=label)
     nodes = scenario.cluster.nodes
-    _title(axes, f"Tokens that counted, {'1 node' if nodes == 1 else f'{nodes:,} nodes'}")
+    set_title(axes, f"Tokens that counted, {'1 node' if nodes == 1 else f'{nodes:,} nodes'}")
     axes.set(xlabel=unit, ylabel="tokens per second", xlim=(0, scenario.horizon_s / scale), ylim=(0, 1.3 * ideal))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(axis="y", alpha=0.25)
@@ -226,7 +188,7 @@ def _draw_lost(axes: Axes, forecasts: dict[Policy, Forecast]) -> None:
     axes.set_xlabel("part of the wall time")
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
-    _title(axes, "Time lost by cause: mean, and the band")
+    set_title(axes, "Time lost by cause: mean, and the band")
 
 
 def _draw_band(axes: Axes, place: float, share: float, band: Band, wall_s: float) -> None:
@@ -235,7 +197,3 @@ def _draw_band(axes: Axes, place: float, share: float, band: Band, wall_s: float
     beside = (max(share, high), place)
     # Adding 0.0 removes the sign of what rounds to zero.
     axes.annotate(f"{round(share, 3) + 0.0:.1%}", beside, (5, 0), textcoords="offset points", va="center", fontsize=9)
-
-
-def _title(axes: Axes, text: str) -> None:
-    axes.set_title(text, loc="left", fontweight="bold", fontsize=10)

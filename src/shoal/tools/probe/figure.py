@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from shoal.config.profile import CollectiveProfile, LinkProfile, NodeProfile, Profile
 from shoal.cost.machines import Roofline, roofline_of
 from shoal.cost.network import format_buffer_size
-from shoal.tools.report.figures import IDEAL, MEASURED, PHASE_COLOURS, save_figure, set_log_ticks
+from shoal.tools.draw.palette import IDEAL, MEASURED, PHASE_COLOURS
+from shoal.tools.draw.pictures import add_label, legend_below, new_figure, save_figure, set_log_ticks, set_title
 from shoal.units import format_duration, format_number, format_percent, format_si, format_speed, pluralize
 
 if TYPE_CHECKING:
@@ -30,23 +31,17 @@ def plot_probe(profile: Profile, path: Path) -> None:
 
 
 def draw_probe(profile: Profile) -> Figure:
-    # Imported here because matplotlib takes longer to import than most commands take to run.
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     reduce_ = profile.collective("all-reduce")
-    with rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-        if reduce_ is None or not profile.links:
-            figure = Figure(figsize=(7, 5), layout="constrained")
+    if reduce_ is None or not profile.links:
+        with new_figure(7, 5) as figure:
             _draw_roofline(figure.subplots(), profile.nodes)
-            return figure
-        figure = Figure(figsize=(12, 9.5), layout="constrained")
+        return figure
+    with new_figure(12, 9.5, _headline(profile)) as figure:
         (links, times), (bus, roof) = figure.subplots(2, 2)
         _draw_links(links, profile.links)
         _draw_times(times, reduce_)
         _draw_bus(bus, profile)
         _draw_roofline(roof, profile.nodes)
-        figure.suptitle(_headline(profile), x=0.01, ha="left", fontsize=12)
     return figure
 
 
@@ -81,9 +76,8 @@ def _draw_links(axes: Axes, links: tuple[LinkProfile, ...]) -> None:
     axes.set_yticks(range(len(chosen)), names)
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    # Below the axes: a bar may be as long as the axis.
-    axes.legend(frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.11), handlelength=1)
-    _title(axes, "The wire: raw TCP payload" + (", slowest links" if len(links) > _MOST_LINKS else ""))
+    legend_below(axes, 3)
+    set_title(axes, "The wire: raw TCP payload" + (", slowest links" if len(links) > _MOST_LINKS else ""))
     axes.set_xlabel(unit)
 
 
@@ -103,12 +97,16 @@ def _draw_times(axes: Axes, entry: CollectiveProfile) -> None:
         note = f"held out: {held.error:+.1%}"
         axes.plot([held.bytes], [1e3 * held.measured_s], "D", color=_TOGETHER, fillstyle="none", ms=9, label=note)
     axes.set(xscale="log", yscale="log", xlabel="size of the buffer", ylabel="milliseconds")
-    axes.set_xticks(sizes, [format_buffer_size(size) for size in sizes], rotation=35, ha="right", fontsize=8)
-    axes.minorticks_off()
+    _set_sizes(axes, sizes)
     set_log_ticks(axes.yaxis, *axes.get_ylim())
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, loc="upper left", fontsize=9)
-    _title(axes, f"gloo's {entry.label} of {entry.world_size} ranks")
+    set_title(axes, f"gloo's {entry.label} of {entry.world_size} ranks")
+
+
+def _set_sizes(axes: Axes, sizes: list[int]) -> None:
+    axes.set_xticks(sizes, [format_buffer_size(size) for size in sizes], rotation=35, ha="right", fontsize=8)
+    axes.minorticks_off()
 
 
 def _draw_bus(axes: Axes, profile: Profile) -> None:
@@ -123,12 +121,11 @@ def _draw_bus(axes: Axes, profile: Profile) -> None:
         axes.axhline(factor * wire, color=IDEAL, linestyle="--", label=f"the wire: {format_si(1e9 * wire, 'bit/s')}")
     sizes = [point.bytes for point in entries[0].points]
     axes.set(xscale="log", xlabel="size of the buffer", ylabel=unit, ylim=(0, None))
-    axes.set_xticks(sizes, [format_buffer_size(size) for size in sizes], rotation=35, ha="right", fontsize=8)
-    axes.minorticks_off()
+    _set_sizes(axes, sizes)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=9)
     share = profile.summary.stack_efficiency
-    _title(axes, "Bus bandwidth" + (f": stack efficiency {format_percent(share)}" if share else ""))
+    set_title(axes, "Bus bandwidth" + (f": stack efficiency {format_percent(share)}" if share else ""))
 
 
 def _draw_roofline(axes: Axes, nodes: tuple[NodeProfile, ...]) -> None:
@@ -153,7 +150,7 @@ def _draw_roofline(axes: Axes, nodes: tuple[NodeProfile, ...]) -> None:
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=9, loc="lower right")
     more = f" ({len(nodes)} nodes, the first {len(_NODES)} drawn)" if len(nodes) > len(_NODES) else ""
-    _title(axes, "Is training bound by memory or by arithmetic?" + more)
+    set_title(axes, "Is training bound by memory or by arithmetic?" + more)
 
 
 def _roof_label(node: NodeProfile) -> str:
@@ -184,8 +181,4 @@ def _note_point(axes: Axes, node: NodeProfile) -> None:
     place = (node.compute.intensity, node.compute.best.gflops)
     threads = ", ".join(str(point.threads) for point in node.compute.training)
     note = f"small GPT,\n{threads} threads"
-    axes.annotate(note, place, (-10, 0), textcoords="offset points", ha="right", va="top", fontsize=9)
-
-
-def _title(axes: Axes, text: str) -> None:
-    axes.set_title(text, loc="left", fontweight="bold", fontsize=10)
+    add_label(axes, note, place, (-10, 0), ha="right")

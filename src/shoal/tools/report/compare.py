@@ -11,29 +11,26 @@ from typing import Any
 import numpy as np
 
 from shoal.run_folder import RunFolder
-from shoal.tools.report.explain_run import explain_step_time
-from shoal.tools.report.figures import LINEAGE_COLOURS, PHASE_COLOURS, PHASE_NAMES
-from shoal.tools.report.page import (
-    LOSS_UNITS,
+from shoal.tools.draw.pages import (
     NOTHING,
     Figure,
-    RunData,
-    bar_trace,
     chart_place,
     compose_page,
     html_notice,
     html_section,
     html_table,
     html_value,
-    line_trace,
-    make_figure,
-    phases_legend,
-    read_run,
-    skipped_lines,
-    thin_by_mean,
+    make_curve,
+    make_lines,
+    or_nothing,
+    series_colour,
+    stack_parts,
     thin_keeping_extremes,
-    to_ms,
+    thin_with_envelope,
 )
+from shoal.tools.draw.palette import PHASE_NAMES, SERIES
+from shoal.tools.report.explain_run import explain_step_time
+from shoal.tools.report.page import LOSS_UNITS, RunData, read_run, skipped_lines
 from shoal.tools.report.redact import Redactor
 from shoal.tools.report.script_page import require_steps
 from shoal.tools.report.summary import RunSummary
@@ -49,10 +46,8 @@ from shoal.units import (
 )
 
 # Colours are used again with the next kind of line.
-_DASHES = ("solid", "dash", "dot", "dashdot")
+_DASHES: tuple[list[int], ...] = ([], [6, 4], [2, 3], [8, 3, 2, 3])
 _LONGEST_FILE = 100
-_LONGEST_LABEL = 32
-_BAR_PX = 44
 # Fields of the manifest that are results, or have a place of their own on the page.
 _RESULTS = {
     "shoal_manifest", "created", "status", "commands", "duration_s", "steps", "final_loss", "val_loss", "logged",
@@ -107,12 +102,12 @@ def render_comparison(runs: Sequence[RunData]) -> str:
     for unit in ("tokens", "samples"):
         counted = {number: run for number, run in enumerate(runs) if run.manifest.unit == unit}
         chart = _speed_chart(counted, unit)
-        if chart["data"]:
+        if chart["series"]:
             figures[f"speed-{unit}"] = chart
     if any(run.summary.phases for run in runs):
         figures["parts"] = _parts_chart(runs)
     losses, speeds = ([name for name in figures if name.startswith(kind)] for kind in ("loss-", "speed-"))
-    parts = f"{phases_legend()}{chart_place('parts', figures)}{_parts_table(runs)}" if "parts" in figures else ""
+    parts = f"{chart_place('parts', figures)}{_parts_table(runs)}" if "parts" in figures else ""
     body = [
         f"<h1>{pluralize(len(runs), 'run')} compared</h1>",
         html_section("Side by side", _runs_table(runs)),
@@ -177,9 +172,9 @@ def _runs_table(runs: Sequence[RunData]) -> str:
                 NOTHING if manifest.final_loss is None else format_loss(manifest.final_loss) + val,
                 f"{format_rounded(speed)} {manifest.unit}/s" if speed else NOTHING,
                 ratio,
-                _or_nothing(manifest.step_s_measured, format_ms),
+                or_nothing(manifest.step_s_measured, format_ms),
                 format_share(waiting_s, manifest.step_s_measured or 0.0) if manifest.phases else NOTHING,
-                _or_nothing(manifest.duration_s, format_duration),
+                or_nothing(manifest.duration_s, format_duration),
                 replicas,
             ]
         )
@@ -192,70 +187,42 @@ def _runs_table(runs: Sequence[RunData]) -> str:
     return html_table(head, rows) + note
 
 
-def _or_nothing(value: float | None, form: Any) -> str:
-    return NOTHING if value is None else str(form(value))
-
-
-def _colour(number: int) -> dict[str, Any]:
-    count = len(LINEAGE_COLOURS)
-    return {"color": LINEAGE_COLOURS[number % count], "width": 2, "dash": _DASHES[number // count % len(_DASHES)]}
+def _look(number: int) -> dict[str, Any]:
+    return {"colour": series_colour(number), "dash": _DASHES[number // len(SERIES) % len(_DASHES)]}
 
 
 def _loss_chart(runs: dict[int, RunData], unit: str) -> Figure:
-    traces = []
-    for number, run in runs.items():
-        if len(run.summary.loss):
-            steps, loss = thin_keeping_extremes(run.summary.loss_steps, run.summary.loss)
-            # Plotly interprets HTML tags in labels.
-            traces.append(line_trace(escape(run.name), steps, loss, "") | {"line": _colour(number)})
-    return _named(make_figure(traces, x="step", y=f"loss ({unit})"))
+    series = [
+        make_curve(run.name, "", *thin_keeping_extremes(run.summary.loss_steps, run.summary.loss)) | _look(number)
+        for number, run in runs.items()
+        if len(run.summary.loss)
+    ]
+    # A single run has a legend too: another picture of the page may have the others.
+    return make_lines(series, "step", f"loss ({unit})", legend=True)
 
 
 def _speed_chart(runs: dict[int, RunData], unit: str) -> Figure:
-    traces = []
-    for number, run in runs.items():
-        steps, speeds = _speeds(run.summary)
-        if steps:
-            traces.append(line_trace(escape(run.name), steps, speeds, "") | {"line": _colour(number)})
-    return _named(make_figure(traces, x="step", y=f"{unit} per second"))
+    series = [
+        {"name": run.name, "points": points, **_look(number)}
+        for number, run in runs.items()
+        if (points := _speeds(run.summary))
+    ]
+    return make_lines(series, "step", f"{unit} per second", legend=True)
 
 
-def _named(figure: Figure) -> Figure:
-    """Show the legend for a single run too: another picture of the page may have the others."""
-    figure["layout"] |= {"showlegend": True}
-    return figure
-
-
-def _speeds(summary: RunSummary) -> tuple[list[int], list[float | None]]:
+def _speeds(summary: RunSummary) -> list[list[float | None]]:
     """Return the speed over the steps: the work of a median step divided by the time of each, on the longest rank."""
     amount = summary.tokens_per_step if summary.unit.name == "tokens" else summary.samples_per_step
     rank = max(summary.ranks.values(), key=lambda rank: len(rank.steps), default=None)
-    if rank is None or not amount:
-        return [], []
-    steps, step_s = thin_by_mean(rank.steps, rank.series["step_s"])
-    return steps, [round(amount / seconds, 3) if seconds > 0 else None for seconds in step_s]
+    if rank is None or not amount or not len(rank.steps):
+        return []
+    step_s = np.where(rank.series["step_s"] > 0, rank.series["step_s"], np.nan)
+    return thin_with_envelope(rank.steps, amount / step_s)
 
 
 def _parts_chart(runs: Sequence[RunData]) -> Figure:
-    """Stack the phases of a median step, one bar a run."""
     timed = [run for run in runs if run.summary.phases]
-    names = _labels([run.name for run in timed])
-    traces = []
-    for phase, name in PHASE_NAMES.items():
-        seconds = [run.summary.phases.get(phase, 0.0) for run in timed]
-        if any(seconds):
-            traces.append(bar_trace(name, to_ms(seconds), names, PHASE_COLOURS[phase], horizontal=True))
-    figure = make_figure(traces, x="ms per step", y="", legend=False)
-    figure["layout"] |= {"barmode": "stack", "height": 90 + _BAR_PX * len(timed)}
-    figure["layout"]["yaxis"] |= {"autorange": "reversed", "type": "category"}
-    return figure
-
-
-def _labels(names: Sequence[str]) -> list[str]:
-    """Cut long names in their middle, where they still differ then; their bars need the room."""
-    half = _LONGEST_LABEL // 2
-    cut = [name if len(name) <= _LONGEST_LABEL else f"{name[:half]}…{name[1 - half :]}" for name in names]
-    return [escape(name) for name in (cut if len(set(cut)) == len(cut) else names)]
+    return stack_parts([run.name for run in timed], [run.summary.phases for run in timed], PHASE_NAMES)
 
 
 def _parts_table(runs: Sequence[RunData]) -> str:

@@ -1,21 +1,13 @@
-"""Write the report: one HTML file that needs no network, no server and no other file.
-
-All text of the run is escaped where it enters the page. The page's content security policy allows only its own two
-scripts, by their digests: text from a corpus or a log is shown and cannot run.
-"""
+"""Write the report: one HTML file that needs no network, no server and no other file."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +15,32 @@ import numpy as np
 
 from shoal.config.load import load_settings
 from shoal.config.manifest import Manifest, RecoveryRecord
-from shoal.control.membership.types import Ballot
 from shoal.errors import ShoalError
 from shoal.events import Event
 from shoal.run_folder import RunFolder, write_atomically
+from shoal.tools.draw.pages import (
+    NOTHING,
+    Figure,
+    chart_place,
+    compose_page,
+    format_bytes,
+    html_head,
+    html_notice,
+    html_section,
+    html_table,
+    html_value,
+    make_areas,
+    make_bars,
+    make_curve,
+    make_lines,
+    or_nothing,
+    series_colour,
+    stack_parts,
+    thin_keeping_extremes,
+)
+from shoal.tools.draw.palette import PART_NAMES, PHASE_NAMES
 from shoal.tools.report.explain_run import PHASE_TEXTS, explain_scaling, explain_step_time, phase_errors
 from shoal.tools.report.figures import (
-    IDEAL,
-    LINEAGE_COLOURS,
-    MEASURED,
-    PHASE_COLOURS,
-    PHASE_NAMES,
-    STACK,
-    VALIDATION,
     ScalingPoint,
     efficiency,
     in_order,
@@ -44,30 +49,24 @@ from shoal.tools.report.figures import (
 )
 from shoal.tools.report.manifest import manifest_of
 from shoal.tools.report.membership import cost_sentence
-from shoal.tools.report.rank_log import Floats, Steps
 from shoal.tools.report.redact import Redactor
-from shoal.tools.report.summary import RankSummary, RunSummary, summarize
+from shoal.tools.report.summary import RunSummary, summarize
 from shoal.units import (
     SCRIPT_LOSS,
     format_count,
     format_duration,
     format_loss,
     format_ms,
-    format_number,
     format_percent,
     format_rounded,
     format_share,
-    format_si,
     format_value,
+    name_ranks,
     pluralize,
 )
 
-Figure = dict[str, Any]  # plotly's data and layout; page.js adds the colours of text and paper
-
-MAX_POINTS = 1000
-NOTHING = "–"
-_BAR_PX = 34
 _MOST_MARKS = 40
+_MOST_DOTS = 400
 # Fields of the manifest that have their own section on the page.
 _SHOWN_ELSEWHERE = {"lesson_notes", "choice_notes", "recoveries", "membership_notes", "shoal_manifest", "commands"}
 # Fields that mean nothing for a user's script, whose model and data shoal does not know.
@@ -78,24 +77,6 @@ _ONLY_OF_GPT = {
 LOSS_UNITS = {"gpt": "nats per token", "script": SCRIPT_LOSS}
 # Curves of values that a user's program recorded.
 _MOST_CURVES = 24
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-{body}
-<noscript><p>A script inside this page draws its figures, and scripts are switched off.</p></noscript>
-<script type="application/json" id="figures">{figures}</script>
-{scripts}
-</body>
-</html>
-"""
 
 
 @dataclass(frozen=True)
@@ -176,28 +157,6 @@ def render_page(
     return compose_page(f"{name or manifest.preset} · {manifest.status}", body, figures)
 
 
-def compose_page(title: str, body: str, figures: dict[str, Figure]) -> str:
-    """Return the whole HTML document."""
-    # Imported here because plotly takes as long to import as a short command takes to run.
-    from plotly.offline import get_plotlyjs
-
-    scripts = [str(get_plotlyjs()), _asset("page.js")] if figures else [_asset("page.js")]
-    return _PAGE.format(
-        policy=_policy(scripts),
-        title=escape(title),
-        style=_asset("page.css"),
-        body=body,
-        figures=embed_json(figures),
-        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
-    )
-
-
-def embed_json(value: object) -> str:
-    """Return JSON for a script element. An HTML parser ends the element at any `</`, so `<` is escaped."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
 def _body(
     summary: RunSummary,
     manifest: Manifest,
@@ -242,13 +201,6 @@ def _head(manifest: Manifest, name: str) -> str:
     return html_head(name, facts, manifest.commands)
 
 
-def html_head(name: str, facts: Sequence[str], commands: Sequence[str]) -> str:
-    """Return the title, the facts in one line, and the command of each launch."""
-    line = " · ".join(escape(fact) for fact in facts if fact)
-    typed = "".join(f"<br><code>{escape(command)}</code>" for command in commands)
-    return f'<h1>{escape(name)}</h1>\n<p class="soft">{line}{typed}</p>'
-
-
 def skipped_lines(skipped: dict[str, int]) -> str:
     """Count the lines of event files that could not be read; empty without any."""
     if not skipped:
@@ -272,7 +224,7 @@ def _times(summary: RunSummary, figures: dict[str, Figure]) -> str:
     first = next(name for name in figures if name.startswith("steps-"))
     window = f" over steps {summary.measured[0]}–{summary.measured[1]}" if summary.measured else ""
     return (
-        f"{phases_legend()}<h3>A median step{window}</h3>{chart_place('medians', figures)}"
+        f"<h3>A median step{window}</h3>{chart_place('medians', figures)}"
         f"<h3>Over the steps of {_rank_choice(figures)}</h3>"
         f'<div class="chart" id="steps" data-figure="{first}"></div>{_tail(summary)}'
     )
@@ -284,13 +236,10 @@ def _tail(summary: RunSummary) -> str:
     if tail is None:
         return ""
     window = f" (steps {summary.measured[0]:,}–{summary.measured[1]:,})" if summary.measured else ""
-    rows = [
-        f"<tr><td>rank {rank}</td>{''.join(f'<td>{format_ms(seconds)}</td>' for seconds in parts)}</tr>"
-        for rank, parts in tail.by_rank.items()
-    ]
+    rows = [[f"rank {rank}", *map(format_ms, parts)] for rank, parts in tail.by_rank.items()]
     return (
-        f"<h3>A rank's own part of a step, without waiting{window}</h3><table><tr><th></th><th>median</th><th>95%</th>"
-        f"<th>99%</th><th>longest</th></tr>{''.join(rows)}</table>"
+        f"<h3>A rank's own part of a step, without waiting{window}</h3>"
+        f"{html_table(['', 'median', '95%', '99%', 'longest'], rows)}"
         f"<p>The slowest of {len(tail.by_rank)} takes {format_ms(tail.slowest_s)} on average; if ranks varied "
         f"independently of each other it would be {format_ms(tail.independent_s)}, and with one more such rank "
         f"{format_ms(tail.one_more_s)}.</p>"
@@ -312,46 +261,29 @@ def _scaling(points: list[ScalingPoint], figures: dict[str, Figure]) -> str:
     return pair + _scaling_table(points)
 
 
-def chart_place(name: str, figures: dict[str, Figure]) -> str:
-    return f'<div class="chart" data-figure="{name}"></div>' if name in figures else ""
-
-
-def html_section(title: str, content: str) -> str:
-    return f"<section>\n<h2>{escape(title)}</h2>\n{content}\n</section>" if content else ""
-
-
-def _policy(scripts: list[str]) -> str:
-    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
-
-
-def _asset(name: str) -> str:
-    return (resources.files("shoal.tools.report") / "assets" / name).read_text(encoding="utf-8")
-
-
 def _key_figures(manifest: Manifest, summary: RunSummary) -> str:
     exposed = manifest.phases.get("exposed", 0.0) + manifest.phases.get("wait", 0.0)
     share = format_share(exposed, manifest.step_s_measured or 0)
     p50_ms, p95_ms = manifest.allreduce_p50_ms, manifest.allreduce_p95_ms
-    p95 = "not measured" if p95_ms is None else f"median; p95 {_milliseconds(p95_ms)}"
+    p95 = "not measured" if p95_ms is None else f"median; p95 {format_ms(1e-3 * p95_ms)}"
     formula = "2(N−1)/N·S" if manifest.inside == "gloo" else "through shared memory"
-    theory = f"theory {formula}: {_bytes(manifest.theoretical_bytes_per_step)}".replace(" B", "\u00a0B")
+    expected = or_nothing(manifest.theoretical_bytes_per_step, format_bytes).replace(" B", "\u00a0B")
+    theory = f"theory {formula}: {expected}"
     nodes = pluralize(len(manifest.nodes), "node")
     where = f"measured; {len(manifest.members)} at the end, {nodes} in all" if manifest.recoveries else f"on {nodes}"
     replicas = {None: (NOTHING, "not verified yet"), True: ("identical", "bit for bit"), False: ("differ", "see below")}
     figures = [
-        ("speed", _or_nothing(summary.speed, "{}", format_rounded), f"{summary.unit.name} per second"),
-        ("step", _duration(manifest.step_s_measured), f"{share} communication and waiting"),
-        ("all-reduce", _milliseconds(p50_ms), p95),
-        ("sent per step and rank", _bytes(manifest.wire_bytes_per_step), theory),
-        ("loss", _or_nothing(manifest.final_loss, "{}", format_loss), _about_loss(manifest)),
+        ("speed", or_nothing(summary.speed, format_rounded), f"{summary.unit.name} per second"),
+        ("step", or_nothing(manifest.step_s_measured, format_ms), f"{share} communication and waiting"),
+        ("all-reduce", or_nothing(p50_ms, lambda ms: format_ms(1e-3 * ms)), p95),
+        ("sent per step and rank", or_nothing(manifest.wire_bytes_per_step, format_bytes), theory),
+        ("loss", or_nothing(manifest.final_loss, format_loss), _about_loss(manifest)),
         ("ranks", str(manifest.world_size), where),
-        ("model", _or_nothing(manifest.model_params, "{}", format_count), "parameters"),
+        ("model", or_nothing(manifest.model_params, format_count), "parameters"),
         ("replicas", *replicas[manifest.byte_equivalent]),
     ]
     boxes = (
-        f'<div class="figure"><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>'
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for name, value, note in figures
     )
     return f'<dl class="figures">{"".join(boxes)}</dl>'
@@ -360,7 +292,7 @@ def _key_figures(manifest: Manifest, summary: RunSummary) -> str:
 def _about_loss(manifest: Manifest) -> str:
     if manifest.trains == "script":
         return LOSS_UNITS["script"]
-    return f"validation {_or_nothing(manifest.val_loss, '{:.3f}')}"
+    return f"validation {or_nothing(manifest.val_loss, '{:.3f}'.format)}"
 
 
 def _logged_section(summary: RunSummary, figures: dict[str, Figure]) -> str:
@@ -435,15 +367,6 @@ def _ranks_section(summary: RunSummary) -> str:
     return html_table(head, rows)
 
 
-def phases_legend() -> str:
-    """Return one legend for all figures of a step's phases: on a phone, plotly's own needs more room than the bars."""
-    marks = (
-        f'<span><i style="background:{PHASE_COLOURS[phase]}"></i>{escape(name)}</span>'
-        for phase, name in PHASE_NAMES.items()
-    )
-    return f'<p class="legend">{"".join(marks)}</p>'
-
-
 def _scaling_table(points: list[ScalingPoint]) -> str:
     base, *_ = in_order(points)
     rows = [
@@ -454,7 +377,7 @@ def _scaling_table(points: list[ScalingPoint]) -> str:
             f"{point.tokens_per_s / base.tokens_per_s:.2f}×",
             format_percent(efficiency(point, base)),
             f"{point.step_s * 1e3:.1f}",
-            _or_nothing(point.allreduce_s or None, "{:.1f}", lambda seconds: seconds * 1e3),
+            or_nothing(point.allreduce_s or None, lambda seconds: f"{1e3 * seconds:.1f}"),
         ]
         for point in in_order(points)
     ]
@@ -472,22 +395,6 @@ def _manifest_section(manifest: Manifest) -> str:
     return f'<div class="scroll"><table><tbody>{rows}</tbody></table></div>'
 
 
-def html_table(head: list[str], rows: Iterable[list[Any]]) -> str:
-    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def html_notice(kind: str, notice: Event) -> str:
-    seen = notice.get("seen") or notice.get("error") or "no text"
-    why, fix = str(notice.get("why") or ""), str(notice.get("fix") or "")
-    rank = notice.get("rank")
-    by = "" if rank is None else f' <span class="soft">rank {escape(str(rank))}</span>'
-    title = f"<strong>{escape(str(seen))}</strong>{by}"
-    lines = [title, escape(why), f"<code>{escape(fix)}</code>" if fix else ""]
-    return f'<p class="{kind}">{"<br>".join(line for line in lines if line)}</p>'
-
-
 def _samples(shard: Event) -> str:
     return f"{shard['size']} of {shard['total']}" if {"size", "total"} <= shard.keys() else NOTHING
 
@@ -495,39 +402,6 @@ def _samples(shard: Event) -> str:
 def _fact(record: Event, key: str) -> Any:
     value = record.get(key)
     return NOTHING if value is None else value
-
-
-def _duration(seconds: float | None) -> str:
-    return NOTHING if seconds is None else format_ms(seconds)
-
-
-def _milliseconds(value: float | None) -> str:
-    return NOTHING if value is None else format_ms(1e-3 * value)
-
-
-def _bytes(value: float | None) -> str:
-    return NOTHING if value is None else format_si(value, "B")
-
-
-def _or_nothing(value: float | None, form: str, convert: Any = None) -> str:
-    if value is None:
-        return NOTHING
-    return form.format(convert(value) if convert else value)
-
-
-def html_value(value: Any, name: str = "") -> str:
-    """Return a value as a person reads it; that of a field whose name says bytes with its unit."""
-    if isinstance(value, dict):
-        return (
-            "<br>".join(f"{escape(str(key))}: {html_value(item, str(key))}" for key, item in value.items()) or NOTHING
-        )
-    if isinstance(value, list):
-        return "<br>".join(f"{html_value(item)}" for item in value) or NOTHING
-    if "bytes" in name and isinstance(value, int | float):
-        value = format_si(value, "B")
-    elif isinstance(value, float):
-        value = format_number(value, 6)
-    return NOTHING if value is None else escape(str(value))
 
 
 def _has_changed(summary: RunSummary) -> bool:
@@ -539,14 +413,27 @@ def _members_chart(summary: RunSummary) -> Figure:
     ranks = [rank for rank in summary.took_part.values() if rank.spans]
     stands = {generation.generation: generation.stands for generation in summary.history}
     lineages = sorted({span.entered.lineage for rank in ranks for span in rank.spans})
-    traces = []
+    series = []
     for number, lineage in enumerate(lineages):
-        colour = LINEAGE_COLOURS[number % len(LINEAGE_COLOURS)]
         for counts in (True, False):
-            bars = _bars(ranks, lineage, {name for name, is_standing in stands.items() if is_standing is counts})
-            if bars["x"]:
-                traces.append(_trace(bars, lineage, colour, counts))
-    return {"data": traces, "layout": _layout(summary, [_name(rank) for rank in ranks])}
+            # The bar of step N spans N-1 to N: the state before and after it.
+            spans = [
+                [row, span.first - 1, span.last, f"steps {span.first}–{span.last}, generation {name}"]
+                for row, rank in enumerate(ranks)
+                for span in rank.spans
+                if span.entered.lineage == lineage and stands.get(name := span.entered.generation) is counts
+            ]
+            title = f"lineage {lineage}" if counts else f"lineage {lineage}, abandoned"
+            if spans:
+                series.append({"name": title, "colour": series_colour(number), "spans": spans, "hatched": not counts})
+    # A line where a generation begins. More than _MOST_MARKS lines would hide the bars.
+    began = [generation for generation in summary.history if not generation.is_first][:_MOST_MARKS]
+    marks = [
+        {"x": generation.step, "colour": "ideal", "text": f"generation {generation.generation}", "quiet": True}
+        for generation in began
+    ]
+    figure = make_bars([f"rank {rank.rank} ({rank.node})" for rank in ranks], series, "step")
+    return figure | {"legend": True, "marks": marks, "last": max(summary.steps_done, 1)}
 
 
 def _members_section(summary: RunSummary, manifest: Manifest, chart: str) -> str:
@@ -556,41 +443,6 @@ def _members_section(summary: RunSummary, manifest: Manifest, chart: str) -> str
     cost = cost_sentence(manifest.recoveries, manifest.abandoned_steps, manifest.redone_steps)
     notes = "".join(f"<p>{escape(note)}</p>" for note in manifest.membership_notes)
     return f"<p>{escape(cost)}</p>{notes}{chart}{_recoveries_table(manifest.recoveries)}"
-
-
-def _bars(ranks: list[RankSummary], lineage: Ballot, generations: set[Ballot]) -> dict[str, list[Any]]:
-    bars: dict[str, list[Any]] = {"y": [], "base": [], "x": [], "text": []}
-    for rank in ranks:
-        for span in rank.spans:
-            if span.entered.lineage == lineage and span.entered.generation in generations:
-                bars["y"].append(_name(rank))
-                # The bar of step N spans N-1 to N: the state before and after it.
-                bars["base"].append(span.first - 1)
-                bars["x"].append(span.last - span.first + 1)
-                bars["text"].append(f"steps {span.first}–{span.last}, generation {span.entered.generation}")
-    return bars
-
-
-def _trace(bars: dict[str, list[Any]], lineage: Ballot, colour: str, counts: bool) -> Figure:
-    hatched = {} if counts else {"pattern": {"shape": "/", "fgcolor": colour, "bgcolor": "rgba(0,0,0,0)", "size": 6}}
-    name = f"lineage {lineage}" if counts else f"lineage {lineage}, abandoned"
-    look = {"color": colour, "line": {"width": 1, "color": colour}, **hatched}
-    shown = {"textposition": "none", "hovertemplate": "%{y}: %{text}<extra></extra>"}
-    return {"type": "bar", "orientation": "h", "name": name, "marker": look, "width": 0.55, **bars, **shown}
-
-
-def _layout(summary: RunSummary, names: list[str]) -> Figure:
-    """Draw a dotted line where a generation begins. More than _MOST_MARKS lines would hide the bars."""
-    marks = [generation for generation in summary.history if not generation.is_first][:_MOST_MARKS]
-    line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": IDEAL, "width": 1, "dash": "dot"}}
-    return {
-        "barmode": "overlay",
-        "height": 110 + _BAR_PX * len(names),
-        "showlegend": True,
-        "xaxis": {"title": {"text": "step"}, "rangemode": "tozero", "range": [0, max(summary.steps_done, 1)]},
-        "yaxis": {"autorange": "reversed", "type": "category", "categoryarray": names},
-        "shapes": [{**line, "x0": generation.step, "x1": generation.step} for generation in marks],
-    }
 
 
 def _recoveries_table(recoveries: list[RecoveryRecord]) -> str:
@@ -607,11 +459,6 @@ def _recoveries_table(recoveries: list[RecoveryRecord]) -> str:
     return html_table(["generation", "after step", "ranks", "next commit", "what happened"], rows)
 
 
-def _name(rank: RankSummary) -> str:
-    # Plotly interprets HTML tags in labels.
-    return f"rank {rank.rank} ({escape(rank.node)})"
-
-
 def _charts(summary: RunSummary, scaling: list[ScalingPoint], trains: str) -> dict[str, Figure]:
     """Return every figure that has data, by the id of its place on the page."""
     figures: dict[str, Figure] = {}
@@ -622,7 +469,10 @@ def _charts(summary: RunSummary, scaling: list[ScalingPoint], trains: str) -> di
             figures[key] = _logged_chart(name, summary.logged[name])
     if any(rank.phases for rank in summary.ranks.values()):
         figures["medians"] = _medians_chart(summary)
-        figures |= {f"steps-{rank.rank}": _rank_steps_chart(rank) for rank in summary.ranks.values() if rank.phases}
+        timed = [rank for rank in summary.ranks.values() if rank.phases]
+        for rank in timed:
+            seconds = {phase: rank.series[f"{phase}_s"] for phase in PHASE_NAMES}
+            figures[f"steps-{rank.rank}"] = make_areas(PHASE_NAMES, rank.steps, seconds, len(timed))
     if _has_changed(summary):
         figures["members"] = _members_chart(summary)
     if scaling:
@@ -632,117 +482,35 @@ def _charts(summary: RunSummary, scaling: list[ScalingPoint], trains: str) -> di
 
 
 def _loss_chart(summary: RunSummary, unit: str) -> Figure:
-    steps, loss = thin_keeping_extremes(summary.loss_steps, summary.loss)
-    traces = [line_trace("training", steps, loss, MEASURED)]
-    if summary.val_loss:
-        at = sorted(summary.val_loss)
-        validation = line_trace("validation", at, [_json_number(summary.val_loss[step]) for step in at], VALIDATION)
-        traces.append({**validation, "mode": "lines+markers"})
-    return make_figure(traces, x="step", y=f"loss ({unit})")
+    series = [make_curve("training", "measured", *thin_keeping_extremes(summary.loss_steps, summary.loss))]
+    if at := sorted(summary.val_loss):
+        values = [summary.val_loss[step] for step in at]
+        series.append(make_curve("validation", "validation", at, values, dots=True))
+    return make_lines(series, "step", f"loss ({unit})")
 
 
 def _logged_chart(name: str, values: dict[int, float]) -> Figure:
     at = np.array(sorted(values), dtype=np.int64)
     steps, points = thin_keeping_extremes(at, np.array([values[step] for step in at.tolist()], dtype=np.float64))
-    # Plotly interprets HTML tags in labels.
-    trace = {**line_trace(escape(name), steps, points, MEASURED), "mode": "lines+markers", "marker": {"size": 4}}
-    figure = make_figure([trace], x="step", y="", legend=False)
-    figure["layout"] |= {"height": 240}
-    # A value such as an accuracy near 1 would be a flat line on an axis that begins at 0.
-    del figure["layout"]["yaxis"]["rangemode"]
-    return figure
-
-
-def _rank_steps_chart(rank: RankSummary) -> Figure:
-    """Stack the phases of each step; average neighbouring steps where there are more than MAX_POINTS."""
-    traces = []
-    for phase, name in PHASE_NAMES.items():
-        steps, seconds = thin_by_mean(rank.steps, rank.series[f"{phase}_s"])
-        if any(seconds):
-            area = {"stackgroup": "step", "mode": "none", "fillcolor": PHASE_COLOURS[phase]}
-            traces.append({"name": name, "x": steps, "y": to_ms(seconds), **area, "hoverinfo": "x+y+name"})
-    return make_figure(traces, x="step", y="ms per step", legend=False)
+    curve = make_curve(name, "measured", steps, points, dots=len(steps) < _MOST_DOTS)
+    return make_lines([curve], "step", "", zero=False) | {"height": 240, "label": name}
 
 
 def _medians_chart(summary: RunSummary) -> Figure:
     ranks = [rank for rank in summary.ranks.values() if rank.phases]
-    names = [f"rank {rank.rank}" for rank in ranks]
-    traces = []
-    for phase, name in PHASE_NAMES.items():
-        seconds = [rank.typical.get(phase, 0.0) for rank in ranks]
-        if any(seconds):
-            traces.append(bar_trace(name, to_ms(seconds), names, PHASE_COLOURS[phase], horizontal=True))
-    figure = make_figure(traces, x="ms per step", y="", legend=False)
-    figure["layout"] |= {"barmode": "stack", "height": 90 + 44 * len(ranks)}
-    figure["layout"]["yaxis"] |= {"autorange": "reversed"}
-    return figure
+    return stack_parts([f"rank {rank.rank}" for rank in ranks], [rank.typical for rank in ranks], PHASE_NAMES)
 
 
 def _speed_chart(points: list[ScalingPoint]) -> Figure:
-    ranks = [point.ranks for point in points]
-    base = points[0]
-    ideal = line_trace("ideal", ranks, [base.tokens_per_s * n / base.ranks for n in ranks], IDEAL)
-    ideal["line"]["dash"] = "dash"
-    measured = line_trace("measured", ranks, [point.tokens_per_s for point in points], MEASURED)
-    figure = make_figure([ideal, {**measured, "mode": "lines+markers"}], x="ranks", y="tokens per second")
-    figure["layout"]["xaxis"] |= {"tickvals": ranks}
-    return figure
+    ranks, base = [point.ranks for point in points], points[0]
+    ideal = [base.tokens_per_s * n / base.ranks for n in ranks]
+    series = [
+        make_curve("ideal", "ideal", ranks, ideal, dash=[6, 4]),
+        make_curve("measured", "measured", ranks, [point.tokens_per_s for point in points], dots=True),
+    ]
+    return make_lines(series, "ranks", "tokens per second") | {"xTicks": ranks}
 
 
 def _split_chart(points: list[ScalingPoint]) -> Figure:
-    names = [str(point.ranks) for point in points]
-    parts = [step_parts(point) for point in points]
-    traces = [
-        bar_trace(label, names, [round(part[cause], 3) for part in parts], colour)
-        for cause, (label, colour) in STACK.items()
-    ]
-    figure = make_figure(traces, x="ranks", y="ms per step")
-    figure["layout"] |= {"barmode": "stack"}
-    figure["layout"]["xaxis"] |= {"type": "category"}
-    return figure
-
-
-def thin_keeping_extremes(steps: Steps, values: Floats) -> tuple[list[int], list[float | None]]:
-    """Keep at most MAX_POINTS: the lowest and the highest of each group of steps, so that no spike is lost."""
-    if len(steps) <= MAX_POINTS:
-        return steps.tolist(), [_json_number(value) for value in values.tolist()]
-    keep: set[int] = set()
-    for group in np.array_split(np.arange(len(steps)), MAX_POINTS // 2):
-        known = np.nan_to_num(values[group], nan=math.inf)
-        keep |= {int(group[known.argmin()]), int(group[known.argmax()])}
-    rows = sorted(keep)
-    return steps[rows].tolist(), [_json_number(value) for value in values[rows].tolist()]
-
-
-def thin_by_mean(steps: Steps, values: Floats) -> tuple[list[int], list[float]]:
-    """Keep at most MAX_POINTS, each the mean of its group of steps; an unrecorded value counts as zero."""
-    known = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
-    if len(steps) <= MAX_POINTS:
-        return steps.tolist(), known.tolist()
-    groups = np.array_split(np.arange(len(steps)), MAX_POINTS)
-    return [int(steps[group[0]]) for group in groups], [float(known[group].mean()) for group in groups]
-
-
-def make_figure(traces: list[Figure], x: str, y: str, *, legend: bool = True) -> Figure:
-    """Return a figure. Figures of phases have no legend: the page has one for all of them."""
-    axes = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}, "rangemode": "tozero"}}
-    hidden_legend = {} if legend else {"showlegend": False}
-    return {"data": traces, "layout": {**axes, "height": 360, **hidden_legend}}
-
-
-def line_trace(name: str, x: list[int], y: list[Any], colour: str) -> Figure:
-    return {"type": "scatter", "name": name, "x": x, "y": y, "mode": "lines", "line": {"color": colour, "width": 2}}
-
-
-def bar_trace(name: str, x: list[Any], y: list[Any], colour: str, horizontal: bool = False) -> Figure:
-    turned = {"orientation": "h"} if horizontal else {}
-    return {"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": colour}, "width": 0.55, **turned}
-
-
-def to_ms(seconds: list[float]) -> list[float]:
-    return [round(value * 1e3, 3) for value in seconds]
-
-
-def _json_number(value: float) -> float | None:
-    """Return None for NaN and infinity, which JSON does not have: the curve gets a gap."""
-    return value if math.isfinite(value) else None
+    names = [name_ranks(point.ranks) for point in points]
+    return stack_parts(names, [step_parts(point) for point in points], PART_NAMES)

@@ -12,7 +12,7 @@ from shoal.errors import DataError
 from shoal.events import Event, read_events
 from shoal.run_folder import RunFolder
 from shoal.terminal import printable
-from shoal.tools.report.page import compose_page, html_head, html_notice, html_section, html_table
+from shoal.tools.draw.pages import compose_page, html_head, html_notice, html_section, html_table
 from shoal.tools.report.redact import Redactor, read_job
 from shoal.units import format_duration
 

@@ -7,9 +7,7 @@ needs the token, must be a GET, and must name this server in its Host and Origin
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import hashlib
 import json
 import os
 import signal
@@ -33,6 +31,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shoal.control.channel import is_equal_secret
 from shoal.run_folder import RunFolder
+from shoal.tools.draw.pages import page_policy, page_script, page_style
 from shoal.tools.watch.figures import snapshot as snapshot_of
 from shoal.tools.watch.figures import update as update_of
 from shoal.tools.watch.prometheus import CONTENT_TYPE, format_metrics
@@ -86,7 +85,7 @@ class LivePage:
         self._wake = asyncio.Event()
         self._is_closing = False
         self.closed = asyncio.Event()
-        # Read and serialized in one thread at a time; the event loop goes on.
+        # Read and serialized in one thread at a time; the event loop continues.
         self._lock = asyncio.Lock()
 
     def close(self) -> None:
@@ -248,21 +247,10 @@ def make_app(page: LivePage, token: str, names: frozenset[str] = frozenset()) ->
 
 def render_page(name: str) -> tuple[str, str]:
     """Return the page and its content security policy, which allows only the page's own script and style."""
-    style, script = _asset("page.css"), _asset("page.js")
-    page = _asset("page.html").replace("{{name}}", escape(name)).replace("{{style}}", style)
-    policy = (
-        f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return page.replace("{{script}}", script), policy
-
-
-def _asset(name: str) -> str:
-    return (resources.files("shoal.tools.watch") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _digest(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    style, script = page_style("shoal.tools.watch"), page_script("shoal.tools.watch")
+    page = (resources.files("shoal.tools.watch") / "assets" / "page.html").read_text(encoding="utf-8")
+    page = page.replace("{{name}}", escape(name)).replace("{{style}}", style).replace("{{script}}", script)
+    return page, f"{page_policy(script, style)}; connect-src 'self'; form-action 'none'; frame-ancestors 'none'"
 
 
 def _message(event: str, document: dict[str, Any]) -> str:

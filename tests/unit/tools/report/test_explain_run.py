@@ -17,12 +17,12 @@ from shoal.events import Event
 from shoal.run_folder import RunFolder
 from shoal.sync.step_stats import CommTimes
 from shoal.tools.bench.scaling import ScalingResult, ScalingRow, scaling_document
+from shoal.tools.draw.pictures import log_ticks
 from shoal.tools.report.explain_run import compare_with_ideal, explain_scaling, explain_step_time, is_plausible
 from shoal.tools.report.figures import (
     SCALING_FILE,
     ScalingPoint,
     draw_scaling,
-    log_ticks,
     make_scaling_point,
     plot_scaling,
     read_scaling,
@@ -309,7 +309,7 @@ def test_a_broken_scaling_file_is_a_data_error(tmp_path: Path, content: str) -> 
 def test_stacked_parts_fill_the_step(step_ms: float, forward: float, exposed: float) -> None:
     parts = step_parts(point(2, step_ms, forward=forward, exposed=exposed))
     assert all(value >= 0 for value in parts.values())
-    assert sum(parts.values()) == pytest.approx(max(step_ms, forward + exposed))
+    assert 1e3 * sum(parts.values()) == pytest.approx(max(step_ms, forward + exposed))
 
 
 @pytest.mark.parametrize("points", [demo_points(), demo_points()[:1]], ids=["three", "one"])

@@ -105,11 +105,8 @@ def test_the_page_shows_samples_and_logged_values(tmp_path: Path) -> None:
     assert "Recorded values" in page.text
     for word in ("token", "built-in text", "first text of its shard", "validation"):
         assert word not in page.text
-    assert page.figures["loss"]["layout"]["yaxis"]["title"]["text"] == "loss (mean per sample, or per count)"
-    assert (page.figures["logged-0"]["data"][0]["x"], page.figures["logged-0"]["data"][0]["y"]) == (
-        [10, 20],
-        [0.1, 0.2],
-    )
+    assert page.figures["loss"]["y"] == "loss (mean per sample, or per count)"
+    assert page.figures["logged-0"]["series"][0]["points"] == [[10, 0.1], [20, 0.2]]
 
 
 def test_the_page_of_the_gpt_has_no_recorded_values(tmp_path: Path) -> None:
@@ -117,16 +114,16 @@ def test_the_page_of_the_gpt_has_no_recorded_values(tmp_path: Path) -> None:
 
     page = Page(write_report(make_run(tmp_path / "run")).read_text(encoding="utf-8"))
     assert "Recorded values" not in page.text
-    assert page.figures["loss"]["layout"]["yaxis"]["title"]["text"] == "loss (nats per token)"
+    assert page.figures["loss"]["y"] == "loss (nats per token)"
 
 
 def test_a_logged_name_cannot_inject_scripts_and_nan_is_a_gap(tmp_path: Path) -> None:
     log = {"event": "log", "rank": 0, "time": 1.0}
     values = [{**log, "step": 10, EVIL: math.nan}, {**log, "step": 20, EVIL: 1.5}]
     page = page_of(tmp_path, [*session_events(), *values])
-    assert len([tag for tag, _ in page.tags if tag == "script"]) == 3
+    assert len([tag for tag, _ in page.tags if tag == "script"]) == 2
     assert "img" not in [tag for tag, _ in page.tags]
-    assert page.figures["logged-2"]["data"][0]["y"] == [None, 1.5]
+    assert [y for _, y in page.figures["logged-2"]["series"][0]["points"]] == [None, 1.5]
 
 
 def test_many_logged_names_get_a_table_and_few_curves(tmp_path: Path) -> None:

@@ -1,31 +1,22 @@
-"use strict";
 
 // The state of the run: the server sends all of it once ("state"), then what changed ("update").
 const S = { stride: 1, summary: null, rows: new Map(), recent: new Map(), values: new Map(), valLoss: [], marks: new Map() };
 let R = {}; // column of a range of steps by name
 let F = {}; // column of a single step by name
-const PHASES = { data: "#cc79a7", forward: "#56b4e9", backward: "#0072b2", exposed: "#d55e00", wait: "#e69f00", optimizer: "#009e73", other: "#999999" };
+// In their order within a step.
+const PHASES = ["data", "forward", "backward", "exposed", "wait", "optimizer", "other"];
 const PHASE_NAMES = { exposed: "communication", wait: "wait" };
+const PARTS = [{ name: "compute", colour: "compute" }, { name: "communication", colour: "exposed" }, { name: "wait", colour: "wait" }];
 const MARKS = {
-  members: ["#cc79a7", "members changed"], checkpoint: ["#8a8a8a", "checkpoint"], verdict: ["#56b4e9", "verdict"],
-  warning: ["#e69f00", "warning"], fault: ["#d5401f", "fault"], start: ["#8a8a8a", "resumed"], end: ["#8a8a8a", "end"], note: ["#8a8a8a", "note"],
+  members: "members changed", checkpoint: "checkpoint", verdict: "verdict", warning: "warning", fault: "fault", start: "resumed", end: "end", note: "note",
 };
 const OVER = ["finished", "failed", "interrupted", "unfinished"];
 const QUIET = new Set(["note", "end", "start"]);
-const NONE = "–";
 const MOST_LISTED = 150;
 const $ = (id) => document.getElementById(id);
 
 // Text.
 
-function fixed(value, digits) { return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits }); }
-function number(value, digits = 3) {
-  if (value === null || value === undefined) return NONE;
-  if (value === 0) return "0";
-  const size = Math.abs(value);
-  if (size >= 1e15 || size < 1e-4) return value.toExponential(digits - 1);
-  return fixed(value, Math.max(0, Math.min(8, digits - 1 - Math.floor(Math.log10(size)))));
-}
 function seconds(value) {
   if (value === null || value === undefined) return NONE;
   return value < 1 ? `${number(value * 1e3)} ms` : value < 120 ? `${number(value)} s` : duration(value);
@@ -43,21 +34,10 @@ function si(value, unit) {
   return `${number(value)} ${unit}`;
 }
 function loss(value) { return value === null || value === undefined ? NONE : Math.abs(value) >= 100 ? number(value) : fixed(value, Math.abs(value) < 1 ? 4 : 3); }
-/** Drop zeros that say nothing, for ticks and values that seldom change. */
-function lean(text) { return text.includes(".") ? text.replace(/\.?0+(?=$| )/, "") : text; }
 function plural(count, noun) { return `${fixed(count, 0)} ${noun}${count === 1 ? "" : "s"}`; }
 function clock(at) { return new Date(at * 1e3).toTimeString().slice(0, 8); }
-function colour(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
 
-/** Make an element: text is always text, never markup. */
-function el(tag, options = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(options)) name === "class" ? (made.className = value) : made.setAttribute(name, value);
-  made.append(...children.filter((child) => child !== null && child !== ""));
-  return made;
-}
 function key(box, name) { return el("span", {}, box, name); }
-function dot(background) { const made = el("i"); made.style.background = background; return made; }
 
 // Receiving.
 
@@ -145,283 +125,34 @@ function shownMarks() {
   return [...S.marks.values()].filter((mark) => mark.kind !== "note" || !known.has(mark.text));
 }
 
-// Drawing on canvases.
-
-function canvasOf(id, height) {
-  const canvas = typeof id === "string" ? $(id) : id;
-  if (height) canvas.style.height = `${height}px`;
-  const scale = window.devicePixelRatio || 1;
-  const box = canvas.getBoundingClientRect();
-  const [wide, tall] = [Math.round(box.width * scale), Math.round(box.height * scale)];
-  if (canvas.width !== wide || canvas.height !== tall) [canvas.width, canvas.height] = [wide, tall];
-  const g = canvas.getContext("2d");
-  g.setTransform(scale, 0, 0, scale, 0, 0);
-  g.clearRect(0, 0, box.width, box.height);
-  g.font = "12px system-ui, sans-serif";
-  g.lineJoin = "round";
-  return [canvas, g, box.width, box.height];
-}
-function ticks(low, high, most) {
-  const raw = (high - low) / Math.max(1, most);
-  const unit = 10 ** Math.floor(Math.log10(raw));
-  const size = [1, 2, 5, 10].map((factor) => factor * unit).find((value) => value >= raw);
-  const places = [];
-  for (let at = Math.ceil(low / size) * size; at <= high + size * 1e-9; at += size) places.push(Math.abs(at) < size * 1e-9 ? 0 : at);
-  return places;
-}
 function xText(value) { return byTime ? duration(value) : fixed(value, 0); }
-
-/** Draw curves over the run, with marks; remember what the pointer needs. */
-function drawChart(id, series, { format, zero = false, marks = true, label, small = false }) {
-  const [canvas, g, width, height] = canvasOf(id);
-  const points = series.flatMap((one) => one.points);
-  const known = points.map((point) => point[1]).filter((value) => value !== null);
-  const [soft, rule] = [colour("--soft"), colour("--rule")];
-  g.fillStyle = soft;
-  if (!known.length) {
-    g.fillText("nothing recorded yet", 8, 24);
-    canvas.chart = null;
-    return;
-  }
-  // Without the first few per cent: the loss of step 1 would flatten the curve.
-  let low = zero ? 0 : known.reduce((a, b) => Math.min(a, b)), high = known.reduce((a, b) => Math.max(a, b));
-  if (high === low) [low, high] = [low - (zero ? 0 : Math.abs(low) * 0.05 || 0.5), high + (Math.abs(high) * 0.05 || 0.5)];
-  const pad = (high - low) * 0.06;
-  [low, high] = [zero ? 0 : low - pad, high + pad];
-  const xs = points.map((point) => point[0]);
-  let [first, last] = [xs.reduce((a, b) => Math.min(a, b)), xs.reduce((a, b) => Math.max(a, b))];
-  if (first === last) last = first + 1;
-  const yTicks = ticks(low, high, small ? 3 : 5);
-  const left = 10 + Math.max(...yTicks.map((value) => g.measureText(lean(format(value))).width));
-  const [top, bottom, right] = [marks ? 14 : 6, height - 20, width - 12];
-  const px = (x) => left + ((x - first) / (last - first)) * (right - left);
-  const py = (y) => bottom - ((y - low) / (high - low)) * (bottom - top);
-  g.strokeStyle = rule;
-  g.lineWidth = 1;
-  g.textBaseline = "middle";
-  g.textAlign = "right";
-  for (const value of yTicks) {
-    g.beginPath();
-    g.moveTo(left, py(value));
-    g.lineTo(right, py(value));
-    g.stroke();
-    g.fillText(lean(format(value)), left - 5, py(value));
-  }
-  g.textBaseline = "alphabetic";
-  g.textAlign = "center";
-  for (const value of ticks(first, last, Math.min(small ? 3 : 7, (right - left) / 90))) {
-    const half = g.measureText(xText(value)).width / 2;
-    if (px(value) - half >= left - 12 && px(value) + half <= width) g.fillText(xText(value), px(value), height - 5);
-  }
-  const placed = marks ? drawMarks(g, px, top, bottom, left, right) : [];
-  for (const one of series) {
-    g.strokeStyle = g.fillStyle = one.colour;
-    g.lineWidth = one.wide ?? 1.7;
-    g.setLineDash(one.dash ?? []);
-    g.beginPath();
-    let down = false;
-    for (const [x, y] of one.points) {
-      if (y === null) down = false;
-      else {
-        down ? g.lineTo(px(x), py(y)) : g.moveTo(px(x), py(y));
-        down = true;
-      }
-    }
-    g.stroke();
-    g.setLineDash([]);
-    if (one.dots || one.points.length === 1)
-      for (const [x, y] of one.points) if (y !== null) g.fillRect(px(x) - 2.5, py(y) - 2.5, 5, 5);
-  }
-  const latest = series[0].points.at(-1);
-  canvas.setAttribute("aria-label", `${label}: now ${format(latest[1])}, lowest ${format(Math.min(...known))}, highest ${format(Math.max(...known))}`);
-  canvas.chart = { series, format, px, py, top, bottom, left, right, first, last, placed };
-  drawCursor(canvas, g);
-}
-function drawMarks(g, px, top, bottom, left, right) {
-  const placed = [];
-  for (const mark of shownMarks()) {
-    const x = xOfMark(mark);
-    if (x === null || px(x) < left - 1 || px(x) > right + 1 || QUIET.has(mark.kind)) continue;
-    const quiet = mark.kind === "checkpoint";
-    g.strokeStyle = g.fillStyle = MARKS[mark.kind][0];
-    g.globalAlpha = quiet ? 0.5 : 0.9;
-    g.lineWidth = quiet ? 1 : 1.6;
-    g.setLineDash(quiet ? [2, 4] : []);
-    g.beginPath();
-    g.moveTo(px(x), top);
-    g.lineTo(px(x), bottom);
-    g.stroke();
-    g.setLineDash([]);
-    g.globalAlpha = 1;
-    g.beginPath();
-    g.moveTo(px(x), top);
-    g.lineTo(px(x) - 4, top - 7);
-    g.lineTo(px(x) + 4, top - 7);
-    g.fill();
-    placed.push([px(x), mark]);
-  }
-  return placed;
-}
-function drawCursor(canvas, g) {
-  canvas.picture = null;
-  if (canvas.cursor !== undefined && canvas.cursor !== null) moveCursor(canvas, g);
-}
-/** Draw the cursor over a chart. The chart itself is kept as a picture: drawing 8 × 1,000 rows again takes too long. */
-function moveCursor(canvas, g = canvas.getContext("2d")) {
-  const chart = canvas.chart;
-  if (!chart) return;
-  canvas.picture ??= pictureOf(canvas);
-  g.save();
-  g.setTransform(1, 0, 0, 1, 0, 0);
-  g.clearRect(0, 0, canvas.width, canvas.height);
-  g.drawImage(canvas.picture, 0, 0);
-  g.restore();
-  if (canvas.cursor === null) return;
-  const x = chart.px(canvas.cursor);
-  if (x < chart.left || x > chart.right) return;
-  g.strokeStyle = colour("--soft");
-  g.lineWidth = 1;
-  g.beginPath();
-  g.moveTo(x, chart.top);
-  g.lineTo(x, chart.bottom);
-  g.stroke();
-}
-function pictureOf(canvas) {
-  const picture = document.createElement("canvas");
-  [picture.width, picture.height] = [canvas.width, canvas.height];
-  picture.getContext("2d").drawImage(canvas, 0, 0);
-  return picture;
-}
-function nearest(points, x) {
-  let best = null;
-  for (const point of points) if (point[1] !== null && (best === null || Math.abs(point[0] - x) < Math.abs(best[0] - x))) best = point;
-  return best;
-}
-function showTip(canvas, lines, x, y) {
-  const tip = $("tip");
-  tip.textContent = lines.join("\n");
-  tip.hidden = false;
-  const box = canvas.getBoundingClientRect();
-  const [wide, tall] = [tip.offsetWidth, tip.offsetHeight];
-  tip.style.left = `${Math.max(4, Math.min(box.left + x + 14, innerWidth - wide - 6))}px`;
-  tip.style.top = `${Math.max(4, Math.min(box.top + y + 14, innerHeight - tall - 6))}px`;
-}
-/** Return the lines about a place of a chart, and move its cursor there. */
-function pointAt(canvas, px) {
-  const chart = canvas.chart;
-  const x = chart.first + ((px - chart.left) / (chart.right - chart.left)) * (chart.last - chart.first);
-  const main = nearest(chart.series[0].points, x);
-  if (!main) return [];
-  canvas.cursor = main[0];
-  const lines = [byTime ? `after ${duration(main[0])}` : stepsText(Math.round(main[0] - (S.stride - 1) / 2))];
-  for (const one of chart.series) {
-    const point = nearest(one.points, main[0]);
-    if (point) lines.push(`${one.name}: ${chart.format(point[1])}`);
-  }
-  for (const [at, mark] of chart.placed) if (Math.abs(at - px) < 7) lines.push(`${MARKS[mark.kind][1]}: ${mark.text}`);
-  return lines;
+/** Return the marks of a chart over the run, as chart.js draws them. */
+function chartMarks() {
+  return shownMarks().filter((mark) => !QUIET.has(mark.kind)).map((mark) => ({ x: xOfMark(mark), colour: mark.kind, quiet: mark.kind === "checkpoint", text: `${MARKS[mark.kind]}: ${mark.text}` }))
+    .filter((mark) => mark.x !== null);
 }
 function stepsText(first) { return S.stride === 1 ? `step ${fixed(first, 0)}` : `steps ${fixed(first, 0)}–${fixed(first + S.stride - 1, 0)}`; }
-function makeInteractive(canvas) {
-  const hide = () => {
-    canvas.cursor = null;
-    $("tip").hidden = true;
-    if (canvas.picture) moveCursor(canvas);
-  };
-  canvas.addEventListener("pointermove", (event) => {
-    if (!canvas.chart) return;
-    const lines = pointAt(canvas, event.offsetX);
-    if (!lines.length) return;
-    showTip(canvas, lines, event.offsetX, event.offsetY);
-    moveCursor(canvas);
-  });
-  canvas.addEventListener("pointerleave", hide);
-  canvas.addEventListener("blur", hide);
-  canvas.addEventListener("click", () => canvas.chart && canvas.cursor !== null && !byTime && choose(Math.round(canvas.cursor)));
-  canvas.addEventListener("keydown", (event) => {
-    const chart = canvas.chart;
-    if (!chart || !["ArrowLeft", "ArrowRight", "Home", "End", "Enter"].includes(event.key)) return;
-    event.preventDefault();
-    if (event.key === "Enter") {
-      if (canvas.cursor !== null && !byTime) choose(Math.round(canvas.cursor));
-      return;
-    }
-    const points = chart.series[0].points.filter((point) => point[1] !== null);
-    let place = points.findIndex((point) => point[0] === canvas.cursor);
-    if (event.key === "Home") place = 0;
-    else if (event.key === "End" || place < 0) place = points.length - 1;
-    else place += event.key === "ArrowLeft" ? -1 : 1;
-    const [x] = points[Math.max(0, Math.min(points.length - 1, place))];
-    showTip(canvas, pointAt(canvas, chart.px(x)), chart.px(x), chart.top);
-    moveCursor(canvas);
-  });
-}
+function title(x) { return byTime ? `after ${duration(x)}` : stepsText(Math.round(x - (S.stride - 1) / 2)); }
+const overRun = { xText, title };
+function chartOf(canvas, legend = null) { return new Chart(canvas, { legend, choose: (x) => !byTime && choose(Math.round(x)) }); }
 
 /** One strip a rank: its step time, stacked; a straggler has no wait where the others do. */
 function drawStrips() {
   const ranks = [...S.rows.keys()].sort((a, b) => a - b).slice(0, 32);
-  const strip = ranks.length > 8 ? 36 : 56;
-  const [canvas, g, width, height] = canvasOf("strips", Math.max(1, ranks.length) * strip + 24);
-  const all = ranks.flatMap((rank) => S.rows.get(rank));
-  const soft = colour("--soft");
-  g.fillStyle = soft;
-  if (!all.length) {
-    g.fillText("nothing recorded yet", 8, 16);
-    canvas.chart = null;
-    return;
-  }
-  // One slow step, such as the first, must not flatten the rest.
-  const sorted = all.map((row) => row[R.step_s]).sort((a, b) => a - b);
-  const high = 1.1 * sorted[Math.floor(0.96 * (sorted.length - 1))];
-  $("strips-caption").textContent = `step time of each rank: compute, communication, wait (a strip is ${seconds(high)} high)`;
-  const xs = all.map(xOf);
-  let [first, last] = [xs.reduce((a, b) => Math.min(a, b)), xs.reduce((a, b) => Math.max(a, b))];
-  if (first === last) last = first + 1;
-  const left = 10 + g.measureText(`rank ${ranks.at(-1)}`).width;
-  const [top, right, bottom] = [14, width - 12, 14 + ranks.length * strip];
-  const px = (x) => left + ((x - first) / (last - first)) * (right - left);
-  const parts = [["compute_s", "--compute"], ["exposed_s", "--exposed"], ["wait_s", "--wait"]];
-  ranks.forEach((rank, place) => {
-    const base = top + (place + 1) * strip - 4;
-    const py = (value) => Math.min(1, value / high) * (strip - 8);
-    g.fillStyle = soft;
-    g.textAlign = "right";
-    g.fillText(`rank ${rank}`, left - 6, base - strip / 2 + 8);
-    // A gap where the rank was away.
-    let pieces = [[]];
+  const panels = ranks.map((rank) => {
+    const rows = [];
+    let before = null;
     for (const row of S.rows.get(rank)) {
-      if (pieces.at(-1).length && row[0] - pieces.at(-1).at(-1)[0] > 3) pieces.push([]);
-      pieces.at(-1).push(row);
+      // A gap where the rank was away.
+      if (before !== null && row[0] - before > 3) rows.push(null);
+      before = row[0];
+      rows.push([xOf(row), row[R.compute_s], row[R.exposed_s], row[R.wait_s]]);
     }
-    for (const rows of pieces.filter((piece) => piece.length)) {
-      const under = rows.map(() => 0);
-      for (const [name, paint] of parts) {
-        const over = rows.map((row, index) => under[index] + row[R[name]]);
-        g.fillStyle = colour(paint);
-        g.beginPath();
-        rows.forEach((row, index) => g.lineTo(px(xOf(row)), base - py(over[index])));
-        for (let index = rows.length - 1; index >= 0; index--) g.lineTo(px(xOf(rows[index])) - (rows.length === 1 ? 3 : 0), base - py(under[index]));
-        g.fill();
-        under.splice(0, under.length, ...over);
-      }
-    }
-    g.strokeStyle = colour("--rule");
-    g.beginPath();
-    g.moveTo(left, base);
-    g.lineTo(right, base);
-    g.stroke();
+    return { name: `rank ${rank}`, rows };
   });
-  g.fillStyle = soft;
-  g.textAlign = "center";
-  for (const value of ticks(first, last, Math.min(8, (right - left) / 90))) {
-    const half = g.measureText(xText(value)).width / 2;
-    if (px(value) + half <= width) g.fillText(xText(value), px(value), height - 2);
-  }
-  const placed = drawMarks(g, px, top, bottom - 4, left, right);
-  const series = ranks.map((rank) => ({ name: `rank ${rank}`, points: S.rows.get(rank).map((row) => [xOf(row), row[R.step_s]]) }));
-  canvas.chart = { series, format: seconds, px, top, bottom, left, right, first, last, placed };
-  canvas.setAttribute("aria-label", `Step time of ${plural(ranks.length, "rank")} over the run; the highest shown is ${seconds(high)}`);
-  drawCursor(canvas, g);
+  const scaled = (high) => { $("strips-caption").textContent = `step time of each rank (a strip is ${seconds(high)} high)`; };
+  const height = Math.max(1, ranks.length) * (ranks.length > 8 ? 36 : 56) + 38;
+  strips.draw({ kind: "areas", series: PARTS, panels, height, most: 0.96, scaled, yText: seconds, marks: chartMarks(), label: `Step time of ${plural(ranks.length, "rank")} over the run`, ...overRun });
 }
 
 // The time line of single steps.
@@ -442,9 +173,9 @@ function clockOffsets(ranks) {
 function drawTimeline() {
   const ranks = presentRanks().slice(0, 32);
   const tall = 26;
-  const [canvas, g, width, height] = canvasOf("timeline", Math.max(1, ranks.length) * tall + 42);
+  const canvas = $("timeline"), [g, width, height] = clearCanvas(canvas, Math.max(1, ranks.length) * tall + 42);
   view.hits = [];
-  const soft = colour("--soft");
+  const soft = colour("soft");
   g.fillStyle = soft;
   if (!ranks.length) {
     g.fillText("no step yet", 8, 24);
@@ -469,6 +200,7 @@ function drawTimeline() {
   g.beginPath();
   g.rect(left, 0, right - left, height);
   g.clip();
+  const paints = PHASES.map((phase) => [phase, colour(phase)]), paper = colour("paper");
   records.forEach((list, place) => {
     const [y, offset] = [top + place * tall, offsets.get(ranks[place])];
     for (const record of list) {
@@ -476,7 +208,7 @@ function drawTimeline() {
       let at = stop - record[F.step_s];
       if (stop < end - span || at > end) continue;
       const [x0, x1] = [px(at), px(stop)];
-      for (const [phase, paint] of Object.entries(PHASES)) {
+      for (const [phase, paint] of paints) {
         const part = record[F[`${phase}_s`]] ?? 0;
         if (part <= 0) continue;
         g.fillStyle = paint;
@@ -484,13 +216,13 @@ function drawTimeline() {
         at += part;
       }
       if (at < stop - record[F.step_s] * 0.02) {
-        g.fillStyle = PHASES.other;
+        g.fillStyle = colour("other");
         g.fillRect(px(at), y + 2, x1 - px(at), tall - 6);
       }
-      g.fillStyle = colour("--paper");
+      g.fillStyle = paper;
       g.fillRect(x1 - 1, y + 2, 1, tall - 6);
       if (record[F.step] === view.chosen) {
-        g.strokeStyle = colour("--ink");
+        g.strokeStyle = colour("ink");
         g.lineWidth = 2;
         g.strokeRect(x0, y + 1, x1 - x0 - 1, tall - 4);
       }
@@ -505,13 +237,9 @@ function drawTimeline() {
   for (const mark of shownMarks()) {
     const x = px(mark.time);
     if (x < left || x > right || QUIET.has(mark.kind)) continue;
-    g.strokeStyle = MARKS[mark.kind][0];
     g.lineWidth = 2;
     g.setLineDash(mark.kind === "checkpoint" ? [3, 3] : []);
-    g.beginPath();
-    g.moveTo(x, top - 4);
-    g.lineTo(x, top + ranks.length * tall);
-    g.stroke();
+    line(g, colour(mark.kind), x, top - 4, x, top + ranks.length * tall);
     g.setLineDash([]);
   }
   g.restore();
@@ -553,15 +281,14 @@ function showDetail() {
   place.replaceChildren();
   if (view.chosen === null || !S.summary) return;
   const single = [...S.recent].filter(([, kept]) => kept.has(view.chosen)).sort((a, b) => a[0] - b[0]);
-  const phases = Object.keys(PHASES);
   let title, heads, lines;
   if (single.length) {
     title = `Step ${fixed(view.chosen, 0)} in ms`;
-    heads = ["rank", "step", ...phases.map((phase) => PHASE_NAMES[phase] ?? phase), "all-reduce", "of it hidden", "loss", "gradient norm"];
+    heads = ["rank", "step", ...PHASES.map((phase) => PHASE_NAMES[phase] ?? phase), "all-reduce", "of it hidden", "loss", "gradient norm"];
     lines = single.map(([rank, kept]) => {
       const record = kept.get(view.chosen);
       const ms = (name) => (record[F[name]] === null ? NONE : number(record[F[name]] * 1e3));
-      return [`rank ${rank}`, ms("step_s"), ...phases.map((phase) => ms(`${phase}_s`)), ms("allreduce_s"), ms("hidden_s"), loss(record[F.loss]), number(record[F.grad_norm])];
+      return [`rank ${rank}`, ms("step_s"), ...PHASES.map((phase) => ms(`${phase}_s`)), ms("allreduce_s"), ms("hidden_s"), loss(record[F.loss]), number(record[F.grad_norm])];
     });
   } else {
     const bucket = Math.floor(view.chosen / S.stride);
@@ -646,10 +373,10 @@ function drawHead() {
   while (bar.children.length > 1) bar.lastElementChild.remove();
   for (const mark of shownMarks()) {
     if (mark.step === null || !total || QUIET.has(mark.kind) || mark.kind === "checkpoint") continue;
-    const line = el("b", { title: mark.text });
-    line.style.left = `${(100 * mark.step) / total}%`;
-    line.style.background = MARKS[mark.kind][0];
-    bar.append(line);
+    const tick = el("b", { title: mark.text });
+    tick.style.left = `${(100 * mark.step) / total}%`;
+    tick.style.background = `var(--${mark.kind})`;
+    bar.append(tick);
   }
   const isWaiting = !s.step && !OVER.includes(s.status);
   const texts = [isWaiting ? `waiting for the first step${s.steps ? ` of ${fixed(s.steps, 0)}` : ""}` : s.steps ? `step ${fixed(s.step, 0)} of ${fixed(s.steps, 0)} (${fixed((100 * s.step) / s.steps, s.steps > 999 ? 1 : 0)}%)` : `step ${fixed(s.step, 0)}`];
@@ -748,17 +475,15 @@ function drawRanks() {
   if (slow) $("straggler").textContent = `rank ${slow.rank} on ${slow.node} is the straggler: its own work takes ${fixed(slow.slow, 2)}× that of the median rank, and the others wait for it.`;
 }
 function drawCharts() {
-  const line = colour("--line"), second = colour("--second");
-  const points = (name) => whole.map((row) => [xOf(row), row[R[name]]]);
-  const lossSeries = [{ name: "training", colour: line, points: points("loss") }];
-  if (S.valLoss.length) lossSeries.push({ name: "validation", colour: second, dots: true, points: S.valLoss.map(([bucket, value]) => [xOfStep(stepOf(bucket)), value]) });
-  $("loss-keys").replaceChildren(...lossSeries.map((one) => key(dot(one.colour), one.name)));
-  drawChart("loss", lossSeries, { format: loss, label: "Loss" });
-  const unit = S.summary.unit;
-  const speeds = whole.map((row) => [xOf(row), row[R.amount] > 0 && row[R.step_s] > 0 ? row[R.amount] / row[R.step_s] : null]);
-  $("speed-caption").textContent = speeds.some((point) => point[1] !== null) ? `${unit} per second` : "steps per second";
-  const shown = speeds.some((point) => point[1] !== null) ? speeds : whole.map((row) => [xOf(row), 1 / row[R.step_s]]);
-  drawChart("speed", [{ name: $("speed-caption").textContent, colour: line, points: shown }], { format: number, zero: true, label: "Speed" });
+  const common = { kind: "lines", marks: chartMarks(), ...overRun };
+  const series = [{ name: "training", colour: "measured", points: whole.map((row) => [xOf(row), row[R.loss]]) }];
+  if (S.valLoss.length) series.push({ name: "validation", colour: "validation", dots: true, points: S.valLoss.map(([bucket, value]) => [xOfStep(stepOf(bucket)), value]) });
+  losses.draw({ ...common, series, yText: loss, label: "Loss" });
+  const amounts = whole.map((row) => [xOf(row), row[R.amount] > 0 && row[R.step_s] > 0 ? row[R.amount] / row[R.step_s] : null]);
+  const isKnown = amounts.some((point) => point[1] !== null), name = `${isKnown ? S.summary.unit : "steps"} per second`;
+  $("speed-caption").textContent = name;
+  const points = isKnown ? amounts : whole.map((row) => [xOf(row), 1 / row[R.step_s]]);
+  speeds.draw({ ...common, series: [{ name, colour: "measured", points }], zero: true, label: "Speed" });
   drawStrips();
 }
 function drawValues() {
@@ -767,14 +492,14 @@ function drawValues() {
   for (const [name, rows] of [...S.values].sort((a, b) => a[0].localeCompare(b[0]))) {
     let figure = [...place.children].find((one) => one.dataset.name === name);
     if (!figure) {
-      const canvas = el("canvas", { tabindex: "0", role: "img" });
-      figure = el("figure", { "data-name": name }, el("figcaption"), canvas);
+      figure = el("figure", { "data-name": name }, el("figcaption"), el("canvas"));
       place.append(figure);
-      makeInteractive(canvas);
+      chartOf(figure.lastElementChild);
     }
     figure.firstElementChild.replaceChildren(`${name} `, el("b", {}, lean(number(S.summary.values[name], 4))));
     const points = rows.map(([bucket, value]) => [xOfStep(stepOf(bucket)), value]);
-    drawChart(figure.lastElementChild, [{ name, colour: colour("--line"), points, dots: points.length < 30 }], { format: (value) => number(value), marks: false, label: name, small: true });
+    const series = [{ name, colour: "measured", points, dots: points.length < 30 }];
+    figure.lastElementChild.chart.draw({ kind: "lines", series, label: name, ...overRun });
   }
 }
 let listed = "";
@@ -783,10 +508,10 @@ function drawEvents() {
   const digest = marks.map((mark) => `${mark.id} ${mark.text}`).join("\n");
   if (digest === listed) return;
   listed = digest;
-  $("events").replaceChildren(...marks.map((mark) => el("li", { "data-kind": mark.kind }, dot(MARKS[mark.kind][0]), el("time", {}, clock(mark.time)),
-    el("span", { class: "at" }, mark.step === null ? MARKS[mark.kind][1] : `step ${fixed(mark.step, 0)}`), el("span", { class: "text" }, mark.text))));
+  $("events").replaceChildren(...marks.map((mark) => el("li", { "data-kind": mark.kind }, dot(mark.kind), el("time", {}, clock(mark.time)),
+    el("span", { class: "at" }, mark.step === null ? MARKS[mark.kind] : `step ${fixed(mark.step, 0)}`), el("span", { class: "text" }, mark.text))));
   const kinds = Object.keys(MARKS).filter((kind) => !QUIET.has(kind) && marks.some((mark) => mark.kind === kind));
-  $("mark-legend").replaceChildren(...kinds.map((kind) => key(dot(MARKS[kind][0]), MARKS[kind][1])));
+  $("mark-legend").replaceChildren(...kinds.map((kind) => key(dot(kind), MARKS[kind])));
 }
 
 const due = new Set(); // what the next frame draws
@@ -815,14 +540,14 @@ function setAxis(time) {
   byTime = time;
   $("by-time").setAttribute("aria-pressed", String(time));
   $("by-step").setAttribute("aria-pressed", String(!time));
-  document.querySelectorAll("canvas").forEach((canvas) => { canvas.cursor = null; });
+  for (const { chart } of document.querySelectorAll("canvas")) if (chart) chart.cursor = chart.zoom = null;
   draw();
 }
 $("by-step").addEventListener("click", () => setAxis(false));
 $("by-time").addEventListener("click", () => setAxis(true));
-$("phase-legend").replaceChildren(...Object.entries(PHASES).map(([phase, paint]) => key(dot(paint), PHASE_NAMES[phase] ?? phase)));
-["loss", "speed", "strips"].forEach((id) => makeInteractive($(id)));
+$("phase-legend").replaceChildren(...PHASES.map((phase) => key(dot(phase), PHASE_NAMES[phase] ?? phase)));
+const losses = chartOf($("loss"), $("loss-keys")), speeds = chartOf($("speed")), strips = chartOf($("strips"));
 watchTimeline();
-addEventListener("resize", draw);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+addEventListener("resize", () => draw());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
 connect();

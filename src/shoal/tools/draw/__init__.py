@@ -1,0 +1,1 @@
+"""Draw: one palette, the charts of pages, the pictures in PNG files."""
