@@ -31,7 +31,7 @@ from shoal.events import AGENT_EVENTS, EventLog, EventTail, parse_event, read_ev
 from shoal.launch.launcher import AgentHandle, Launch
 from shoal.launch.plan import RankCommand
 from shoal.run_folder import RunFolder, check_name, open_below
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 # Names
 

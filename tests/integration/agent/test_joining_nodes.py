@@ -29,7 +29,7 @@ from shoal.run_folder import RunFolder
 from tests.support.agents import Agent, agents
 from tests.support.members import Team, start_again
 from tests.support.programs import shoal
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 
 @contextlib.contextmanager

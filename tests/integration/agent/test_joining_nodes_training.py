@@ -18,7 +18,7 @@ from shoal.control.processes import find_processes
 from shoal.runs.manage import end_processes
 from tests.support.labs import running_lab
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 INVITATION = re.compile(r"shoal join (\S+)[^\n]*\n.*works once: (\S+)")
 

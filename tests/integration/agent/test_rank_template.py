@@ -25,7 +25,8 @@ from shoal.run_folder import RunFolder
 from tests.support.agents import Agent, agents, go
 from tests.support.labs import need_lab
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, steps_of
-from tests.support.runs import ended_afterwards, wait_until
+from tests.support.runs import ended_afterwards
+from tests.support.waiting import wait_until
 
 WORKER = (sys.executable, "-P", "-m", "shoal.train.worker")
 START_S = 60.0

@@ -14,7 +14,7 @@ from shoal.runs.manage import end_processes
 from shoal.tools.report.commit_log import check_ledger
 from tests.support.labs import need_lab
 from tests.support.programs import read_jsonl, set_flags, shoal, shoal_command
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 SCRIPT = """
 import os, signal, sys, time

@@ -10,10 +10,8 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -28,6 +26,7 @@ from tests.support.labs import running_lab
 from tests.support.needs import need_tool
 from tests.support.paths import SCRIPTS
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of
+from tests.support.waiting import wait_until
 
 LONG = ("--steps", "1000000", *set_flags("train.compile=off"))
 
@@ -71,14 +70,6 @@ def at(lab: Lab, node: str, *words: str | Path) -> list[str]:
 
 def done(lab: Lab, *words: str | Path, node: str = "switch") -> subprocess.CompletedProcess[str]:
     return subprocess.run(at(lab, node, *words), capture_output=True, text=True, timeout=90, check=False)
-
-
-def wait_until(poll: Callable[[], Any], deadline_s: float = 60.0) -> Any:
-    deadline = time.monotonic() + deadline_s
-    while not (value := poll()):
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        time.sleep(0.05)
-    return value
 
 
 def notes(run: Path) -> str:
@@ -237,9 +228,8 @@ def test_a_machine_joins_with_one_command(lab: Lab, tmp_path: Path) -> None:
     run, part = tmp_path / "host", tmp_path / "guest"
     words = at(lab, "node1", "host", "--steps", "4", "--out", run, "--json", *set_flags(*TINY))
     with ended(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True), run) as host:
-        invitation = wait_until(
-            lambda: (run / "supervisor.jsonl").exists() and "works once" in notes(run) and notes(run)
-        )
+        wait_until(lambda: (run / "supervisor.jsonl").exists() and "works once" in notes(run))
+        invitation = notes(run)
         place, code = invitation.split("shoal join ")[1].split()[0], invitation.split()[-1]
         wrong_code = code[:-1] + ("a" if code[-1] != "a" else "b")
         wrong = done(lab, "join", f"{place}#{wrong_code}", "--out", part, node="node2")

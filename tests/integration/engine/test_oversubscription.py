@@ -9,7 +9,8 @@ import pytest
 from shoal.events import EventTail
 from shoal.run_folder import RunFolder
 from tests.support.programs import shoal
-from tests.support.runs import ended_afterwards, wait_until
+from tests.support.runs import ended_afterwards
+from tests.support.waiting import wait_until
 
 # Beside the training, as many threads as asked for multiply in a loop, all on one processor.
 SCRIPT = """

@@ -12,7 +12,8 @@ import pytest
 from shoal.events import read_events
 from tests.support.labs import own_clock, running_lab
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command
-from tests.support.runs import ended_afterwards, wait_until
+from tests.support.runs import ended_afterwards
+from tests.support.waiting import wait_until
 
 # Only the wall clock is shifted, not the monotonic one. The offset is read again with every call.
 OTHER_CLOCK = {"FAKETIME_DONT_FAKE_MONOTONIC": "1", "FAKETIME_NO_CACHE": "1"}

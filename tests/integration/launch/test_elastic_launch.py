@@ -22,7 +22,7 @@ from shoal.launch.launcher import Launch
 from shoal.launch.plan import RankCommand
 from shoal.run_folder import RunFolder
 from tests.support.members import SCRIPT
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 
 class TwoNodes:

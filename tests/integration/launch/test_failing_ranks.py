@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from shoal.control.processes import AGENT, find_processes
 from shoal.launch.failure import ProcessEnd, diagnose
 from shoal.runs.manage import end_processes
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of, train_tiny
+from tests.support.waiting import wait_until
 
 TINY_FLAGS = set_flags(*TINY)
 # With so many steps `auto` would compile.
@@ -100,13 +100,13 @@ class Training:
             command = shoal_command("train", "--out", out, *TINY_FLAGS, *words)
             self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
 
-    def wait_until(self, poll: Callable[[], Any], deadline_s: float = 90.0) -> Any:
-        deadline = time.monotonic() + deadline_s
-        while not (value := poll()):
-            assert time.monotonic() < deadline, f"timeout: {self.stderr()}"
-            assert self.process.poll() is None, f"ended early: {self.stderr()}"
-            time.sleep(0.02)
-        return value
+    def wait_until(self, happened: Callable[[], Any], within_s: float = 90.0) -> Any:
+        def happened_while_it_runs() -> Any:
+            value = happened()
+            assert value or self.process.poll() is None, f"ended early: {self.stderr()}"
+            return value
+
+        return wait_until(happened_while_it_runs, within_s, why=self.stderr)
 
     def starting(self) -> list[int]:
         """Return the pids of the ranks as soon as there are two, before they have imported torch."""
@@ -153,13 +153,11 @@ def training(out: Path, *words: str) -> Iterator[Training]:
 
 
 def wait_gone(pids: list[int], within_s: float = 5.0) -> None:
-    deadline = time.monotonic() + within_s
-    while left := [pid for pid in pids if is_running(pid)]:
-        if time.monotonic() > deadline:
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
-            pytest.fail(f"still there: {left}")
-        time.sleep(0.02)
+    try:
+        wait_until(lambda: not any(map(is_running, pids)), within_s)
+    finally:
+        for pid in filter(is_running, pids):
+            os.kill(pid, signal.SIGKILL)
 
 
 def is_running(pid: int) -> bool:
@@ -279,10 +277,7 @@ def test_states_of_an_earlier_end_are_never_compared(tmp_path: Path) -> None:
     train_tiny(run, "--steps", "2")
     command = shoal_command("train", "--resume", run, "--steps", "1000000")
     resumed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 40
-    while len(steps_of(run)) < 5:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: len(steps_of(run)) >= 5, 40)
     resumed.send_signal(signal.SIGINT)
     assert resumed.wait(30) == 130
     done = shoal("verify", run)

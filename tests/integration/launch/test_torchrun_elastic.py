@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from shoal.events import read_events
 from shoal.sync.world import agree_on_attempt
 from tests.support.labs import running_lab
 from tests.support.programs import TINY, read_jsonl, set_flags
+from tests.support.waiting import wait_until
 
 STEPS = 400
 EVERY = 20
@@ -76,11 +76,10 @@ def torchrun(lab: Lab, node: str, folder: Path) -> list[str]:
 
 
 def wait_for(done: Callable[[], bool], what: str, folder: Path, seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        logs = "\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in sorted(folder.glob("*.log")))
-        assert time.monotonic() < deadline, f"{what} took longer than {seconds:.0f} s\n{logs}"
-        time.sleep(0.1)
+    def logs() -> str:
+        return "\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in sorted(folder.glob("*.log")))
+
+    wait_until(done, seconds, why=lambda: f"{what}\n{logs()}")
 
 
 def starts(folder: Path) -> list[dict[str, Any]]:

@@ -23,7 +23,8 @@ from shoal.control.processes import SUPERVISOR, find_processes, find_supervisor
 from tests.support.labs import Traces, assert_gone, need_lab
 from tests.support.needs import need_tool
 from tests.support.programs import TINY, set_flags, shoal, shoal_command, steps_of
-from tests.support.runs import ended_afterwards, front, parts_of, wait_until
+from tests.support.runs import ended_afterwards, front, parts_of
+from tests.support.waiting import wait_until
 
 LONG = ("--steps", "1000000", *set_flags(*TINY, "train.compile=off"))
 LINES = 2000

@@ -18,8 +18,9 @@ from shoal.control.processes import find_processes
 from shoal.run_folder import RunFolder
 from tests.support.labs import need_lab
 from tests.support.programs import TINY, set_flags, steps_of
-from tests.support.runs import Front, ended_afterwards, front, wait_until
+from tests.support.runs import Front, ended_afterwards, front
 from tests.support.sockets import Listening, listening, open_files
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 

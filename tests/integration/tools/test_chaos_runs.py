@@ -17,7 +17,8 @@ from shoal.control.processes import find_processes
 from tests.support.labs import need_lab, new_labs
 from tests.support.paths import ROOT
 from tests.support.programs import read_jsonl, shoal, shoal_command
-from tests.support.runs import ended_afterwards, wait_until
+from tests.support.runs import ended_afterwards
+from tests.support.waiting import wait_until
 
 # Expects a regroup that a hangup of the terminal does not cause.
 WRONG = """

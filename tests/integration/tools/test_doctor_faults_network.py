@@ -28,7 +28,7 @@ from tests.support.doctor import (
 )
 from tests.support.labs import running_lab, shoal
 from tests.support.needs import need_tool
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 Inject = Callable[[Lab], None]
 

@@ -21,7 +21,8 @@ from typer.testing import CliRunner, Result
 
 from shoal.cli.report import app
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, steps_of
-from tests.support.runs import ended_afterwards, parts_of, wait_until
+from tests.support.runs import ended_afterwards, parts_of
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 

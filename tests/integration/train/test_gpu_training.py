@@ -13,7 +13,8 @@ import torch
 from shoal.engine.batches import TensorSource, read_ahead
 from tests.support.needs import need_gpu
 from tests.support.programs import read_jsonl, set_flags, shoal
-from tests.support.runs import ended_afterwards, front, parts_of, wait_until
+from tests.support.runs import ended_afterwards, front, parts_of
+from tests.support.waiting import wait_until
 
 SMALL = set_flags("model.layers=2", "model.width=128", "model.heads=2", "train.global_batch=12")
 

@@ -13,7 +13,8 @@ import pytest
 from shoal.run_folder import RunFolder
 from shoal.tools.report.rank_log import read_rank_logs
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, steps_of, train_tiny
-from tests.support.runs import ended_afterwards, front, wait_until
+from tests.support.runs import ended_afterwards, front
+from tests.support.waiting import wait_until
 
 STEPS = 30
 # Step 13 is inside a round of every mode, with a fragment in flight that was sent after step 12.
