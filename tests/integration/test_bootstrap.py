@@ -2,6 +2,8 @@
 
 The index offers a torch of a few bytes that is labelled as a CUDA build, as the real one is; a second index has its CPU
 build. The copy's path contains a space.
+
+Exercises scripts/bootstrap, host.facts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Names, lines and sizes from other machines and from ranks: malformed ones are refused, valid ones are processed."""
+"""Names, lines and sizes from other machines and from ranks: malformed ones are refused, valid ones are processed.
+
+Exercises cluster.agent_link, events, run_folder.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests that take minutes or need a browser: the demo, its report page, and kills during a checkpoint."""
+"""Tests that take minutes or need a browser: the demo, its report page, and kills during a checkpoint.
+
+Exercises `shoal demo`, `shoal report`, engine.checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The life of one agent: what ends it, which requests its ranks may send, and what ends with it."""
+"""The life of one agent: what ends it, which requests its ranks may send, and what ends with it.
+
+Exercises agent.agent, agent.local_ranks.
+"""
 
 from __future__ import annotations
 

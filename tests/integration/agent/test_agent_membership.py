@@ -1,4 +1,7 @@
-"""Nodes leave and rejoin: real agents, real sockets, ranks that count steps together."""
+"""Nodes leave and rejoin: real agents, real sockets, ranks that count steps together.
+
+Exercises agent.membership, agent.mesh, control.membership.
+"""
 
 from __future__ import annotations
 

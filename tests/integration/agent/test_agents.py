@@ -1,4 +1,7 @@
-"""Real agents with orders from a test: they connect, start processes, watch them, and end together."""
+"""Real agents with orders from a test: they connect, start processes, watch them, and end together.
+
+Exercises agent.agent, agent.mesh, control.orders.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A machine that was never part of a run joins it while it trains."""
+"""A machine that was never part of a run joins it while it trains.
+
+Exercises agent.invite_server, agent.membership, runs.invite.
+"""
 
 from __future__ import annotations
 

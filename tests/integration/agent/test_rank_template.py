@@ -1,4 +1,7 @@
-"""Ranks that an agent forks from its template: real agents, real templates, ranks that wait for a peer."""
+"""Ranks that an agent forks from its template: real agents, real templates, ranks that wait for a peer.
+
+Exercises agent.rank_template, agent.rank_processes, train.template.
+"""
 
 from __future__ import annotations
 
@@ -276,7 +279,7 @@ def begin_training(run: Path, on: str) -> None:
     flags = set_flags(*TINY, "train.compile=off", "train.steps=1000000")
     done = shoal("train", "--on", on, "--out", run, "--detach", *flags)
     assert done.returncode == 0, done.stderr
-    wait_until(lambda: steps_of(run, 1) if (run / "events/rank-1.jsonl").exists() else [], START_S)
+    wait_until(lambda: steps_of(run, 1), START_S)
 
 
 def await_return(run: Path, rank: int, returns: int) -> None:

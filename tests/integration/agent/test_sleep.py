@@ -1,4 +1,7 @@
-"""A machine that is suspended announces it first, and rejoins when it has woken."""
+"""A machine that is suspended announces it first, and rejoins when it has woken.
+
+Exercises agent.sleep, agent.membership.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Find ranks that never joined a process group, from texts of /proc and with real ranks."""
+"""Find ranks that never joined a process group, from texts of /proc and with real ranks.
+
+Exercises agent.unjoined_ranks, launch.launcher.
+"""
 
 from __future__ import annotations
 

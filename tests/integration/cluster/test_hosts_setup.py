@@ -1,4 +1,7 @@
-"""`shoal setup` over real SSH: environments are made, reused and refused; a killed setup leaves no process."""
+"""`shoal setup` over real SSH: environments are made, reused and refused; a killed setup leaves no process.
+
+Exercises cluster.hosts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Hosts over real SSH, with a server on each node of a lab: successful logins and all known failures."""
+"""Hosts over real SSH, with a server on each node of a lab: successful logins and all known failures.
+
+Exercises cluster.hosts.
+"""
 
 from __future__ import annotations
 

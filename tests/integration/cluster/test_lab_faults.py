@@ -1,4 +1,7 @@
-"""Injected faults: cuts, firewalls, frozen and killed nodes, and their removal."""
+"""Injected faults: cuts, firewalls, frozen and killed nodes, and their removal.
+
+Exercises `shoal lab`.
+"""
 
 from __future__ import annotations
 

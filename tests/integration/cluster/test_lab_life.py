@@ -1,4 +1,7 @@
-"""How labs are built and removed: several at once, interrupted, owned by a run, without root, by hand."""
+"""How labs are built and removed: several at once, interrupted, owned by a run, without root, by hand.
+
+Exercises `shoal lab`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Real lab nodes: separate machines, connected by links of the configured speed."""
+"""Real lab nodes: separate machines, connected by links of the configured speed.
+
+Exercises `shoal lab`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Training on emulated nodes: the same command, the same result, and no lab left afterwards."""
+"""Training on emulated nodes: the same command, the same result, and no lab left afterwards.
+
+Exercises `shoal lab`, `shoal train`, launch.plan.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checkpoints of processes that are killed while they save."""
+"""Checkpoints of processes that are killed while they save.
+
+Exercises engine.checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A rank whose own threads want more processors than there are, for real: it is named, and an ordinary one is not."""
+"""A rank whose own threads want more processors than there are, for real: it is named, and an ordinary one is not.
+
+Exercises engine.stragglers, cost.causes.
+"""
 
 from __future__ import annotations
 

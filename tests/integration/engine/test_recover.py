@@ -1,4 +1,7 @@
-"""Ranks that move from one generation to the next in their own process: real workers, real gloo, a scripted agent."""
+"""Ranks that move from one generation to the next in their own process: real workers, real gloo, a scripted agent.
+
+Exercises engine.recover, sync.membership_client.
+"""
 
 from __future__ import annotations
 

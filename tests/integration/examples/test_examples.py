@@ -1,4 +1,7 @@
-"""The scripts in examples/: each trains two equal replicas to the end, and survives a lost rank and a lost node."""
+"""The scripts in examples/: each trains two equal replicas to the end, and survives a lost rank and a lost node.
+
+Exercises examples, engine.session.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Threads and pins of rank processes on the cores of this machine."""
+"""Threads and pins of rank processes on the cores of this machine.
+
+Exercises host.topology.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The launcher of a run whose nodes leave and rejoin: what it logs, and what it reports as a failure."""
+"""The launcher of a run whose nodes leave and rejoin: what it logs, and what it reports as a failure.
+
+Exercises launch.launcher, launch.failure.
+"""
 
 from __future__ import annotations
 

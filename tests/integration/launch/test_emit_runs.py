@@ -1,4 +1,7 @@
-"""What `shoal emit` prints really trains: the commands, the Slurm script, the pods' script."""
+"""What `shoal emit` prints really trains: the commands, the Slurm script, the pods' script.
+
+Exercises launch.emit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A process that wrote a log is recognised by its marks and its start time."""
+"""A process that wrote a log is recognised by its marks and its start time.
+
+Exercises launch.logs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Kill a rank or a whole node while a run starts: the others begin without it, and what was killed returns."""
+"""Kill a rank or a whole node while a run starts: the others begin without it, and what was killed returns.
+
+Exercises launch.launcher, agent.membership.
+"""
 
 from __future__ import annotations
 

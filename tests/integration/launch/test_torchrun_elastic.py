@@ -1,4 +1,7 @@
-"""Shoal's worker under elastic torchrun: restarted workers resume from the checkpoint with the remaining nodes."""
+"""Shoal's worker under elastic torchrun: restarted workers resume from the checkpoint with the remaining nodes.
+
+Exercises train.worker.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,9 @@ import torch.distributed as dist
 
 from shoal.cluster.lab.lab import Lab, kill_node
 from shoal.cluster.lab.processes import NodeProcess
-from shoal.events import read_events
 from shoal.sync.world import agree_on_attempt
 from tests.support.labs import running_lab
-from tests.support.programs import TINY, read_jsonl, set_flags
+from tests.support.programs import TINY, events_of, read_jsonl, set_flags, steps_of
 from tests.support.waiting import wait_until
 
 STEPS = 400
@@ -83,12 +85,11 @@ def wait_for(done: Callable[[], bool], what: str, folder: Path, seconds: float =
 
 
 def starts(folder: Path) -> list[dict[str, Any]]:
-    return [event for event in read_events(folder / "run" / "events" / "rank-0.jsonl") if event["event"] == "start"]
+    return events_of(folder / "run", "start")
 
 
 def has_reached(folder: Path, step: int) -> bool:
-    path = folder / "run" / "events" / "rank-0.jsonl"
-    return path.exists() and any(event["event"] == "step" and event["step"] >= step for event in read_events(path))
+    return any(event["step"] >= step for event in steps_of(folder / "run"))
 
 
 def end(processes: Iterable[NodeProcess]) -> None:

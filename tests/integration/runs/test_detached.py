@@ -1,4 +1,7 @@
-"""Runs without a terminal, through the commands of their user: detach, ps, logs, attach, stop."""
+"""Runs without a terminal, through the commands of their user: detach, ps, logs, attach, stop.
+
+Exercises runs.manage, runs.supervisor, runs.follow.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Attacks on joining: by a malicious host, by a malicious joining machine, and by another user of that machine."""
+"""Attacks on joining: by a malicious host, by a malicious joining machine, and by another user of that machine.
+
+Exercises runs.invite, runs.join.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Real faults in real trainings: assertions that hold pass, others are reported, and nothing is left behind."""
+"""Real faults in real trainings: assertions that hold pass, others are reported, and nothing is left behind.
+
+Exercises tools.chaos.
+"""
 
 from __future__ import annotations
 

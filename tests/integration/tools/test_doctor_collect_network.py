@@ -1,4 +1,7 @@
-"""Network facts that the collector reads from the kernel and from tools."""
+"""Network facts that the collector reads from the kernel and from tools.
+
+Exercises tools.doctor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Network faults injected into a real lab: doctor reports every fault, and its command fixes it."""
+"""Network faults injected into a real lab: doctor reports every fault, and its command fixes it.
+
+Exercises tools.doctor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The probe: fits, budget and rates from given figures, the link meter on loopback, and probes of real clusters."""
+"""The probe: fits, budget and rates from given figures, the link meter on loopback, and probes of real clusters.
+
+Exercises tools.probe, config.profile.
+"""
 
 from __future__ import annotations
 

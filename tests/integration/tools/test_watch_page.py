@@ -1,4 +1,7 @@
-"""The live page: a real server, a real browser and a real training."""
+"""The live page: a real server, a real browser and a real training.
+
+Exercises `shoal watch`.
+"""
 
 from __future__ import annotations
 
