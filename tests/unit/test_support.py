@@ -1,12 +1,14 @@
-"""`wait_until` of tests/support: its value, and an error that says what was awaited and what was seen."""
+"""Helpers in tests/support that many tests rely on: `wait_until` and the reader of a rank's events."""
 
 from __future__ import annotations
 
 import asyncio
 from functools import partial
+from pathlib import Path
 
 import pytest
 
+from tests.support.programs import events_of, steps_of
 from tests.support.waiting import NotInTime, wait_until, wait_until_async
 
 
@@ -44,3 +46,14 @@ def test_other_tasks_continue_meanwhile() -> None:
     assert asyncio.run(run()) == [5]
     with pytest.raises(NotInTime, match="last value: 0"):
         asyncio.run(wait_until_async(lambda: 0, 0.0))
+
+
+def test_events_of_a_run_that_has_not_begun_or_is_writing_can_be_read(tmp_path: Path) -> None:
+    assert events_of(tmp_path, "start") == []
+    (tmp_path / "events").mkdir()
+    file = tmp_path / "events/rank-1.jsonl"
+    file.write_text("")
+    assert steps_of(tmp_path, 1) == []
+    file.write_text('{"event":"start"}\n{"event":"step","step":1}\n{"event":"step","st')
+    assert events_of(tmp_path, "start", 1) == [{"event": "start"}]
+    assert steps_of(tmp_path, 1) == [{"event": "step", "step": 1}]
