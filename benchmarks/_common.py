@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+# A benchmark is started by its path: only its own folder is on the search path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.support.waiting import NotInTime, wait_until
+
+__all__ = ["NotInTime", "find_gpu", "median_ratio", "options", "rounds", "seconds_per_call", "wait_until"]
 
 
 def rounds(variants: Mapping[str, Callable[[], float]], count: int) -> dict[str, list[float]]:

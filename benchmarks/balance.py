@@ -18,7 +18,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -26,12 +25,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _common import options
+from _common import options, wait_until
 from shoal.events import read_events
 from shoal.run_folder import RunFolder
 
 _WARM_STEPS = 25
 _CUT_AT, _GIVEN_BACK_AFTER, _FOLLOWED_AFTER = 40, 60, 20
+# A training that ended early is noticed by this alone.
+_LONGEST_S = 3600.0
 _SETTINGS = ("train.eval_every=1000000", "train.checkpoint_every=1000000")
 
 
@@ -106,8 +107,7 @@ def alone_at_once(folder: Path, cores: Sequence[float], steps: int, *options_: s
 
 
 def await_step(out: Path, step: int) -> None:
-    while not any(record["step"] >= step for record in commits(out)[-3:]):
-        time.sleep(0.1)
+    wait_until(lambda: any(record["step"] >= step for record in commits(out)[-3:]), _LONGEST_S, every_s=0.1)
 
 
 def cut_and_give_back(folder: Path, cores: float, *options_: str) -> list[dict[str, Any]]:

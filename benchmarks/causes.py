@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from _common import options
+from _common import options, wait_until
 from shoal.cluster.lab.lab import Lab, build_lab, remove_lab, set_cpu, set_frozen, set_link
 from shoal.cluster.lab.spec import make_spec
 from shoal.control.processes import find_processes
@@ -157,12 +157,13 @@ class Bench:
         return verdicts
 
     def wait_for_step(self, step: int, timeout_s: float = 240.0) -> list[Event]:
-        until, verdicts = time.monotonic() + timeout_s, []
-        while self.step < step:
-            verdicts += self.poll()
-            if time.monotonic() > until:
-                raise SystemExit(f"only {self.step} steps after {timeout_s:.0f} s: see {self.run.path}")
-            time.sleep(0.2)
+        verdicts: list[Event] = []
+
+        def is_reached() -> bool:
+            verdicts.extend(self.poll())
+            return self.step >= step
+
+        wait_until(is_reached, timeout_s, why=lambda: f"only {self.step} steps: see {self.run.path}", every_s=0.2)
         return verdicts
 
     def rank_pid(self) -> int:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from _common import options
+from _common import NotInTime, options, wait_until
 from shoal.cluster.lab.lab import build_lab
 from shoal.cluster.lab.spec import make_spec
 from shoal.config.load import build_config
@@ -120,15 +120,14 @@ class Training:
         return min((at for at in steps if entered and at > min(entered)), default=None)
 
     def await_(self, what: Callable[[], object], words: str) -> None:
-        deadline = time.monotonic() + _DEADLINE_S
-        self.watch.poll()
-        while not what():
-            if self.watch.ended is not None:
-                raise TimeoutError(f"the run ended while we waited for {words}: {self.watch.ended.get('seen')}")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"waited {_DEADLINE_S:.0f} s for {words}")
-            time.sleep(0.05)
+        def has_come() -> bool:
             self.watch.poll()
+            value = bool(what())
+            if not value and self.watch.ended is not None:
+                raise NotInTime(f"the run ended before {words}: {self.watch.ended.get('seen')}")
+            return value
+
+        wait_until(has_come, _DEADLINE_S, why=lambda: words, every_s=0.05)
 
     def end(self) -> int | None:
         words = [sys.executable, "-m", "shoal", "stop", str(self.run.path)]
@@ -162,7 +161,7 @@ def play(name: str, sets: Sequence[str], rounds: int) -> Result:
                 # Long enough that the last generation compares its replicas.
                 compared = training.watch.furthest_step + 2 * _DIGEST_EVERY
                 training.await_(lambda: training.watch.furthest_step >= compared, "a comparison of replicas")
-            except (TimeoutError, ShoalError) as error:
+            except (NotInTime, ShoalError) as error:
                 trouble = str(error)
             finally:
                 injector.close()

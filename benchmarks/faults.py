@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from _common import options
+from _common import options, wait_until
 from shoal.cluster.lab.lab import build_lab
 from shoal.cluster.lab.spec import make_spec
 from shoal.events import EventTail
@@ -139,11 +139,7 @@ class Training:
         return max(after - before for before, after in pairwise([*times, until]))
 
     def await_(self, what: Callable[[], object], words: str) -> None:
-        deadline = time.monotonic() + _DEADLINE_S
-        while not what():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"waited {_DEADLINE_S:.0f} s for {words}; look at {self.run.path}")
-            time.sleep(0.05)
+        wait_until(what, _DEADLINE_S, why=lambda: f"{words}; look at {self.run.path}", every_s=0.05)
 
     def end(self) -> None:
         subprocess.run([sys.executable, "-m", "shoal", "stop", str(self.run.path)], check=False, capture_output=True)

@@ -23,13 +23,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from _common import options
+from _common import options, wait_until
 from shoal.control.processes import find_processes
 from shoal.events import Event, read_events
 from shoal.run_folder import RunFolder
 
 PARTS = ("command and run folder", "cluster, agents, start of ranks", "ranks meet", "model, first step", "whole")
 _DEADLINE_S = 120.0
+_POLL_S = 0.05
 _BETWEEN_S = 1.0
 
 
@@ -98,9 +99,7 @@ def _training(on: str, sets: Sequence[str]) -> Iterator[RunFolder]:
             words = ("train", "--on", on, "--global-batch", "12", "--steps", "1000000", "--detach")
             flags = _flags(["train.compile=off", *(setting for setting in sets if "compile" not in setting)])
             subprocess.run([*shoal, *words, *flags, "--out", str(run.path)], check=True, capture_output=True)
-            deadline = time.monotonic() + _DEADLINE_S
-            while not all(_last_step(path) for path in run.event_files().values()) or not run.event_files():
-                _sleep_until(deadline, "the first step")
+            wait_until(lambda: _all_have_stepped(run), _DEADLINE_S, every_s=_POLL_S)
             yield run
         finally:
             subprocess.run([*shoal, "stop", "--now", str(run.path)], check=False, capture_output=True)
@@ -108,9 +107,7 @@ def _training(on: str, sets: Sequence[str]) -> Iterator[RunFolder]:
 
 def _await_step(run: RunFolder, rank: int, after: float) -> float:
     """Return when the rank completed its first step after that moment."""
-    deadline = time.monotonic() + _DEADLINE_S
-    while _last_step(run.events(rank)) <= after:
-        _sleep_until(deadline, f"rank {rank}")
+    wait_until(lambda: _last_step(run.events(rank)) > after, _DEADLINE_S, lambda: f"rank {rank}", _POLL_S)
     return min(
         float(event["time"])
         for event in read_events(run.events(rank))
@@ -118,10 +115,9 @@ def _await_step(run: RunFolder, rank: int, after: float) -> float:
     )
 
 
-def _sleep_until(deadline: float, what: str) -> None:
-    if time.monotonic() > deadline:
-        raise TimeoutError(f"waited {_DEADLINE_S:.0f} s for {what}")
-    time.sleep(0.05)
+def _all_have_stepped(run: RunFolder) -> bool:
+    files = run.event_files().values()
+    return bool(files) and all(_last_step(path) for path in files)
 
 
 def _last_step(path: Path) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.paths import ROOT
 from tests.support.ranks import standing_helpers
+from tests.support.waiting import wait_until
 
 _GRACE_S = 5.0
 # pytest stores the running test in the first; torch sets the second when the first optimizer is created.
@@ -92,11 +92,10 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 
 def _wait_for_children(before: set[int]) -> None:
-    deadline = time.monotonic() + _GRACE_S
-    while left := _children() - before - standing_helpers():
-        if time.monotonic() > deadline:
-            pytest.fail(f"left processes: {[_describe(pid) for pid in left]}")
-        time.sleep(0.05)
+    def left() -> set[int]:
+        return _children() - before - standing_helpers()
+
+    wait_until(lambda: not left(), _GRACE_S, why=lambda: f"left processes: {[_describe(pid) for pid in left()]}")
 
 
 def _children() -> set[int]:

@@ -1,4 +1,7 @@
-"""Every benchmark runs to its end with --quick: one that is not run rots."""
+"""Every benchmark runs to its end with --quick: one that is not run rots.
+
+Exercises benchmarks.
+"""
 
 from __future__ import annotations
 

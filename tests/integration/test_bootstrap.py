@@ -2,6 +2,8 @@
 
 The index offers a torch of a few bytes that is labelled as a CUDA build, as the real one is; a second index has its CPU
 build. The copy's path contains a space.
+
+Exercises scripts/bootstrap, host.facts.
 """
 
 from __future__ import annotations
@@ -11,15 +13,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shoal.host.facts import ROCM_BUILD, cuda_build, torch_install_command
 from tests.support.paths import ROOT
+from tests.support.waiting import wait_until
 
 SCRIPT = ROOT / "scripts" / "bootstrap"
 TOOLS = ["cat", "cut", "flock", "grep", "id", "mkdir", "readlink", "rm", "rmdir", "sed", "sha256sum"]
@@ -136,13 +137,6 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     return process.returncode, out + err
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 Made = tuple[Copy, list[tuple[int, str]]]
@@ -330,7 +324,7 @@ def test_changed_requirements_are_installed_into_the_same_venv(made: Made) -> No
 def test_an_interrupted_setup_is_recreated_and_a_gpu_keeps_the_cuda_build(copy: Copy) -> None:
     write_program(copy.bin / "nvidia-smi", "echo 'GPU 0: a test'")
     first = copy.start()
-    wait_for(lambda: copy.state.exists() and f"{copy.root} /" in copy.state.read_text())  # .venv exists, pip runs
+    wait_until(lambda: copy.state.exists() and f"{copy.root} /" in copy.state.read_text())  # .venv exists, pip runs
     os.killpg(first.pid, signal.SIGKILL)
     assert finish(first)[0] == -signal.SIGKILL
     (copy.venv / "half").write_text("a truncated package")

@@ -1,4 +1,7 @@
-"""An event log of a process that ends while its disk is full."""
+"""An event log of a process that ends while its disk is full.
+
+Exercises events.
+"""
 
 from __future__ import annotations
 

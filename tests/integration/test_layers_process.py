@@ -1,4 +1,7 @@
-"""Import rules checked in fresh processes: which verbs load torch, numpy or pickle."""
+"""Import rules checked in fresh processes: which verbs load torch, numpy or pickle.
+
+Exercises cli.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Unpickling runs code chosen by the sender: no source file and no training run unpickles data."""
+"""Unpickling runs code chosen by the sender: no source file and no training run unpickles data.
+
+Exercises src/shoal.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Attacks by another user of the same machine: planted caches and modules, forged process marks, an open store."""
+"""Attacks by another user of the same machine: planted caches and modules, forged process marks, an open store.
+
+Exercises control.processes, data.prepare.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""scripts/run-tests: what failed beside other tests runs again alone, and is named at the end."""
+"""scripts/run-tests: what failed beside other tests runs again alone, and is named at the end.
+
+Exercises scripts/run-tests.
+"""
 
 from __future__ import annotations
 

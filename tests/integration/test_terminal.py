@@ -1,4 +1,7 @@
-"""Untrusted text on the terminal: control sequences and markup in names, logs and errors have no effect."""
+"""Untrusted text on the terminal: control sequences and markup in names, logs and errors have no effect.
+
+Exercises terminal.
+"""
 
 from __future__ import annotations
 

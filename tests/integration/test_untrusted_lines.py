@@ -1,4 +1,7 @@
-"""Names, lines and sizes from other machines and from ranks: malformed ones are refused, valid ones are processed."""
+"""Names, lines and sizes from other machines and from ranks: malformed ones are refused, valid ones are processed.
+
+Exercises cluster.agent_link, events, run_folder.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from shoal.events import AGENT_EVENTS, EventLog, EventTail, parse_event, read_ev
 from shoal.launch.launcher import AgentHandle, Launch
 from shoal.launch.plan import RankCommand
 from shoal.run_folder import RunFolder, check_name, open_below
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 # Names
 

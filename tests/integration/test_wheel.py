@@ -1,4 +1,7 @@
-"""Build the wheel and use it in an environment of its own, where the source tree is out of sight."""
+"""Build the wheel and use it in an environment of its own, where the source tree is out of sight.
+
+Exercises pyproject.toml.
+"""
 
 from __future__ import annotations
 

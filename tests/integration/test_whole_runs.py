@@ -1,4 +1,7 @@
-"""Tests that take minutes or need a browser: the demo, its report page, and kills during a checkpoint."""
+"""Tests that take minutes or need a browser: the demo, its report page, and kills during a checkpoint.
+
+Exercises `shoal demo`, `shoal report`, engine.checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tests.support.browser import open_browser
 from tests.support.needs import need_tool
 from tests.support.programs import TINY, set_flags, shoal, shoal_command, steps_of
 from tests.support.run_samples import all_events, demo_points, make_run
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.long
 
@@ -184,13 +187,11 @@ def kill_all_processes_of(run: Path) -> None:
 
 
 def wait_for_step(run: Path, step: int, training: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 180
-    while time.monotonic() < deadline:
+    def is_reached() -> bool:
         assert training.poll() is None, (run / "logs/local/rank-0.log").read_text()[-2000:]
-        if any((run / "checkpoints").glob(f"step-{step:08d}")) or newest_step(run) > step:
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} was not reached")
+        return any((run / "checkpoints").glob(f"step-{step:08d}")) or newest_step(run) > step
+
+    wait_until(is_reached, 180, why=lambda: f"step {step}, the newest is {newest_step(run)}")
 
 
 def newest_step(run: Path) -> int:

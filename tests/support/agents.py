@@ -16,7 +16,7 @@ from shoal.control.processes import find_processes
 from shoal.events import Event, read_events
 from shoal.run_folder import RunFolder
 from shoal.runs.manage import end_processes
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 TOKEN = "t" * 64
 

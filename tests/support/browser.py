@@ -10,12 +10,12 @@ import select
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.support.needs import need_tool
+from tests.support.waiting import wait_until
 
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
@@ -74,11 +74,9 @@ class Page:
 
     def wait_for(self, script: str, timeout_s: float = 20.0) -> Any:
         """Wait until a script's value is true, and return it."""
-        deadline = time.monotonic() + timeout_s
-        while not (value := self.evaluate(script)):
-            assert time.monotonic() < deadline, f"not true within {timeout_s} s: {script}\n{self.text()[:2000]}"
-            time.sleep(0.1)
-        return value
+        return wait_until(
+            lambda: self.evaluate(script), timeout_s, why=lambda: f"{script}\n{self.text()[:2000]}", every_s=0.1
+        )
 
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):

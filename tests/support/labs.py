@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from shoal.cluster.lab.spec import SWITCH, make_spec
 from shoal.errors import ShoalError
 from shoal.host.proc import is_dead
 from tests.support.needs import need_library, need_tool
+from tests.support.waiting import wait_until
 
 _GRACE_S = 5.0
 _COMMAND_TIMEOUT_S = 90
@@ -109,10 +109,7 @@ def _environment(pid: int) -> bytes:
 
 
 def assert_gone(traces: Traces) -> None:
-    deadline = time.monotonic() + _GRACE_S
-    while left := traces.found():
-        assert time.monotonic() < deadline, f"lab {traces.name} left {left}"
-        time.sleep(0.02)
+    wait_until(lambda: not traces.found(), _GRACE_S, why=lambda: f"lab {traces.name} left {traces.found()}")
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from shoal.control.orders import GoOrder, MembershipOrder, StartProcess
 from shoal.control.processes import find_processes
 from shoal.events import Event, read_events
 from tests.support.agents import Agent, roster
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "counting_rank.py"
 

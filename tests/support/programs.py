@@ -119,5 +119,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def events_of(run: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+    """Return the rank's events of a kind, also of a run that has not begun or that is writing its last line."""
+    path = run / "events" / f"rank-{rank}.jsonl"
+    *lines, _ = path.read_text().split("\n") if path.exists() else [""]
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
 def steps_of(run: Path, rank: int = 0) -> list[dict[str, Any]]:
-    return [event for event in read_jsonl(run / "events" / f"rank-{rank}.jsonl") if event["event"] == "step"]
+    return events_of(run, "step", rank)

@@ -6,24 +6,13 @@ import contextlib
 import resource
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from shoal.control.processes import RunProcess, find_processes
 from shoal.runs.manage import end_processes
 from tests.support.programs import shoal_command
-
-T = TypeVar("T")
-
-
-def wait_until(happened: Callable[[], T], within_s: float = 60.0, why: Callable[[], object] = lambda: "") -> T:
-    """Return the first truthy value of `happened`; `why` gives details if the time runs out."""
-    deadline = time.monotonic() + within_s
-    while not (value := happened()):
-        assert time.monotonic() < deadline, f"not within {within_s} s: {why()}"
-        time.sleep(0.02)
-    return value
+from tests.support.waiting import wait_until
 
 
 def parts_of(run: Path) -> dict[str, RunProcess]:

@@ -45,6 +45,7 @@ from shoal.events import read_events
 from shoal.host.facts import boot_clock
 from shoal.run_folder import RunFolder
 from tests.support.ranks import WorkerProcess
+from tests.support.waiting import wait_until
 
 M = TypeVar("M")
 
@@ -188,12 +189,12 @@ class ScriptedAgent:
             self.ranks[number].process.wait(10)
 
     def await_step(self, number: int, step: int, within_s: float = 60.0) -> None:
-        deadline = time.monotonic() + within_s
-        while max((event["step"] for event in self.events(number, "step")), default=0) < step:
-            assert time.monotonic() < deadline, f"rank {number} did not reach step {step}: {self.log(number)[-2000:]}"
+        def is_reached() -> bool:
             code = self.ranks[number].process.poll()
             assert code in (None, 0), f"rank {number} ended with {code}: {self.log(number)[-3000:]}"
-            time.sleep(0.02)
+            return max((event["step"] for event in self.events(number, "step")), default=0) >= step
+
+        wait_until(is_reached, within_s, why=lambda: f"rank {number}, step {step}: {self.log(number)[-2000:]}")
 
     def await_standstill(self, number: int, for_s: float = 0.5) -> None:
         """Wait until the rank makes no more steps."""

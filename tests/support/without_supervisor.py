@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal.control.processes import find_processes, find_supervisor
 from tests.support.programs import TINY, set_flags, shoal_in_new_python, steps_of
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 
 def run_scenario(folder: Path) -> dict[str, Any]:

@@ -65,3 +65,30 @@ def test_an_example_matches_the_output_of_the_command(
     # The command to paste begins with the path that started this program.
     printed = re.sub(r"(?m)^  .* train ", "  shoal train ", capsys.readouterr().out)
     assert output_block(page, command).split() == printed.split()
+
+
+def heading_anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"(?m)^#+ (.*)$", page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_linked_headings_exist(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    pages = [(page.parent / name if name else page, anchor) for name, anchor in links]
+    assert [anchor for target, anchor in pages if anchor not in heading_anchors(target)] == []
+
+
+def test_every_claim_is_in_the_log_of_measurements() -> None:
+    """The figures of results.md are those of measurements.md, and each benchmark that it names exists."""
+    results = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    log = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
+    prose = re.sub(r"\]\([^)]*\)|`[^`]*`|\d{4}-\d\d-\d\d", "", results)
+    figures = re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?", prose)
+    assert len(figures) > 100
+    missing = [f for f in figures if not re.search(rf"(?<![\d.,]){re.escape(f.rstrip(','))}(?!\d)", log)]
+    assert missing == []
+    names = set(re.findall(r"\b([a-z_]+\.py) -", results))
+    assert len(names) > 10
+    assert [name for name in names if not (ROOT / "benchmarks" / name).exists()] == []

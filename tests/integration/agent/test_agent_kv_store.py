@@ -1,4 +1,7 @@
-"""The agents' key-value store keeps the contract of torch's own: code written for one runs with the other."""
+"""The agents' key-value store keeps the contract of torch's own: code written for one runs with the other.
+
+Exercises agent.kv_store, sync.kv_store_client.
+"""
 
 from __future__ import annotations
 

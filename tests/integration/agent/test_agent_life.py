@@ -1,4 +1,7 @@
-"""The life of one agent: what ends it, which requests its ranks may send, and what ends with it."""
+"""The life of one agent: what ends it, which requests its ranks may send, and what ends with it.
+
+Exercises agent.agent, agent.local_ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from shoal.control.membership.settings import MEET_TIMEOUT_S
 from shoal.control.orders import END, STOP, GoOrder
 from shoal.control.processes import find_processes
 from tests.support.agents import Agent, agents, go, python, roster, shell, sleeper
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 # Prints when it can be interrupted, and exits with 0 when it is.
 ENDS_ON_SIGINT = """

@@ -1,4 +1,7 @@
-"""Nodes leave and rejoin: real agents, real sockets, ranks that count steps together."""
+"""Nodes leave and rejoin: real agents, real sockets, ranks that count steps together.
+
+Exercises agent.membership, agent.mesh, control.membership.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from shoal.control.processes import find_processes
 from tests.support.agents import Agent, agents
 from tests.support.members import Team, start_again
 from tests.support.programs import shoal
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 
 def test_a_run_commits_every_step_to_its_end(tmp_path: Path) -> None:

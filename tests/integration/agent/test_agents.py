@@ -1,4 +1,7 @@
-"""Real agents with orders from a test: they connect, start processes, watch them, and end together."""
+"""Real agents with orders from a test: they connect, start processes, watch them, and end together.
+
+Exercises agent.agent, agent.mesh, control.orders.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from shoal.control.membership.settings import FAILURE_GRACE_S
 from shoal.control.orders import END, STOP, GoOrder, StartProcess
 from shoal.control.processes import find_processes, is_alive, make_marks
 from tests.support.agents import Agent, agents, go, python, roster, shell, sleeper
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 PRINT_ENVIRONMENT = "import json, os; print(json.dumps(dict(os.environ)))"
 

@@ -1,4 +1,7 @@
-"""A machine that was never part of a run joins it while it trains."""
+"""A machine that was never part of a run joins it while it trains.
+
+Exercises agent.invite_server, agent.membership, runs.invite.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from shoal.run_folder import RunFolder
 from tests.support.agents import Agent, agents
 from tests.support.members import Team, start_again
 from tests.support.programs import shoal
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 
 @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""A machine joins a training run with the commands that a user types, on emulated nodes."""
+"""A machine joins a training run with the commands that a user types, on emulated nodes.
+
+Exercises runs.invite, runs.join, agent.membership.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from shoal.cluster.lab.lab import Lab
 from shoal.control.processes import find_processes
 from shoal.runs.manage import end_processes
 from tests.support.labs import running_lab
-from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command
-from tests.support.runs import wait_until
+from tests.support.programs import TINY, events_of, set_flags, shoal, shoal_command, steps_of
+from tests.support.waiting import wait_until
 
 INVITATION = re.compile(r"shoal join (\S+)[^\n]*\n.*works once: (\S+)")
 
@@ -88,14 +91,8 @@ def running_commands(lab: Lab, folder: Path, *runs: Path) -> Iterator[Any]:
 
 
 def ids(run: Path, rank: int) -> list[int]:
-    entered = [event for event in read_jsonl(run / f"events/rank-{rank}.jsonl") if event["event"] == "membership"]
-    last: list[int] = entered[-1]["ids"]
+    last: list[int] = events_of(run, "membership", rank)[-1]["ids"]
     return last
-
-
-def steps(run: Path, rank: int) -> int:
-    path = run / f"events/rank-{rank}.jsonl"
-    return sum(event["event"] == "step" for event in read_jsonl(path)) if path.exists() else 0
 
 
 def verify_run(run: Path) -> dict[str, Any]:
@@ -123,7 +120,7 @@ def test_a_third_node_joins_while_two_train(tmp_path: Path, inviter: str) -> Non
         host = run_at("node1", "host", "--steps", "200", "--out", first, *set_flags(*TINY, "train.compile=off"))
         place, code = host.invitation()
         other = run_at("node2", "join", place, "--out", second, code=code)
-        wait_until(lambda: steps(first, 0) > 5, 60, why=host.output)
+        wait_until(lambda: len(steps_of(first, 0)) > 5, 60, why=host.output)
         invite = run_at(inviter, "host", first if inviter == "node1" else second)
         place, code = invite.invitation()
         guest = run_at("node3", "join", place, "--out", third, code=code)
@@ -160,7 +157,7 @@ def test_machines_join_the_session_of_a_script(tmp_path: Path) -> None:
         place, code = host.invitation()
         assert f"shoal join {place} --script net.py -- 0.01 {all_there}\n" in host.output()
         other = run_at("node2", "join", place, "--out", second, *words, code=code)
-        wait_until(lambda: steps(first, 0) > 5, 90, why=lambda: host.output() + other.output())
+        wait_until(lambda: len(steps_of(first, 0)) > 5, 90, why=lambda: host.output() + other.output())
         invite = run_at("node1", "host", first)
         place, code = invite.invitation()
         refused = run_at("node3", "join", place, "--out", third, code=code)

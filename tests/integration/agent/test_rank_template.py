@@ -1,4 +1,7 @@
-"""Ranks that an agent forks from its template: real agents, real templates, ranks that wait for a peer."""
+"""Ranks that an agent forks from its template: real agents, real templates, ranks that wait for a peer.
+
+Exercises agent.rank_template, agent.rank_processes, train.template.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ from shoal.run_folder import RunFolder
 from tests.support.agents import Agent, agents, go
 from tests.support.labs import need_lab
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, steps_of
-from tests.support.runs import ended_afterwards, wait_until
+from tests.support.runs import ended_afterwards
+from tests.support.waiting import wait_until
 
 WORKER = (sys.executable, "-P", "-m", "shoal.train.worker")
 START_S = 60.0
@@ -275,7 +279,7 @@ def begin_training(run: Path, on: str) -> None:
     flags = set_flags(*TINY, "train.compile=off", "train.steps=1000000")
     done = shoal("train", "--on", on, "--out", run, "--detach", *flags)
     assert done.returncode == 0, done.stderr
-    wait_until(lambda: steps_of(run, 1) if (run / "events/rank-1.jsonl").exists() else [], START_S)
+    wait_until(lambda: steps_of(run, 1), START_S)
 
 
 def await_return(run: Path, rank: int, returns: int) -> None:

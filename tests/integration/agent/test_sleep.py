@@ -1,11 +1,13 @@
-"""A machine that is suspended announces it first, and rejoins when it has woken."""
+"""A machine that is suspended announces it first, and rejoins when it has woken.
+
+Exercises agent.sleep, agent.membership.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from shoal.agent.sleep import read_signal, watch_for_sleep
 from tests.support.agents import Agent, agents
 from tests.support.members import Team
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until, wait_until_async
 
 # What gdbus prints at its start, and when a laptop's lid is closed and opened again.
 OPENING = (
@@ -75,22 +77,17 @@ def test_the_lock_is_released_after_the_sleep_signal_and_taken_again_after_the_w
     monkeypatch.setenv("PATH", fake_logind(tmp_path)["PATH"])
     signals_seen: list[str] = []
 
-    async def until(is_met: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not is_met():
-                await asyncio.sleep(0.02)
-
     async def sleep_and_wake() -> None:
         watching = asyncio.ensure_future(
             watch_for_sleep(lambda: signals_seen.append("sleep"), lambda: signals_seen.append("wake"))
         )
-        await until(lambda: len(lock(tmp_path)) == 1)
+        await wait_until_async(lambda: len(lock(tmp_path)) == 1)
         assert signals_seen == []
         (tmp_path / "sleep").touch()
-        await until(lambda: lock(tmp_path)[1:] == ["released"])
+        await wait_until_async(lambda: lock(tmp_path)[1:] == ["released"])
         assert signals_seen == ["sleep"]
         (tmp_path / "wake").touch()
-        await until(lambda: len(lock(tmp_path)) == 3)
+        await wait_until_async(lambda: len(lock(tmp_path)) == 3)
         assert signals_seen == ["sleep", "wake"]
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)

@@ -1,20 +1,21 @@
-"""A machine that is too slow is left out, and comes back when another one is lost; on emulated nodes."""
+"""A machine that is too slow is left out, and comes back when another one is lost; on emulated nodes.
+
+Exercises agent.membership, control.membership, engine.balance.
+"""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shoal.control.processes import find_processes
-from shoal.run_folder import RunFolder
 from shoal.runs.manage import end_processes
 from shoal.tools.report.commit_log import check_ledger
 from tests.support.labs import need_lab
-from tests.support.programs import read_jsonl, set_flags, shoal, shoal_command
-from tests.support.runs import wait_until
+from tests.support.programs import events_of, read_jsonl, set_flags, shoal, shoal_command
+from tests.support.waiting import wait_until
 
 SCRIPT = """
 import os, signal, sys, time
@@ -40,11 +41,6 @@ for step in session:
 """
 
 
-def events(run: Path, rank: int, kind: str) -> list[dict[str, Any]]:
-    path = RunFolder(run).events(rank)
-    return [event for event in read_jsonl(path) if event["event"] == kind] if path.exists() else []
-
-
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_machine_that_is_too_slow_is_left_out_and_comes_back_when_another_is_lost(tmp_path: Path) -> None:
@@ -66,13 +62,13 @@ def test_a_machine_that_is_too_slow_is_left_out_and_comes_back_when_another_is_l
     with output.open("wb") as file:
         process = subprocess.Popen(shoal_command("run", *words), stdout=file, stderr=file)
     try:
-        [note] = wait_until(lambda: events(run, 0, "note"), 120, why=output.read_text)
+        [note] = wait_until(lambda: events_of(run, "note"), 120, why=output.read_text)
         assert note["text"].startswith("node3 is left out: it computes at 0.1")
         assert "which is less than 0.5 (--drop-slower-than); computing takes about" in note["text"]
         wait_until(lambda: [0, 1] in [line["members"] for line in read_jsonl(run / "commits.jsonl")], 60)
         wait_until(lambda: "node3 is left out, because it is too slow" in output.read_text(), 20)
         (tmp_path / "lose").touch()
-        wait_until(lambda: events(run, 2, "membership")[-1]["ids"] == [0, 2], 60, why=output.read_text)
+        wait_until(lambda: events_of(run, "membership", 2)[-1]["ids"] == [0, 2], 60, why=output.read_text)
         (tmp_path / "end").touch()
         assert process.wait(120) == 0, output.read_text()
     finally:
@@ -80,7 +76,7 @@ def test_a_machine_that_is_too_slow_is_left_out_and_comes_back_when_another_is_l
         process.kill()
         process.wait()
     # It is not left out a second time: there are fewer machines than then.
-    assert len(events(run, 0, "note")) == 1
+    assert len(events_of(run, "note")) == 1
     ledger = read_jsonl(run / "commits.jsonl")
     assert check_ledger(ledger).ok
     assert {tuple(record["members"]) for record in ledger} >= {(0, 1, 2), (0, 1), (0, 2)}

@@ -1,4 +1,7 @@
-"""Find ranks that never joined a process group, from texts of /proc and with real ranks."""
+"""Find ranks that never joined a process group, from texts of /proc and with real ranks.
+
+Exercises agent.unjoined_ranks, launch.launcher.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import contextlib
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
@@ -29,6 +31,7 @@ from shoal.launch.plan import RankCommand, plan_script
 from shoal.run_folder import RunFolder
 from tests.support.labs import running_lab
 from tests.support.programs import shoal
+from tests.support.waiting import wait_until
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
 REST = "00000000:00000000 00:00000000 00000000     0        0"
@@ -337,11 +340,7 @@ def three_lab_ranks(folder: Path, text: str) -> Iterator[tuple[JoinWatch, dict[i
 
 
 def wait_for(is_met: Callable[[], bool], folder: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not is_met():
-        logs = [log.read_text() for log in folder.glob("*.log")]
-        assert time.monotonic() < deadline, logs
-        time.sleep(0.1)
+    wait_until(is_met, why=lambda: [log.read_text() for log in folder.glob("*.log")])
 
 
 def test_ranks_that_joined_are_remembered_when_their_group_is_gone(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Bad input to a training: a clear message, the right exit code, and nothing left behind."""
+"""Bad input to a training: a clear message, the right exit code, and nothing left behind.
+
+Exercises `shoal train`, config.load, errors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command line: its output, on which stream, and its exit code."""
+"""The command line: its output, on which stream, and its exit code.
+
+Exercises cli.
+"""
 
 from __future__ import annotations
 

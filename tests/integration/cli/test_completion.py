@@ -1,4 +1,7 @@
-"""The completion script in a real bash."""
+"""The completion script in a real bash.
+
+Exercises `shoal completion`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Modules that `shoal plan` imports."""
+"""Modules that `shoal plan` imports.
+
+Exercises `shoal plan`.
+"""
 
 from __future__ import annotations
 

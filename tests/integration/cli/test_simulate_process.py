@@ -1,4 +1,7 @@
-"""Modules that the options of `--simulate` import."""
+"""Modules that the options of `--simulate` import.
+
+Exercises tools.plan.
+"""
 
 from __future__ import annotations
 

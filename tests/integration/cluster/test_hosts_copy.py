@@ -1,4 +1,7 @@
-"""Which files are copied to a host, and how they are written there: real git projects, real folders, no SSH."""
+"""Which files are copied to a host, and how they are written there: real git projects, real folders, no SSH.
+
+Exercises cluster.hosts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`shoal setup` over real SSH: environments are made, reused and refused; a killed setup leaves no process."""
+"""`shoal setup` over real SSH: environments are made, reused and refused; a killed setup leaves no process.
+
+Exercises cluster.hosts.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from tests.integration.cluster.test_hosts_copy import git
 from tests.integration.cluster.test_hosts_ssh import Site, bare_python, changed_at, error_in, refused
 from tests.support.labs import running_lab, shoal
 from tests.support.needs import need_tool
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.long
 
@@ -230,10 +233,11 @@ def test_a_killed_setup_leaves_no_process(site: Site) -> None:
                 break
         assert any("hosts.remote_setup" in command for _, command in site.lab.processes("node1"))
         os.killpg(process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 40
-    while left := [command for _, command in site.lab.processes("node1") if str(site.folder) in command]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+
+    def left() -> list[str]:
+        return [command for _, command in site.lab.processes("node1") if str(site.folder) in command]
+
+    wait_until(lambda: not left(), 40, why=left)
     # The environment itself may have been there already when the kill arrived.
     assert set_up(site, file, "--no-project", "--wheels", str(wheels))["node1"]["environment"] in {"made", "updated"}
 

@@ -1,4 +1,7 @@
-"""Hosts over real SSH, with a server on each node of a lab: successful logins and all known failures."""
+"""Hosts over real SSH, with a server on each node of a lab: successful logins and all known failures.
+
+Exercises cluster.hosts.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from shoal.cluster.lab.lab import Lab
 from shoal.errors import HostError
 from tests.support.labs import running_lab, shoal
 from tests.support.needs import need_tool
+from tests.support.waiting import wait_until
 
 _READY = """
 import json, sys
@@ -349,9 +352,8 @@ def test_a_host_that_is_suspended_is_an_error(site: Site, begun: bool) -> None:
     if not begun:
         site.lab.perform(freeze)
     with subprocess.Popen(site.lab.command("switch", words), stderr=subprocess.PIPE, text=True) as process:
-        while begun and not mark.exists():
-            time.sleep(0.05)
         if begun:
+            wait_until(mark.exists)
             site.lab.perform(freeze)
         try:
             error_text = error_in(process.communicate(timeout=40)[1])

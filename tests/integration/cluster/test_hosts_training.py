@@ -1,6 +1,8 @@
 """Training and scripts on hosts over SSH, and on machines that join: emulated nodes with a real sshd.
 
 Nodes of a lab share one disk, so each host has its own folder, which stands for its disk.
+
+Exercises cluster.hosts, runs.join.
 """
 
 from __future__ import annotations
@@ -10,10 +12,8 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -28,6 +28,7 @@ from tests.support.labs import running_lab
 from tests.support.needs import need_tool
 from tests.support.paths import SCRIPTS
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of
+from tests.support.waiting import wait_until
 
 LONG = ("--steps", "1000000", *set_flags("train.compile=off"))
 
@@ -73,14 +74,6 @@ def done(lab: Lab, *words: str | Path, node: str = "switch") -> subprocess.Compl
     return subprocess.run(at(lab, node, *words), capture_output=True, text=True, timeout=90, check=False)
 
 
-def wait_until(poll: Callable[[], Any], deadline_s: float = 60.0) -> Any:
-    deadline = time.monotonic() + deadline_s
-    while not (value := poll()):
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        time.sleep(0.05)
-    return value
-
-
 def notes(run: Path) -> str:
     return " ".join(event.get("text", "") for event in read_jsonl(run / "supervisor.jsonl"))
 
@@ -124,7 +117,7 @@ def test_two_hosts_train_to_identical_replicas_and_the_run_folder_is_complete(
 def test_a_lost_connection_ends_no_rank_and_a_stop_ends_all(lab: Lab, hosts: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert done(lab, "train", "--on", hosts, "--out", run, "--detach", *LONG, *set_flags(*TINY)).returncode == 0
-    wait_until(lambda: (run / "events/rank-1.jsonl").exists() and len(steps_of(run, 1)) > 2)
+    wait_until(lambda: len(steps_of(run, 1)) > 2)
     os.kill(connection_to("node2", run), signal.SIGKILL)
     wait_until(lambda: "the connection to node2 is back" in notes(run))
     seen = len(steps_of(run, 1))
@@ -158,7 +151,7 @@ def test_a_host_that_is_lost_ends_the_run_within_seconds(lab: Lab, hosts: Path, 
     run = tmp_path / "run"
     words = at(lab, "switch", "train", "--on", hosts, "--out", run, *LONG, *set_flags(*TINY, "members.on_loss=end"))
     with ended(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True), run) as training:
-        wait_until(lambda: (run / "events/rank-1.jsonl").exists() and steps_of(run, 1))
+        wait_until(lambda: steps_of(run, 1))
         lab.perform(lab_lab.kill_node("node2", silent=False))
         try:
             _, stderr = training.communicate(timeout=15)
@@ -174,7 +167,7 @@ def test_a_killed_host_rejoins_with_the_command_installed_on_it(lab: Lab, hosts:
     """The host has its own Python and no `shoal` on its path."""
     run, disk = tmp_path / "run", tmp_path / "disk2"
     assert done(lab, "train", "--on", hosts, "--out", run, "--detach", *LONG, *set_flags(*TINY)).returncode == 0
-    wait_until(lambda: (run / "events/rank-1.jsonl").exists() and len(steps_of(run, 1)) > 2)
+    wait_until(lambda: len(steps_of(run, 1)) > 2)
     end_processes([process for process in find_processes() if process.run.is_relative_to(disk)])
     wait_until(lambda: len(members_of(run)) == 1)
     [host_run] = disk.glob("runs/run-*")
@@ -237,9 +230,8 @@ def test_a_machine_joins_with_one_command(lab: Lab, tmp_path: Path) -> None:
     run, part = tmp_path / "host", tmp_path / "guest"
     words = at(lab, "node1", "host", "--steps", "4", "--out", run, "--json", *set_flags(*TINY))
     with ended(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True), run) as host:
-        invitation = wait_until(
-            lambda: (run / "supervisor.jsonl").exists() and "works once" in notes(run) and notes(run)
-        )
+        wait_until(lambda: (run / "supervisor.jsonl").exists() and "works once" in notes(run))
+        invitation = notes(run)
         place, code = invitation.split("shoal join ")[1].split()[0], invitation.split()[-1]
         wrong_code = code[:-1] + ("a" if code[-1] != "a" else "b")
         wrong = done(lab, "join", f"{place}#{wrong_code}", "--out", part, node="node2")

@@ -1,4 +1,7 @@
-"""Delays without netem: a process delays the packets. Tested on every kernel, also on one that has netem."""
+"""Delays without netem: a process delays the packets. Tested on every kernel, also on one that has netem.
+
+Exercises `shoal lab`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Injected faults: cuts, firewalls, frozen and killed nodes, and their removal."""
+"""Injected faults: cuts, firewalls, frozen and killed nodes, and their removal.
+
+Exercises `shoal lab`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from shoal.errors import UsageError
 from tests.integration.cluster.test_lab_nodes import can_ping, on, output_of
 from tests.support.labs import running_lab
 from tests.support.needs import need_tool
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 _COUNT = "import time, sys\nwhile True: print('.', end='', flush=True); time.sleep(0.01)"
 _REACHES = "import socket, sys\nsocket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1).close()"

@@ -1,4 +1,7 @@
-"""How labs are built and removed: several at once, interrupted, owned by a run, without root, by hand."""
+"""How labs are built and removed: several at once, interrupted, owned by a run, without root, by hand.
+
+Exercises `shoal lab`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from shoal.errors import LabError, UsageError
 from shoal.host.proc import start_ticks
 from tests.integration.cluster.test_lab_nodes import can_ping, nearly, on, output_of
 from tests.support.labs import Traces, as_ordinary_user, assert_gone, need_lab, new_name, running_lab, shoal
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 _UP = "import sys\nfrom shoal.cluster.lab.lab import build_lab\nfrom shoal.cluster.lab.spec import make_spec\n"
 _UP_AND_STAY = _UP + "import os, time\nbuild_lab(make_spec(2, name=sys.argv[1]), owner=os.getpid())\ntime.sleep(60)"

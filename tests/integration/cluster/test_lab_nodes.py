@@ -1,4 +1,7 @@
-"""Real lab nodes: separate machines, connected by links of the configured speed."""
+"""Real lab nodes: separate machines, connected by links of the configured speed.
+
+Exercises `shoal lab`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from shoal.cluster.lab.lab import Lab
 from shoal.cluster.lab.spec import LabLink
 from shoal.errors import UsageError
 from tests.support.labs import running_lab, shoal
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 _LISTEN = """
 import socket, time

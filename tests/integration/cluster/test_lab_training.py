@@ -1,4 +1,7 @@
-"""Training on emulated nodes: the same command, the same result, and no lab left afterwards."""
+"""Training on emulated nodes: the same command, the same result, and no lab left afterwards.
+
+Exercises `shoal lab`, `shoal train`, launch.plan.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from shoal.launch.plan import plan_ranks
 from shoal.runs.manage import end_processes
 from tests.support.labs import need_lab, new_labs, running_lab
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, train_tiny
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 RENDEZVOUS = Rendezvous("10.77.0.1", 4242)
 
@@ -72,10 +75,7 @@ def no_lab_left() -> Iterator[None]:
     need_lab()
     before = set(state.list_labs())
     yield
-    deadline = time.monotonic() + 30
-    while left := new_labs(before):
-        assert time.monotonic() < deadline, f"left labs: {left}"
-        time.sleep(0.1)
+    wait_until(lambda: not new_labs(before), 30, why=lambda: f"left labs: {new_labs(before)}")
 
 
 @pytest.mark.long
@@ -155,8 +155,10 @@ def test_the_lab_of_a_run_ends_with_it(victim: str, tmp_path: Path) -> None:
 
 
 def wait_for_ledger(run: Path, training: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
-    while not (run / "commits.jsonl").exists() or not (run / "commits.jsonl").stat().st_size:
-        assert time.monotonic() < deadline
+    ledger = run / "commits.jsonl"
+
+    def has_commits() -> bool:
         assert training.poll() is None
-        time.sleep(0.05)
+        return ledger.exists() and ledger.stat().st_size > 0
+
+    wait_until(has_commits, 120)

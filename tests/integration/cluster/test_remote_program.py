@@ -1,4 +1,7 @@
-"""Requests to real programs: with valid, missing and malformed replies."""
+"""Requests to real programs: with valid, missing and malformed replies.
+
+Exercises cluster.
+"""
 
 from __future__ import annotations
 

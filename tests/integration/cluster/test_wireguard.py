@@ -1,4 +1,7 @@
-"""The recipe of docs/security.md on two emulated machines: training through a WireGuard tunnel."""
+"""The recipe of docs/security.md on two emulated machines: training through a WireGuard tunnel.
+
+Exercises docs/security.md, `shoal lab`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The profile file of a probe, written by real processes."""
+"""The profile file of a probe, written by real processes.
+
+Exercises config.profile.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The state of a run, judged by its processes."""
+"""The state of a run, judged by its processes.
+
+Exercises control.processes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Processes of a run start with default signals, even if the shell that started shoal ignores or blocks some."""
+"""Processes of a run start with default signals, even if the shell that started shoal ignores or blocks some.
+
+Exercises control.processes.
+"""
 
 from __future__ import annotations
 

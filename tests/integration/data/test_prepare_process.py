@@ -1,4 +1,7 @@
-"""Preparing a corpus in several processes at once."""
+"""Preparing a corpus in several processes at once.
+
+Exercises data.prepare.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tokenizer training is reproducible across processes."""
+"""Tokenizer training is reproducible across processes.
+
+Exercises data.tokenizer.
+"""
 
 from __future__ import annotations
 

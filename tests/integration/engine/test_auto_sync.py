@@ -1,4 +1,7 @@
-"""Whole trainings with `--sync auto`: the choice is reported, applied, saved, and kept to the bit after a resume."""
+"""Whole trainings with `--sync auto`: the choice is reported, applied, saved, and kept to the bit after a resume.
+
+Exercises engine.auto_sync, cost.select_sync.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ from shoal.tools.plan.compare import config_as_run, sync_options
 from shoal.tools.probe.run import assemble
 from shoal.tools.report.commit_log import check_ledger
 from shoal.tools.report.summary import summarize
-from tests.integration.train.test_outer_runs import back_to, events_of, figures
+from tests.integration.train.test_outer_runs import back_to, figures
 from tests.support.labs import need_lab
-from tests.support.programs import TINY, read_jsonl, set_flags, shoal, train_tiny
+from tests.support.programs import TINY, events_of, read_jsonl, set_flags, shoal, train_tiny
 from tests.unit.config.test_profile import measured
 
 STEPS = 22

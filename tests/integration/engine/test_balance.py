@@ -1,4 +1,7 @@
-"""Shares that change in the middle of a training: the losses of one process, equal replicas, a complete ledger."""
+"""Shares that change in the middle of a training: the losses of one process, equal replicas, a complete ledger.
+
+Exercises engine.balance, cost.batch_plan.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Causes of slow steps, injected on an emulated node by the benchmark's own means."""
+"""Causes of slow steps, injected on an emulated node by the benchmark's own means.
+
+Exercises engine.stragglers, cost.causes, host.node_stats.
+"""
 
 from __future__ import annotations
 

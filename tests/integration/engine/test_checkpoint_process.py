@@ -1,4 +1,7 @@
-"""Checkpoints of processes that are killed while they save."""
+"""Checkpoints of processes that are killed while they save.
+
+Exercises engine.checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import random
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +17,16 @@ import pytest
 from shoal.engine.checkpoint import CheckpointFolder
 from shoal.errors import CheckpointError
 from tests.support.ranks import run_ranks
+from tests.support.waiting import wait_until
 from tests.unit.engine.test_checkpoint import choose, newest, parent_of_savers, save
 
 
 def test_a_damaged_checkpoint_does_not_hide_another_machines_good_one(tmp_path: Path) -> None:
     assert run_ranks(choose, 2, tmp_path, tmp_path) == [(1, 2), (1, 2)]
+
+
+def is_newer(path: Path, step: int) -> bool:
+    return newest(path) > step
 
 
 @pytest.mark.long
@@ -29,10 +38,7 @@ def test_fifty_kills_during_saves_always_leave_a_complete_checkpoint(tmp_path: P
             orders.send((path, reached))
             saving: int = orders.recv()
             try:
-                deadline = time.monotonic() + 30
-                while newest(path) <= reached:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.001)
+                wait_until(partial(is_newer, path, reached), 30, every_s=0.001)
                 time.sleep(draw.random() * 0.1)
             finally:
                 os.kill(saving, signal.SIGKILL)

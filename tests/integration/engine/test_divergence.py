@@ -1,4 +1,7 @@
-"""A bit flip in one rank's memory is detected, reported and healed in a real training with real ranks."""
+"""A bit flip in one rank's memory is detected, reported and healed in a real training with real ranks.
+
+Exercises engine.divergence, sync.replicas.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Every rank has its own state, so all ranks but the source copy. The lowest rank is the source and dies before its k-th
 exchange; the others regroup without it, the next one dies at another k, and so on until two are left. After every death
 a rank must have either exactly its own state or exactly the state of the source.
+
+Exercises engine.state_transfer, engine.recover.
 """
 
 from __future__ import annotations

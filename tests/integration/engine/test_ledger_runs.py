@@ -1,4 +1,7 @@
-"""A machine's copy of the ledger when it rejoins or leaves an abandoned lineage."""
+"""A machine's copy of the ledger when it rejoins or leaves an abandoned lineage.
+
+Exercises engine.recorder, engine.recover.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Trials of threads, pins and shared memory in the first steps of real ranks."""
+"""Trials of threads, pins and shared memory in the first steps of real ranks.
+
+Exercises engine.machine_trial, cost.machine_setup.
+"""
 
 from __future__ import annotations
 

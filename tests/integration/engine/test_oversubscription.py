@@ -1,4 +1,7 @@
-"""A rank whose own threads want more processors than there are, for real: it is named, and an ordinary one is not."""
+"""A rank whose own threads want more processors than there are, for real: it is named, and an ordinary one is not.
+
+Exercises engine.stragglers, cost.causes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import pytest
 from shoal.events import EventTail
 from shoal.run_folder import RunFolder
 from tests.support.programs import shoal
-from tests.support.runs import ended_afterwards, wait_until
+from tests.support.runs import ended_afterwards
+from tests.support.waiting import wait_until
 
 # Beside the training, as many threads as asked for multiply in a loop, all on one processor.
 SCRIPT = """

@@ -1,4 +1,7 @@
-"""Ranks that move from one generation to the next in their own process: real workers, real gloo, a scripted agent."""
+"""Ranks that move from one generation to the next in their own process: real workers, real gloo, a scripted agent.
+
+Exercises engine.recover, sync.membership_client.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,8 @@ from shoal.tools.report.verify import verify_run
 from tests.support.needs import need_tool
 from tests.support.programs import TINY, read_jsonl
 from tests.support.ranks import run_ranks
-from tests.support.runs import wait_until
 from tests.support.scripted_agent import ScriptedAgent
+from tests.support.waiting import wait_until
 
 STEPS = 60
 COMMON = (*TINY, f"train.steps={STEPS}", "train.global_batch=12", "train.eval_every=1000", "train.checkpoint_every=20")

@@ -1,4 +1,7 @@
-"""A loss that is not finite on one rank: no rank applies the step, and every rank reports the same cause."""
+"""A loss that is not finite on one rank: no rank applies the step, and every rank reports the same cause.
+
+Exercises engine.refusal.
+"""
 
 from __future__ import annotations
 

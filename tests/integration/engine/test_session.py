@@ -1,4 +1,7 @@
-"""A session trains a user's model as plain torch does in one process, and resumes it to the bit."""
+"""A session trains a user's model as plain torch does in one process, and resumes it to the bit.
+
+Exercises engine.session.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`shoal.Session` with real ranks: the same training on any number of them, kinds of models and data, wrong use."""
+"""`shoal.Session` with real ranks: the same training on any number of them, kinds of models and data, wrong use.
+
+Exercises engine.session.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 The loss at the end is compared with that of a run without faults. Micro-batches have a fixed size, so BatchNorm
 sees the same samples together however the batch is divided: where gradients are summed in fp32, only the order of the
 sums differs.
+
+Exercises engine.session, engine.recover, tools.chaos.
 """
 
 from __future__ import annotations

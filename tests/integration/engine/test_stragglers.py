@@ -1,4 +1,7 @@
-"""Detection of stragglers and slow links from given step figures and from the kernel's connection counters."""
+"""Detection of stragglers and slow links from given step figures and from the kernel's connection counters.
+
+Exercises engine.stragglers.
+"""
 
 from __future__ import annotations
 

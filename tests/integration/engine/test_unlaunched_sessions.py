@@ -1,4 +1,7 @@
-"""A session without shoal's launcher: alone and under torchrun it shows its progress, sums up, and can be reported."""
+"""A session without shoal's launcher: alone and under torchrun it shows its progress, sums up, and can be reported.
+
+Exercises engine.session.
+"""
 
 from __future__ import annotations
 

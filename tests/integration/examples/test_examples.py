@@ -1,4 +1,7 @@
-"""The scripts in examples/: each trains two equal replicas to the end, and survives a lost rank and a lost node."""
+"""The scripts in examples/: each trains two equal replicas to the end, and survives a lost rank and a lost node.
+
+Exercises examples, engine.session.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from shoal.control.processes import find_supervisor
 from tests.support.labs import need_lab
 from tests.support.paths import ROOT
 from tests.support.programs import read_jsonl, shoal, shoal_command
-from tests.support.runs import ended_afterwards, front, parts_of, wait_until
+from tests.support.runs import ended_afterwards, front, parts_of
+from tests.support.waiting import wait_until
 
 EXAMPLES = ROOT / "examples"
 STAND_IN = ROOT / "tests" / "support" / "scripts" / "stand_ins" / "transformers.py"

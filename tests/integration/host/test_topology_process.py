@@ -1,4 +1,7 @@
-"""Threads and pins of rank processes on the cores of this machine."""
+"""Threads and pins of rank processes on the cores of this machine.
+
+Exercises host.topology.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from shoal.cluster.lab.commands import read_groups
 from shoal.host.topology import this_topology
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal_command
 from tests.support.ranks import run_ranks
-from tests.support.runs import ended_afterwards, wait_until
+from tests.support.runs import ended_afterwards
+from tests.support.waiting import wait_until
 from tests.unit.host.test_topology import pin_each
 
 needs_two_cores = pytest.mark.skipif(this_topology().usable < 2, reason="needs two cores")

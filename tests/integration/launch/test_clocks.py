@@ -1,4 +1,7 @@
-"""A machine whose clock is wrong, or jumps, trains like any other: no deadline and no decision reads it."""
+"""A machine whose clock is wrong, or jumps, trains like any other: no deadline and no decision reads it.
+
+Exercises agent.mesh, control.membership, launch.launcher.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.events import read_events
 from tests.support.labs import own_clock, running_lab
-from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command
-from tests.support.runs import ended_afterwards, wait_until
+from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of
+from tests.support.runs import ended_afterwards
+from tests.support.waiting import wait_until
 
 # Only the wall clock is shifted, not the monotonic one. The offset is read again with every call.
 OTHER_CLOCK = {"FAKETIME_DONT_FAKE_MONOTONIC": "1", "FAKETIME_NO_CACHE": "1"}
@@ -47,5 +50,4 @@ def has_done(run: Path, steps: int) -> bool:
 
 
 def times_of(run: Path, rank: int) -> list[float]:
-    path = run / "events" / f"rank-{rank}.jsonl"
-    return [event["time"] for event in read_events(path) if event["event"] == "step"] if path.exists() else []
+    return [event["time"] for event in steps_of(run, rank)]

@@ -1,4 +1,7 @@
-"""The launcher of a run whose nodes leave and rejoin: what it logs, and what it reports as a failure."""
+"""The launcher of a run whose nodes leave and rejoin: what it logs, and what it reports as a failure.
+
+Exercises launch.launcher, launch.failure.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from shoal.launch.launcher import Launch
 from shoal.launch.plan import RankCommand
 from shoal.run_folder import RunFolder
 from tests.support.members import SCRIPT
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 
 class TwoNodes:

@@ -1,4 +1,7 @@
-"""`shoal emit`: the shells can run and read what it prints."""
+"""`shoal emit`: the shells can run and read what it prints.
+
+Exercises launch.emit.
+"""
 
 from __future__ import annotations
 

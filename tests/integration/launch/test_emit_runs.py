@@ -1,4 +1,7 @@
-"""What `shoal emit` prints really trains: the commands, the Slurm script, the pods' script."""
+"""What `shoal emit` prints really trains: the commands, the Slurm script, the pods' script.
+
+Exercises launch.emit.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from tests.integration.cluster.test_lab_training import wait_for_ledger
 from tests.support.labs import running_lab
 from tests.support.needs import need_tool
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal
+from tests.support.waiting import wait_until
 
 RUN = Path("runs/lab")
 STEPS = 6
@@ -136,11 +139,11 @@ def test_the_slurm_script_trains_on_two_nodes() -> None:
 
 
 def srun_request(batch: NodeProcess) -> tuple[list[str], dict[str, str]]:
-    deadline = time.monotonic() + 20
-    while not Path("bin/words").exists():
+    def has_begun() -> bool:
         assert batch.poll() is None, Path("batch.log").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        return Path("bin/words").exists()
+
+    wait_until(has_begun, 20)
     words = Path("bin/words").read_text().split("\0")[:-1]
     return words, dict(entry.split("=", 1) for entry in Path("bin/env").read_text().split("\0")[:-1])
 

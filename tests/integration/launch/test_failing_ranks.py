@@ -1,4 +1,7 @@
-"""Ranks that raise, are killed or interrupted: the cause is named, and no process is left."""
+"""Ranks that raise, are killed or interrupted: the cause is named, and no process is left.
+
+Exercises launch.failure, launch.launcher.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,18 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from shoal.control.processes import AGENT, find_processes
+from shoal.control.processes import AGENT, find_processes, is_running
 from shoal.launch.failure import ProcessEnd, diagnose
 from shoal.runs.manage import end_processes
-from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of, train_tiny
+from tests.support.programs import TINY, events_of, read_jsonl, set_flags, shoal, shoal_command, steps_of, train_tiny
+from tests.support.runs import Front, ended_afterwards, front
+from tests.support.waiting import wait_until
 
 TINY_FLAGS = set_flags(*TINY)
 # With so many steps `auto` would compile.
@@ -93,20 +96,18 @@ def test_the_error_names_the_exit_code_or_the_signal(code: int, how: str) -> Non
 class Training:
     """Run `shoal train`: wait for events of its ranks, send signals, read its exit code and errors."""
 
-    def __init__(self, out: Path, *words: str) -> None:
+    def __init__(self, out: Path, command: Front) -> None:
         self.out = out
-        self._stderr = out.with_suffix(".stderr")
-        with self._stderr.open("wb") as stderr:
-            command = shoal_command("train", "--out", out, *TINY_FLAGS, *words)
-            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
+        self.command = command
+        self.process = command.process
 
-    def wait_until(self, poll: Callable[[], Any], deadline_s: float = 90.0) -> Any:
-        deadline = time.monotonic() + deadline_s
-        while not (value := poll()):
-            assert time.monotonic() < deadline, f"timeout: {self.stderr()}"
-            assert self.process.poll() is None, f"ended early: {self.stderr()}"
-            time.sleep(0.02)
-        return value
+    def wait_until(self, happened: Callable[[], Any], within_s: float = 90.0) -> Any:
+        def happened_while_it_runs() -> Any:
+            value = happened()
+            assert value or self.process.poll() is None, f"ended early: {self.command.err}"
+            return value
+
+        return wait_until(happened_while_it_runs, within_s, why=lambda: self.command.err)
 
     def starting(self) -> list[int]:
         """Return the pids of the ranks as soon as there are two, before they have imported torch."""
@@ -118,55 +119,31 @@ class Training:
 
     def pids(self) -> list[int]:
         """Return the pids of the ranks, once all of them train."""
-        self.wait_until(lambda: all(self._events(rank, "step") for rank in (0, 1)))
-        return [self._events(rank, "start")[0]["pid"] for rank in (0, 1)]
-
-    def _events(self, rank: int, kind: str) -> list[dict[str, Any]]:
-        path = self.out / "events" / f"rank-{rank}.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        events = [json.loads(line) for line in lines if line.endswith("\n")]
-        return [event for event in events if event["event"] == kind]
+        self.wait_until(lambda: all(steps_of(self.out, rank) for rank in (0, 1)))
+        return [events_of(self.out, "start", rank)[0]["pid"] for rank in (0, 1)]
 
     def end(self, within_s: float = 30.0) -> int:
         return self.process.wait(within_s)
 
-    def stderr(self) -> str:
-        return self._stderr.read_text()
-
     def error(self) -> str:
         """Return how the run ended: an error, or an interrupt, which is none."""
-        begin = re.search(r"^(error: |interrupted)", self.stderr(), re.MULTILINE)
-        assert begin is not None, self.stderr()
-        return self.stderr()[begin.start() :]
+        begin = re.search(r"^(error: |interrupted)", self.command.err, re.MULTILINE)
+        assert begin is not None, self.command.err
+        return self.command.err[begin.start() :]
 
 
 @contextlib.contextmanager
 def training(out: Path, *words: str) -> Iterator[Training]:
-    started = Training(out, *words)
-    try:
-        yield started
-    finally:
-        if started.process.poll() is None:
-            started.process.kill()
-            started.process.wait()
-        end_processes(find_processes(out))
+    with ended_afterwards(out), front(out.parent, "train", "--out", out, *TINY_FLAGS, *words) as command:
+        yield Training(out, command)
 
 
 def wait_gone(pids: list[int], within_s: float = 5.0) -> None:
-    deadline = time.monotonic() + within_s
-    while left := [pid for pid in pids if is_running(pid)]:
-        if time.monotonic() > deadline:
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
-            pytest.fail(f"still there: {left}")
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
     try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+        wait_until(lambda: not any(map(is_running, pids)), within_s, why=lambda: f"of {pids}")
+    finally:
+        for pid in filter(is_running, pids):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_killed_rank_is_named_first_and_its_peer_in_the_reason(tmp_path: Path) -> None:
@@ -279,10 +256,7 @@ def test_states_of_an_earlier_end_are_never_compared(tmp_path: Path) -> None:
     train_tiny(run, "--steps", "2")
     command = shoal_command("train", "--resume", run, "--steps", "1000000")
     resumed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 40
-    while len(steps_of(run)) < 5:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: len(steps_of(run)) >= 5, 40)
     resumed.send_signal(signal.SIGINT)
     assert resumed.wait(30) == 130
     done = shoal("verify", run)

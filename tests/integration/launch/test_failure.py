@@ -1,4 +1,7 @@
-"""Which rank of a failed script is named first, and its exception, from the logs alone."""
+"""Which rank of a failed script is named first, and its exception, from the logs alone.
+
+Exercises launch.failure.
+"""
 
 from __future__ import annotations
 

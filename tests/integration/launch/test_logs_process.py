@@ -1,4 +1,7 @@
-"""A process that wrote a log is recognised by its marks and its start time."""
+"""A process that wrote a log is recognised by its marks and its start time.
+
+Exercises launch.logs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from shoal.control.processes import RunProcess, is_alive
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 
 def test_a_process_with_a_reused_pid_does_not_count_as_alive(tmp_path: Path) -> None:

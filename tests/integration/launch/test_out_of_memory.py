@@ -1,4 +1,7 @@
-"""A rank that runs out of memory reports how much it requested and which option to change."""
+"""A rank that runs out of memory reports how much it requested and which option to change.
+
+Exercises launch.failure, engine.faults.
+"""
 
 from __future__ import annotations
 

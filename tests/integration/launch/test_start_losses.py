@@ -1,4 +1,7 @@
-"""Kill a rank or a whole node while a run starts: the others begin without it, and what was killed returns."""
+"""Kill a rank or a whole node while a run starts: the others begin without it, and what was killed returns.
+
+Exercises launch.launcher, agent.membership.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ import pytest
 from shoal.control.processes import AGENT, RunProcess, find_processes, kill_processes
 from tests.support.labs import need_lab
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal
-from tests.support.runs import ended_afterwards, wait_until
+from tests.support.runs import ended_afterwards
+from tests.support.waiting import wait_until
 
 Started = Future[subprocess.CompletedProcess[str]]
 STEPS = 12

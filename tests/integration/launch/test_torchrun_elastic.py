@@ -1,11 +1,13 @@
-"""Shoal's worker under elastic torchrun: restarted workers resume from the checkpoint with the remaining nodes."""
+"""Shoal's worker under elastic torchrun: restarted workers resume from the checkpoint with the remaining nodes.
+
+Exercises train.worker.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,10 +19,10 @@ import torch.distributed as dist
 
 from shoal.cluster.lab.lab import Lab, kill_node
 from shoal.cluster.lab.processes import NodeProcess
-from shoal.events import read_events
 from shoal.sync.world import agree_on_attempt
 from tests.support.labs import running_lab
-from tests.support.programs import TINY, read_jsonl, set_flags
+from tests.support.programs import TINY, events_of, read_jsonl, set_flags, steps_of
+from tests.support.waiting import wait_until
 
 STEPS = 400
 EVERY = 20
@@ -76,20 +78,18 @@ def torchrun(lab: Lab, node: str, folder: Path) -> list[str]:
 
 
 def wait_for(done: Callable[[], bool], what: str, folder: Path, seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        logs = "\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in sorted(folder.glob("*.log")))
-        assert time.monotonic() < deadline, f"{what} took longer than {seconds:.0f} s\n{logs}"
-        time.sleep(0.1)
+    def logs() -> str:
+        return "\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in sorted(folder.glob("*.log")))
+
+    wait_until(done, seconds, why=lambda: f"{what}\n{logs()}")
 
 
 def starts(folder: Path) -> list[dict[str, Any]]:
-    return [event for event in read_events(folder / "run" / "events" / "rank-0.jsonl") if event["event"] == "start"]
+    return events_of(folder / "run", "start")
 
 
 def has_reached(folder: Path, step: int) -> bool:
-    path = folder / "run" / "events" / "rank-0.jsonl"
-    return path.exists() and any(event["event"] == "step" and event["step"] >= step for event in read_events(path))
+    return any(event["step"] >= step for event in steps_of(folder / "run"))
 
 
 def end(processes: Iterable[NodeProcess]) -> None:

@@ -1,4 +1,7 @@
-"""The Triton kernels compute what torch's own operations do."""
+"""The Triton kernels compute what torch's own operations do.
+
+Exercises model.gpu_kernels.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Runs without a terminal, through the commands of their user: detach, ps, logs, attach, stop."""
+"""Runs without a terminal, through the commands of their user: detach, ps, logs, attach, stop.
+
+Exercises runs.manage, runs.supervisor, runs.follow.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ from shoal.control.processes import SUPERVISOR, find_processes, find_supervisor
 from tests.support.labs import Traces, assert_gone, need_lab
 from tests.support.needs import need_tool
 from tests.support.programs import TINY, set_flags, shoal, shoal_command, steps_of
-from tests.support.runs import ended_afterwards, front, parts_of, wait_until
+from tests.support.runs import ended_afterwards, front, parts_of
+from tests.support.waiting import wait_until
 
 LONG = ("--steps", "1000000", *set_flags(*TINY, "train.compile=off"))
 LINES = 2000

@@ -1,4 +1,7 @@
-"""Attacks on joining: by a malicious host, by a malicious joining machine, and by another user of that machine."""
+"""Attacks on joining: by a malicious host, by a malicious joining machine, and by another user of that machine.
+
+Exercises runs.invite, runs.join.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from shoal.runs.manage import end_processes
 from shoal.runs.supervisor import training_files
 from tests.support.join_attacks import CODE, Change, MaliciousGuest, MaliciousHost, joining, make_training
 from tests.support.programs import TINY, set_flags, shoal, shoal_command
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 KEY = b"PRIVATE KEY of the machine that joins"
 BIG = 2**62

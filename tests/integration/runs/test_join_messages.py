@@ -1,4 +1,7 @@
-"""Unknown messages of a host are an error with a message on the joining machine; so are wrong join codes."""
+"""Unknown messages of a host are an error with a message on the joining machine; so are wrong join codes.
+
+Exercises runs.join.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`shoal run --measure`: unmodified scripts are measured, and run exactly as Python would run them."""
+"""`shoal run --measure`: unmodified scripts are measured, and run exactly as Python would run them.
+
+Exercises `shoal run`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`shoal run --restarts`: all ranks of an unmodified script are started again, on the machines that are left."""
+"""`shoal run --restarts`: all ranks of an unmodified script are started again, on the machines that are left.
+
+Exercises `shoal run`, launch.launcher.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`shoal run`: unmodified scripts on local ranks and on emulated nodes."""
+"""`shoal run`: unmodified scripts on local ranks and on emulated nodes.
+
+Exercises `shoal run`, launch.launcher.
+"""
 
 from __future__ import annotations
 

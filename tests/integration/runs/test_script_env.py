@@ -1,4 +1,7 @@
-"""The environment of a script under `shoal run`: torchrun's and the user's variables, standard input, Python."""
+"""The environment of a script under `shoal run`: torchrun's and the user's variables, standard input, Python.
+
+Exercises launch.plan, agent.rank_processes.
+"""
 
 from __future__ import annotations
 

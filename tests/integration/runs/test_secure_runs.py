@@ -1,4 +1,7 @@
-"""Ports and secrets of a run as others see them, and a flood of connections at its ports."""
+"""Ports and secrets of a run as others see them, and a flood of connections at its ports.
+
+Exercises control.connection_guard, control.handshake, control.processes.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ from shoal.control.processes import find_processes
 from shoal.run_folder import RunFolder
 from tests.support.labs import need_lab
 from tests.support.programs import TINY, set_flags, steps_of
-from tests.support.runs import Front, ended_afterwards, front, wait_until
+from tests.support.runs import Front, ended_afterwards, front
 from tests.support.sockets import Listening, listening, open_files
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -52,8 +56,7 @@ def wait_for_steps(run: Path, started: Front, count: int) -> None:
 
 
 def has_steps(run: Path, count: int) -> bool:
-    files = [run / "events" / f"rank-{rank}.jsonl" for rank in (0, 1)]
-    return all(file.exists() and file.read_text().count('"event":"step"') >= count for file in files)
+    return all(len(steps_of(run, rank)) >= count for rank in (0, 1))
 
 
 def pids_of(run: Path) -> dict[int, str]:

@@ -1,4 +1,7 @@
-"""A run whose supervisor was killed is listed, cannot be resumed, and is ended with --clean."""
+"""A run whose supervisor was killed is listed, cannot be resumed, and is ended with --clean.
+
+Exercises runs.manage.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every wire format matches a computation in one process, has the same bits on all ranks and loses no gradient."""
+"""Every wire format matches a computation in one process, has the same bits on all ranks and loses no gradient.
+
+Exercises sync.compression.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Building and loading the compression kernels, and the bytes that every wire format sends."""
+"""Building and loading the compression kernels, and the bytes that every wire format sends.
+
+Exercises sync.compression.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Gloo's listening ports after a group has formed: later connections are refused."""
+"""Gloo's listening ports after a group has formed: later connections are refused.
+
+Exercises sync.process_groups.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every way of exchanging gradients gives the sum that one process computes, with the same bits on all ranks."""
+"""Every way of exchanging gradients gives the sum that one process computes, with the same bits on all ranks.
+
+Exercises sync.gradients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Groups that fail to form, and forming again afterwards."""
+"""Groups that fail to form, and forming again afterwards.
+
+Exercises sync.process_groups.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A rank that waits inside DDP, in C++, is released when its generation ends."""
+"""A rank that waits inside DDP, in C++, is released when its generation ends.
+
+Exercises sync.interruptible.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A killed rank is `PeerLost` on every other rank, wherever that one waits for it."""
+"""A killed rank is `PeerLost` on every other rank, wherever that one waits for it.
+
+Exercises sync.communication.
+"""
 
 from __future__ import annotations
 

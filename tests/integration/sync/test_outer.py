@@ -1,4 +1,7 @@
-"""Outer steps between real ranks, compared with the same computation in one process with torch's SGD."""
+"""Outer steps between real ranks, compared with the same computation in one process with torch's SGD.
+
+Exercises sync.outer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The public API in user scripts, and its timer and learning rate schedule."""
+"""The public API in user scripts, and its timer and learning rate schedule.
+
+Exercises sync.public_api.
+"""
 
 from __future__ import annotations
 

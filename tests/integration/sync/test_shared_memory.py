@@ -1,4 +1,7 @@
-"""Ranks of one machine exchange through shared memory: same sums to the bit, no hang, nothing left behind."""
+"""Ranks of one machine exchange through shared memory: same sums to the bit, no hang, nothing left behind.
+
+Exercises sync.shared_memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Attacks on gloo groups while they form: another user's process connects in place of a rank."""
+"""Attacks on gloo groups while they form: another user's process connects in place of a rank.
+
+Exercises sync.process_groups.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The gradient of the tied weight in two parts: the same sum as in one part, and the larger part is sent first."""
+"""The gradient of the tied weight in two parts: the same sum as in one part, and the larger part is sent first.
+
+Exercises sync.gradients, model.gpt.
+"""
 
 from __future__ import annotations
 

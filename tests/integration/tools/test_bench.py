@@ -1,4 +1,7 @@
-"""`shoal bench` on real ranks."""
+"""`shoal bench` on real ranks.
+
+Exercises tools.bench.
+"""
 
 from __future__ import annotations
 

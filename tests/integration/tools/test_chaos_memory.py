@@ -1,4 +1,7 @@
-"""A weight is located in a process's memory by its bytes and damaged there."""
+"""A weight is located in a process's memory by its bytes and damaged there.
+
+Exercises tools.chaos.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Real faults in real trainings: assertions that hold pass, others are reported, and nothing is left behind."""
+"""Real faults in real trainings: assertions that hold pass, others are reported, and nothing is left behind.
+
+Exercises tools.chaos.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from shoal.control.processes import find_processes
 from tests.support.labs import need_lab, new_labs
 from tests.support.paths import ROOT
 from tests.support.programs import read_jsonl, shoal, shoal_command
-from tests.support.runs import ended_afterwards, wait_until
+from tests.support.runs import ended_afterwards
+from tests.support.waiting import wait_until
 
 # Expects a regroup that a hangup of the terminal does not cause.
 WRONG = """

@@ -1,4 +1,7 @@
-"""The connections that a chaos fault opens to a port."""
+"""The connections that a chaos fault opens to a port.
+
+Exercises tools.chaos.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Commands that doctor prints, run on real files."""
+"""Commands that doctor prints, run on real files.
+
+Exercises tools.doctor.
+"""
 
 from __future__ import annotations
 

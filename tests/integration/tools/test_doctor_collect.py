@@ -1,4 +1,7 @@
-"""Facts that doctor's collector reads on this machine."""
+"""Facts that doctor's collector reads on this machine.
+
+Exercises tools.doctor.
+"""
 
 from __future__ import annotations
 

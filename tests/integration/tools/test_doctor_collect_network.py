@@ -1,4 +1,7 @@
-"""Network facts that the collector reads from the kernel and from tools."""
+"""Network facts that the collector reads from the kernel and from tools.
+
+Exercises tools.doctor.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from shoal.cluster.node import LocalProgram, RemoteProgram, closing_all, module_
 from shoal.tools.doctor.collect import network, trials
 from shoal.tools.doctor.run import COLLECTOR
 from tests.support.cluster_facts import Facts
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 
 def test_the_collector_runs_on_a_bare_python() -> None:

@@ -1,4 +1,7 @@
-"""Faults of single machines in a lab: doctor reports every fault, and its printed command fixes it."""
+"""Faults of single machines in a lab: doctor reports every fault, and its printed command fixes it.
+
+Exercises tools.doctor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Network faults injected into a real lab: doctor reports every fault, and its command fixes it."""
+"""Network faults injected into a real lab: doctor reports every fault, and its command fixes it.
+
+Exercises tools.doctor.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from tests.support.doctor import (
 )
 from tests.support.labs import running_lab, shoal
 from tests.support.needs import need_tool
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 
 Inject = Callable[[Lab], None]
 

@@ -1,4 +1,7 @@
-"""`shoal explain` on files, pipes and failures produced by the test."""
+"""`shoal explain` on files, pipes and failures produced by the test.
+
+Exercises tools.explain.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A failed run prints one explanation at its end, and `shoal explain RUN` prints the same for its folder."""
+"""A failed run prints one explanation at its end, and `shoal explain RUN` prints the same for its folder.
+
+Exercises tools.explain.
+"""
 
 from __future__ import annotations
 

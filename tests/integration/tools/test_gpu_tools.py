@@ -1,4 +1,7 @@
-"""`shoal probe`, `plan` and `doctor` on a machine with a GPU, against what torch itself reports."""
+"""`shoal probe`, `plan` and `doctor` on a machine with a GPU, against what torch itself reports.
+
+Exercises tools.probe, tools.plan, tools.doctor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`shoal plan` from a profile, and predictions compared with a real run."""
+"""`shoal plan` from a profile, and predictions compared with a real run.
+
+Exercises `shoal plan`.
+"""
 
 from __future__ import annotations
 

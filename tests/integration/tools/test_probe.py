@@ -1,4 +1,7 @@
-"""The probe: fits, budget and rates from given figures, the link meter on loopback, and probes of real clusters."""
+"""The probe: fits, budget and rates from given figures, the link meter on loopback, and probes of real clusters.
+
+Exercises tools.probe, config.profile.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -41,6 +43,7 @@ from shoal.tools.probe.links import LINK_METER, plan_flows, ring_of
 from tests.support.labs import need_lab, running_lab
 from tests.support.needs import need_tool
 from tests.support.programs import shoal, shoal_command
+from tests.support.waiting import wait_until
 
 GIGABIT = LinearFit(1e-3, 8 / 0.96e9)
 OTHERS = ("reduce-scatter", "all-gather", "broadcast")
@@ -276,10 +279,7 @@ def test_an_interrupted_probe_leaves_nothing_behind(tmp_path: Path) -> None:
     """Interrupt while links are measured; conftest checks for children of any kind."""
     words = shoal_command("probe", "--on", "local:2", "-o", tmp_path / "profile.toml")
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as probing:
-        deadline = time.monotonic() + 60
-        while not psutil.Process(probing.pid).children():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(psutil.Process(probing.pid).children)
         children = psutil.Process(probing.pid).children(recursive=True)
         probing.send_signal(signal.SIGINT)
         assert probing.wait(20) == 130

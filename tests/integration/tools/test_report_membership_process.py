@@ -1,4 +1,7 @@
-"""`shoal verify` and the report page for runs whose membership changed."""
+"""`shoal verify` and the report page for runs whose membership changed.
+
+Exercises `shoal verify`, `shoal report`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Modules that the readers of the report import."""
+"""Modules that the readers of the report import.
+
+Exercises `shoal report`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Writing the summary files of a run on a full disk."""
+"""Writing the summary files of a run on a full disk.
+
+Exercises `shoal report`.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Two real runs are made once: an uninterrupted one, and one with a killed rank that was resumed. Every test damages a
 copy of one of them.
+
+Exercises `shoal verify`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from typer.testing import CliRunner, Result
 
 from shoal.cli.report import app
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, steps_of
-from tests.support.runs import ended_afterwards, parts_of, wait_until
+from tests.support.runs import ended_afterwards, parts_of
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
@@ -53,7 +56,7 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("eventful") / "run"
     with ended_afterwards(folder):
         assert shoal("train", "--detach", "--out", folder, "--steps", "1000", *SETTINGS).returncode == 0
-        wait_until(lambda: _has_steps(folder, 40), 90)
+        wait_until(lambda: len(steps_of(folder)) >= 40, 90)
         os.kill(parts_of(folder)["rank-1"].pid, signal.SIGKILL)
         wait_until(lambda: len(_generations(folder)) >= 2, 90)
         for process in parts_of(folder).values():
@@ -68,10 +71,6 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = shoal("train", "--resume", folder, "--steps", str(last + STEPS), timeout_s=240)
     assert done.returncode == 0, done.stderr
     return folder
-
-
-def _has_steps(folder: Path, count: int) -> bool:
-    return (folder / "events" / "rank-0.jsonl").exists() and len(steps_of(folder)) >= count
 
 
 def _generations(folder: Path) -> set[str]:

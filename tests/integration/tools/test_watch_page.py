@@ -1,4 +1,7 @@
-"""The live page: a real server, a real browser and a real training."""
+"""The live page: a real server, a real browser and a real training.
+
+Exercises `shoal watch`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from shoal.run_folder import RunFolder
 from tests.support.browser import open_browser
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal_command
 from tests.support.run_samples import make_run, start, step
-from tests.support.runs import wait_until
+from tests.support.waiting import wait_until
 from tests.unit.tools.watch.test_run_state import agent_event, append, ready
 
 

@@ -1,4 +1,7 @@
-"""When to compile and when to use bf16: decisions from given times, the trial cache, and real trials."""
+"""When to compile and when to use bf16: decisions from given times, the trial cache, and real trials.
+
+Exercises train.autotune.
+"""
 
 from __future__ import annotations
 

@@ -1,19 +1,22 @@
-"""Trainings on a GPU: two ranks that share it, and ranks with and without one in one world."""
+"""Trainings on a GPU: two ranks that share it, and ranks with and without one in one world.
+
+Exercises train.gpt_training.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from shoal.engine.batches import TensorSource, read_ahead
 from tests.support.needs import need_gpu
-from tests.support.programs import read_jsonl, set_flags, shoal
-from tests.support.runs import ended_afterwards, front, parts_of, wait_until
+from tests.support.programs import events_of, read_jsonl, set_flags, shoal
+from tests.support.runs import ended_afterwards, front, parts_of
+from tests.support.waiting import wait_until
 
 SMALL = set_flags("model.layers=2", "model.width=128", "model.heads=2", "train.global_batch=12")
 
@@ -86,11 +89,6 @@ def lose_a_rank_then_interrupt_and_resume(folder: Path, device: str) -> None:
     assert [step["step"] for step in events_of(run, "step")] == list(range(1, done + 6))
     verified = shoal("verify", run)
     assert verified.returncode == 0, verified.stdout
-
-
-def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
-    file = run / "events" / "rank-0.jsonl"
-    return [event for event in read_jsonl(file) if event["event"] == kind] if file.exists() else []
 
 
 def last_step(run: Path) -> int:

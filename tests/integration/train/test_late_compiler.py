@@ -1,4 +1,7 @@
-"""torch's compiler in a rank's process: not imported by an uncompiled training, and whole when something needs it."""
+"""torch's compiler in a rank's process: not imported by an uncompiled training, and whole when something needs it.
+
+Exercises train.worker.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Whole trainings through the command line: one rank equals many, resuming is exact, launchers agree."""
+"""Whole trainings through the command line: one rank equals many, resuming is exact, launchers agree.
+
+Exercises train.gpt_training, `shoal train`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The process of a rank starts without torch's compiler."""
+"""The process of a rank starts without torch's compiler.
+
+Exercises train.worker.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import psutil
 
 from shoal.cluster.lab.lab import Lab, build_lab
 from shoal.cluster.lab.spec import make_spec
+from tests.support.waiting import wait_until
 
 HERE = Path(__file__).parent
 WRONG = HERE / "wrong.py"
@@ -146,11 +147,3 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port
-
-
-def wait_until(is_so: Callable[[], bool], timeout_s: float, why_not: Callable[[], str]) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError(why_not())
-        time.sleep(0.05)

@@ -6,14 +6,14 @@ import re
 import socket
 import subprocess
 import sys
-import time
 
 from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.lab import Lab
-from tests.support.failures.bench import FIRST, SECOND, SHOAL, Bench, free_port, meeting_here, place, wait_until
+from tests.support.failures.bench import FIRST, SECOND, SHOAL, Bench, free_port, meeting_here, place
 from tests.support.failures.on_machine import memory_limit
 from tests.support.failures.registry import here, on_lab
 from tests.support.programs import TINY, set_flags
+from tests.support.waiting import wait_until
 
 INVITATION = re.compile(r"shoal join (10\.77\.0\.\d+:\d+)\n.*works once: (\S+)")
 KILLS_ITSELF = "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(9)\n"
@@ -90,11 +90,7 @@ def train_on(bench: Bench, lab: Lab, steps: str) -> None:
 
 def wait_for_commit(bench: Bench) -> None:
     ledger = bench.folder / "run" / "commits.jsonl"
-    deadline = time.monotonic() + 60
-    while not (ledger.exists() and ledger.stat().st_size):
-        if time.monotonic() > deadline:
-            raise TimeoutError(bench.text())
-        time.sleep(0.05)
+    wait_until(lambda: ledger.exists() and ledger.stat().st_size, why=bench.text)
 
 
 @on_lab("shoal.code")

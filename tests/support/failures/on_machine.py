@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from tests.support.failures.bench import SHOAL, TORCHRUN, Bench, free_port, meeting_here, place, wait_until, wrong
+from tests.support.failures.bench import SHOAL, TORCHRUN, Bench, free_port, meeting_here, place, wrong
 from tests.support.failures.registry import here, quoted
 from tests.support.labs import as_ordinary_user
 from tests.support.programs import TINY, set_flags
+from tests.support.waiting import wait_until
 
 # Programs that fail with one process.
 ALONE = {

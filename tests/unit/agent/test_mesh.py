@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -15,10 +16,13 @@ from shoal.control.handshake import make_hello
 from shoal.control.orders import RosterEntry
 from shoal.errors import ControlError
 from shoal.host.facts import boot_clock
+from tests.support.waiting import wait_until_async
 
 TOKEN = "t" * 64
 ME = make_hello(0, "node1", "m", "c", "d")
 OLD = "127.0.0.2"
+# Less than the 10 s that a whole scenario has.
+wait_until = partial(wait_until_async, within_s=5.0)
 
 
 class Peer:
@@ -119,12 +123,6 @@ def keep_connected(peers: list[Peer]) -> None:
     for number, peer in enumerate(peers):
         peer.mesh.keep_connected({}, peer.met.append)
         assert sorted(peer.met) == [other for other in range(len(peers)) if other != number]
-
-
-async def wait_until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def meet_and_keep_connected(peers: list[Peer]) -> None:
@@ -277,17 +275,13 @@ def test_a_member_that_wakes_in_another_network_is_reached_there() -> None:
         for mesh in (here.mesh, laptop):
             mesh.keep_connected(places, here.met.append)
         has_moved = True
-        async with asyncio.timeout(10):
-            while here.mesh.places[1].address == OLD:
-                await asyncio.sleep(0.02)
+        await wait_until(lambda: here.mesh.places[1].address != OLD)
         place = here.mesh.places[1]
         assert place.port != roster[1].port
         channel = await dial(place.address, place.port, TOKEN)
         channel.close()
         assert await here.mesh.send(1, {"type": "news"})
-        async with asyncio.timeout(10):
-            while {"type": "news"} not in received:
-                await asyncio.sleep(0.02)
+        await wait_until(lambda: {"type": "news"} in received)
         for mesh in (here.mesh, laptop):
             await mesh.close()
 
