@@ -162,8 +162,9 @@ class WireFormat:
         return f"{self.name}:RANK" if self.is_low_rank else self.name
 
 
-# Encoding times were measured for 124M parameters between two ranks (docs/results.md): fp16 in torch on x86 (the native
-# kernel on an ARM core takes half of that), the others with the native kernels. A block of int8 carries its scale.
+# Encoding times were measured for 124M parameters between two ranks (docs/measurements.md): fp16 in torch on x86 (the
+# native kernel on an ARM core takes half of that), the others with the native kernels. A block of int8 carries its
+# scale.
 WIRE_FORMATS = {
     wire.name: wire
     for wire in (

@@ -433,7 +433,7 @@ def flush_denormals() -> Iterator[None]:
     """Let the processor take numbers below 1e-38 as zero.
 
     It computes with them many times slower, and the gradients of a softmax that has become certain are full of them: a
-    step of shoal's small GPT takes up to 1.4 times as long (docs/results.md).
+    step of shoal's small GPT takes up to 1.4 times as long (docs/measurements.md).
     """
     was_set = bool(torch.full((), 1e-40) * 1.0 == 0)
     torch.set_flush_denormal(True)

@@ -16,7 +16,7 @@ from shoal.errors import ConfigError
 # The next step asks again for the memory that a step freed. Where torch brings mimalloc, as its ARM wheels do, that
 # gives it back to the system after 10 ms, and every page is cleared and mapped again: up to a fifth of a step. On x86
 # glibc does so at once with blocks of more than 32 MB, and with the end of its heap. Without huge pages: no gain of
-# theirs could be repeated, and two ranks take 80 MB more with them (docs/results.md).
+# theirs could be repeated, and two ranks take 80 MB more with them (docs/measurements.md).
 _GLIBC = {"mmap_max": 0, "trim_threshold": 1 << 40, "top_pad": 8 << 20}
 KEEP_MEMORY = {
     "MIMALLOC_PURGE_DELAY": "-1",

@@ -61,8 +61,8 @@ class LateCompiler(ModuleType, Loader, MetaPathFinder):
     """Takes the place of `torch._dynamo` until something of it is needed that an uncompiled training does not need.
 
     torch imports its compiler in the first call of any optimizer and in DistributedDataParallel, to exempt them from
-    compilation. The import costs a rank 1.5 s of processor time and 70 MB (docs/results.md), and a rank that joins a
-    training would make all others wait for it.
+    compilation. The import costs a rank 1.5 s of processor time and 70 MB (docs/measurements.md), and a rank that joins
+    a training would make all others wait for it.
     """
 
     def __init__(self, name: str) -> None:
