@@ -395,7 +395,7 @@ def _attach_unsupervised(run: RunFolder, config: EngineConfig, watch: MakeDispla
 def raise_recorded_end(run: RunFolder, config: EngineConfig) -> None:
     """Raise how a training without a supervisor ended, unless it finished. Only its events say so."""
     from shoal.config.schema import Config
-    from shoal.tools.report.summary import summarize
+    from shoal.records.summary import summarize
 
     summary = summarize(run.read_all_events())
     steps = f"step {summary.steps_done:,} of {config.train.steps:,}"
@@ -448,8 +448,8 @@ def read_opening(run: RunFolder) -> list[Event]:
 
     That is its start, its shard of the data, its last generation and its last step.
     """
-    from shoal.tools.report.membership import last_members
-    from shoal.tools.report.rank_log import read_rank_logs
+    from shoal.records.history import last_members
+    from shoal.records.rank_log import read_rank_logs
 
     events = [event for rank in run.event_files() for event in _opening_of(run, rank)]
     members = last_members(read_rank_logs(events))

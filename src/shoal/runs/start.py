@@ -49,14 +49,14 @@ from shoal.errors import DataError, RunFailed, ShoalError, UsageError
 from shoal.events import Event, read_events
 from shoal.launch.logs import LogFollower, LogLine
 from shoal.launch.plan import plan_ranks
+from shoal.records.history import last_members
+from shoal.records.manifest import read_manifest
+from shoal.records.rank_log import RankLog, read_rank_logs
+from shoal.records.verify import verify_run
 from shoal.run_folder import RunFolder
 from shoal.runs.confirm import require_terminal
 from shoal.runs.follow import STOPPING_SCRIPT, RunEvents, SupervisorLog, await_running, follow, forwarding_signals
 from shoal.runs.supervisor import RunJob, is_script, read_job, start_supervisor
-from shoal.tools.report.manifest import read_manifest
-from shoal.tools.report.membership import last_members
-from shoal.tools.report.rank_log import RankLog, read_rank_logs
-from shoal.tools.report.verify import verify_run
 from shoal.units import format_si, pluralize
 
 
@@ -335,7 +335,7 @@ def require_manifest(run: RunFolder) -> Manifest:
     if manifest is None:
         raise RunFailed(
             f"{run.manifest} is missing or broken, although the run ended well",
-            fix=f"make it again: python -m shoal.tools.report.manifest {run.path}",
+            fix=f"make it again: python -m shoal.records.manifest {run.path}",
         )
     return manifest
 

@@ -37,16 +37,16 @@ from shoal.control.rank_env import find_danger
 from shoal.data.prepare import facts_to_json, read_data_facts
 from shoal.errors import DataError, RunFailed, ShoalError
 from shoal.events import EventLog
+from shoal.explain.explain import add_explanation, is_consequence
 from shoal.launch.launcher import ScriptJob, SessionSettings, interrupted_early, run_ranks, run_script
+from shoal.records.final_states import judge_replicas
+from shoal.records.history import logs_of_last_launch
+from shoal.records.manifest import compare_if_finished, write_derived_files
+from shoal.records.measured_script import exchange_findings, find_stragglers, is_measured
+from shoal.records.rank_log import read_rank_logs
+from shoal.records.summary import summarize
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.confirm import PipeConfirm
-from shoal.tools.explain.explain import add_explanation, is_consequence
-from shoal.tools.report.manifest import compare_if_finished, write_derived_files
-from shoal.tools.report.measured import exchange_findings, find_stragglers, is_measured
-from shoal.tools.report.membership import logs_of_last_launch
-from shoal.tools.report.rank_log import read_rank_logs
-from shoal.tools.report.replicas import judge_replicas
-from shoal.tools.report.summary import summarize
 from shoal.units import format_ms, format_percent, pluralize
 
 END_SIGNALS = {signal.SIGINT, signal.SIGTERM}

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from shoal.control.processes import find_processes
+from shoal.records.commit_log import check_ledger
 from shoal.run_folder import RunFolder
 from shoal.runs.manage import end_processes
-from shoal.tools.report.commit_log import check_ledger
 from tests.support.labs import need_lab
 from tests.support.programs import read_jsonl, set_flags, shoal, shoal_command
 from tests.support.runs import wait_until

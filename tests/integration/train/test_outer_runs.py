@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from shoal.records.rank_log import read_rank_logs
 from shoal.run_folder import RunFolder
-from shoal.tools.report.rank_log import read_rank_logs
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, steps_of, train_tiny
 from tests.support.runs import ended_afterwards, front, wait_until
 

@@ -25,11 +25,11 @@ from shoal.config.schema import Config, SyncConfig
 from shoal.config.sync_choice import SYNC_METHODS, TRAINED_METHODS, WIRE_FORMATS
 from shoal.cost.batch_plan import micro_batch, rank_weights
 from shoal.errors import DataError, Interrupted, UsageError
+from shoal.records.manifest import explain_write_errors
+from shoal.records.summary import RunSummary, summarize
 from shoal.run_folder import RunFolder
 from shoal.runs.start import TrainDisplay, start_training
 from shoal.tools.report.figures import IDEAL, MEASURED, PHASE_COLOURS, save_figure
-from shoal.tools.report.manifest import explain_write_errors
-from shoal.tools.report.summary import RunSummary, summarize
 from shoal.units import format_number
 
 if TYPE_CHECKING:

@@ -18,6 +18,8 @@ from shoal.config.defaults import SEED
 from shoal.control.processes import find_processes, wait_until_ended
 from shoal.errors import Interrupted, ShoalError, UsageError
 from shoal.events import Event, EventTail
+from shoal.records.final_states import compare_replicas
+from shoal.records.verify import verify_run
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.manage import StopResult, end_processes, stop_run
 from shoal.runs.start import start_script, start_training
@@ -44,8 +46,6 @@ from shoal.tools.chaos.scenario import (
     plan_injections,
 )
 from shoal.tools.chaos.testbed import TestBed, keep_checkpoints, opened, why_not
-from shoal.tools.report.replicas import compare_replicas
-from shoal.tools.report.verify import verify_run
 
 POLL_S = 0.02
 _GRACE_S = 5.0

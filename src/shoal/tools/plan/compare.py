@@ -33,8 +33,8 @@ from shoal.cost.select_sync import SyncOption, allowed_wires, candidates, explai
 from shoal.cost.strategy import strategy_of_config
 from shoal.cost.workload import StepTime, Workload, workload_of
 from shoal.errors import ConfigError, DataError, ShoalError
+from shoal.records.summary import RunSummary, summarize
 from shoal.run_folder import RunFolder, write_atomically
-from shoal.tools.report.summary import RunSummary, summarize
 from shoal.units import pluralize
 
 # A phase shorter than this fraction of a step says more about noise than about the model.

@@ -40,9 +40,9 @@ from shoal.cost.network import algorithm_gbps, bus_gbps, fit_alpha_beta, format_
 from shoal.errors import ControlError, RunFailed
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.launcher import run_module
+from shoal.records.summary import busy_cores_of_others
 from shoal.run_folder import RunFolder
 from shoal.tools.probe.links import LINK_METER, Report, measure_links, plan_flows
-from shoal.tools.report.summary import busy_cores_of_others
 from shoal.units import format_duration, format_number, format_percent, format_si, warn_of_other_programs
 
 RANKS = "shoal.tools.probe.worker"

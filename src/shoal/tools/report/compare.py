@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from shoal.records.explain_run import explain_step_time
+from shoal.records.summary import RunSummary
 from shoal.run_folder import RunFolder
-from shoal.tools.report.explain_run import explain_step_time
 from shoal.tools.report.figures import LINEAGE_COLOURS, PHASE_COLOURS, PHASE_NAMES
 from shoal.tools.report.page import (
     LOSS_UNITS,
@@ -36,7 +37,6 @@ from shoal.tools.report.page import (
 )
 from shoal.tools.report.redact import Redactor
 from shoal.tools.report.script_page import require_steps
-from shoal.tools.report.summary import RunSummary
 from shoal.units import (
     DISTURBING_CORES,
     format_duration,

@@ -27,10 +27,10 @@ from typing import IO, Any, Protocol, TypeGuard, cast
 from shoal.control.membership.types import NEVER
 from shoal.errors import ShoalError, UsageError
 from shoal.events import LOG_FIELDS, STEP_FIELDS, STEP_TIMES, Event, EventTail
+from shoal.records.history import FinalLineage
+from shoal.records.rank_log import MOST_LOGGED, Entered, RankLog, as_float, is_number, is_step, no_steps_error
 from shoal.run_folder import RunFolder
 from shoal.terminal import printable_line
-from shoal.tools.report.membership import FinalLineage
-from shoal.tools.report.rank_log import MOST_LOGGED, Entered, RankLog, as_float, is_number, is_step, no_steps_error
 from shoal.tools.report.tensorboard import ScalarWriter, event_file_name
 from shoal.units import SAMPLES, TOKENS, Unit
 

@@ -26,8 +26,13 @@ from shoal.config.manifest import Manifest, RecoveryRecord
 from shoal.control.membership.types import Ballot
 from shoal.errors import ShoalError
 from shoal.events import Event
+from shoal.records.explain_run import PHASE_TEXTS, explain_scaling, explain_step_time, phase_errors
+from shoal.records.history import cost_sentence
+from shoal.records.manifest import manifest_of
+from shoal.records.rank_log import Floats, Steps
+from shoal.records.scaling import ScalingPoint, efficiency, in_order, read_scaling
+from shoal.records.summary import RankSummary, RunSummary, summarize
 from shoal.run_folder import RunFolder, write_atomically
-from shoal.tools.report.explain_run import PHASE_TEXTS, explain_scaling, explain_step_time, phase_errors
 from shoal.tools.report.figures import (
     IDEAL,
     LINEAGE_COLOURS,
@@ -36,17 +41,9 @@ from shoal.tools.report.figures import (
     PHASE_NAMES,
     STACK,
     VALIDATION,
-    ScalingPoint,
-    efficiency,
-    in_order,
-    read_scaling,
     step_parts,
 )
-from shoal.tools.report.manifest import manifest_of
-from shoal.tools.report.membership import cost_sentence
-from shoal.tools.report.rank_log import Floats, Steps
 from shoal.tools.report.redact import Redactor
-from shoal.tools.report.summary import RankSummary, RunSummary, summarize
 from shoal.units import (
     SCRIPT_LOSS,
     format_count,

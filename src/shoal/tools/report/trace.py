@@ -26,8 +26,8 @@ from typing import IO, Any, NamedTuple
 from shoal.control.membership.types import NEVER
 from shoal.errors import ShoalError
 from shoal.events import PHASES, Event, read_events
+from shoal.records.rank_log import as_float, is_number, is_step, no_steps_error, read_ballot
 from shoal.run_folder import RunFolder
-from shoal.tools.report.rank_log import as_float, is_number, is_step, no_steps_error, read_ballot
 
 # Common steps of a knot, and the most knots of a node: with more, every two become one, of twice as many steps.
 _KNOT_STEPS = 32

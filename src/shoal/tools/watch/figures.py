@@ -14,8 +14,8 @@ from typing import Any
 
 from shoal.config.defaults import SIMILAR_SPEED
 from shoal.control.membership.types import NEVER
+from shoal.records.rank_log import as_float, is_step
 from shoal.terminal import printable_line
-from shoal.tools.report.rank_log import as_float, is_step
 from shoal.tools.watch.run_state import LiveState, NodeState
 from shoal.tools.watch.step_series import AMOUNT, LOSS, RankState, clean_name, finite, short
 from shoal.units import unit_of

@@ -20,9 +20,9 @@ from typing import Any
 from shoal.control.membership.types import NEVER, Ballot
 from shoal.control.processes import SUPERVISOR, find_processes
 from shoal.events import STEP_FIELDS, Event, EventTail
+from shoal.records.rank_log import as_float, is_step, logged_values, read_ballot, read_entered
 from shoal.run_folder import RunFolder
 from shoal.terminal import printable_line
-from shoal.tools.report.rank_log import as_float, is_step, logged_values, read_ballot, read_entered
 from shoal.tools.watch.step_series import (
     AMOUNT,
     EXPOSED,

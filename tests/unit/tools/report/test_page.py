@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shoal.events import Event
-from shoal.tools.report.manifest import write_derived_files
+from shoal.records.manifest import write_derived_files
 from shoal.tools.report.page import (
     MAX_POINTS,
     embed_json,

@@ -16,14 +16,14 @@ from shoal.config.schema import Config
 from shoal.engine.console import Console, summary_lines
 from shoal.errors import Interrupted, RunFailed, ShoalError, UsageError
 from shoal.events import Event, read_events
+from shoal.records.explain_run import explain_step_time
+from shoal.records.manifest import main as write_manifest
+from shoal.records.manifest import write_derived_files
+from shoal.records.summary import summarize
 from shoal.runs.manage import attach_training, describe
 from shoal.runs.start import resume_training
 from shoal.runs.supervisor import RunJob
 from shoal.step_line import StepLine
-from shoal.tools.report.explain_run import explain_step_time
-from shoal.tools.report.manifest import main as write_manifest
-from shoal.tools.report.manifest import write_derived_files
-from shoal.tools.report.summary import summarize
 from shoal.units import SAMPLES, TOKENS
 from tests.support.run_samples import all_events, make_run, make_session_run, session_events, start, step
 from tests.unit.tools.report.test_page import EVIL, Page

@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 
 from shoal.errors import DataError, RunFailed, from_dict
 from shoal.events import Event, parse_event
+from shoal.explain.pattern import CauseOrder, Pattern, fill_in
+from shoal.explain.patterns import PATTERNS
 from shoal.run_folder import RunFolder
-from shoal.tools.explain.pattern import CauseOrder, Pattern, fill_in
-from shoal.tools.explain.patterns import PATTERNS
 
 # A line's number in its file, and its text.
 Line = tuple[int, str]

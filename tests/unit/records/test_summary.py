@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from shoal.config.manifest import Manifest
 from shoal.cost.network import payload_factor, ring_bytes
 from shoal.events import Event
+from shoal.records.explain_run import explain_step_time
+from shoal.records.final_states import ReplicaReport
+from shoal.records.manifest import carry_over, current_manifest, main, read_manifest, write_derived_files
+from shoal.records.summary import summarize, timing_rows
 from shoal.runs.start import command_line
-from shoal.tools.report.explain_run import explain_step_time
-from shoal.tools.report.manifest import carry_over, current_manifest, main, read_manifest, write_derived_files
-from shoal.tools.report.replicas import ReplicaReport
-from shoal.tools.report.summary import summarize, timing_rows
 from tests.support.run_samples import (
     GRAD_BYTES,
     TOKENS,

@@ -25,13 +25,13 @@ from shoal.config.schema import Config
 from shoal.control.membership.types import NEVER, Ballot
 from shoal.errors import ShoalError
 from shoal.events import Event, FileMark, has_mark, parse_event
+from shoal.records.commit_log import LedgerReport, check_ledger
+from shoal.records.final_states import ReplicaReport, StateFile, compare_digests, judge_replicas, open_state
+from shoal.records.history import Logs, is_joined, last_members, ranks_elsewhere
+from shoal.records.manifest import current_manifest
+from shoal.records.measured_script import exchange_findings, is_measured
+from shoal.records.rank_log import as_float, is_step, read_ballot, read_rank_logs
 from shoal.run_folder import RunFolder, is_accessible, is_plain_name, user_name
-from shoal.tools.report.commit_log import LedgerReport, check_ledger
-from shoal.tools.report.manifest import current_manifest
-from shoal.tools.report.measured import exchange_findings, is_measured
-from shoal.tools.report.membership import Logs, is_joined, last_members, ranks_elsewhere
-from shoal.tools.report.rank_log import as_float, is_step, read_ballot, read_rank_logs
-from shoal.tools.report.replicas import ReplicaReport, StateFile, compare_digests, judge_replicas, open_state
 from shoal.units import format_spans, pluralize, to_spans
 
 _CHECKPOINT = re.compile(r"step-(\d{8})")

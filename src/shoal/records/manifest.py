@@ -1,7 +1,7 @@
 """Compose a run's manifest and write the files derived from its events: `manifest.json` and `timings.jsonl`.
 
 Everything here can be repeated at any time, on a running, finished or dead run:
-`python -m shoal.tools.report.manifest RUN`.
+`python -m shoal.records.manifest RUN`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from shoal.cost.buckets import STOCK_MB, bucket_mb_for
 from shoal.data.prepare import DataFacts, read_data_facts
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.events import read_events
-from shoal.run_folder import RunFolder, write_atomically
-from shoal.tools.report.explain_run import (
+from shoal.records.explain_run import (
     explain_choice,
     explain_prediction,
     explain_scaling,
     explain_step_time,
     read_choice,
 )
-from shoal.tools.report.figures import SCALING_FILE, ScalingPoint, read_scaling, to_json
-from shoal.tools.report.membership import Changes, describe_changes
-from shoal.tools.report.rank_log import is_number
-from shoal.tools.report.replicas import ReplicaReport, judge_replicas
-from shoal.tools.report.summary import RunSummary, summarize, timing_rows
+from shoal.records.final_states import ReplicaReport, judge_replicas
+from shoal.records.history import Changes, describe_changes
+from shoal.records.rank_log import is_number
+from shoal.records.scaling import SCALING_FILE, ScalingPoint, read_scaling, to_json
+from shoal.records.summary import RunSummary, summarize, timing_rows
+from shoal.run_folder import RunFolder, write_atomically
 from shoal.units import TOKENS
 
 
@@ -287,8 +287,7 @@ def explain_write_errors(folder: Path) -> Iterator[None]:
         raise ShoalError(
             f"cannot write into {folder}: {error.strerror or error}",
             why="what the run recorded is safe in events/; only files derived from it are missing",
-            fix=f"make room or permissions there (df -h {folder}), then: "
-            f"python -m shoal.tools.report.manifest {folder}",
+            fix=f"make room or permissions there (df -h {folder}), then: python -m shoal.records.manifest {folder}",
         ) from None
 
 
@@ -305,7 +304,7 @@ def compare_if_finished(run: RunFolder) -> ReplicaReport | None:
 def main(arguments: list[str]) -> int:
     try:
         if len(arguments) != 1:
-            raise UsageError("expected one run folder", fix="python -m shoal.tools.report.manifest RUN")
+            raise UsageError("expected one run folder", fix="python -m shoal.records.manifest RUN")
         run = RunFolder.open(Path(arguments[0]))
         write_derived_files(run, compare_if_finished(run))
     except ShoalError as error:

@@ -13,9 +13,9 @@ from shoal.config.schema import SyncConfig
 from shoal.config.sync_choice import choice_of_event
 from shoal.cost.causes import Demand
 from shoal.events import Event
-from shoal.tools.report.figures import ScalingPoint, are_alike, efficiency, in_order
-from shoal.tools.report.rank_log import is_number, is_step
-from shoal.tools.report.summary import RunSummary
+from shoal.records.rank_log import is_number, is_step
+from shoal.records.scaling import ScalingPoint, are_alike, efficiency, in_order
+from shoal.records.summary import RunSummary
 from shoal.units import (
     DISTURBING_CORES,
     SAMPLES,

@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.doctor import as_lines
-from shoal.tools.doctor import checks
-from shoal.tools.doctor.checks import CHECK_MEANINGS
-from shoal.tools.explain.explain import (
+from shoal.explain.explain import (
     Findings,
     explain,
     explain_file,
@@ -24,8 +22,10 @@ from shoal.tools.explain.explain import (
     true_port,
     with_true_ports,
 )
-from shoal.tools.explain.pattern import CauseOrder, fill_in
-from shoal.tools.explain.patterns import PATTERNS
+from shoal.explain.pattern import CauseOrder, fill_in
+from shoal.explain.patterns import PATTERNS
+from shoal.tools.doctor import checks
+from shoal.tools.doctor.checks import CHECK_MEANINGS
 from tests.support.failures.catalogue import DOCUMENT, renewed
 from tests.support.failures.expected import EXPECTED
 from tests.support.failures.produce import MOST_LINES

@@ -9,11 +9,11 @@ import pytest
 from shoal.config.schema import EngineConfig
 from shoal.events import Event
 from shoal.host.node_stats import NodeStats
-from shoal.tools.report.manifest import compose_manifest
-from shoal.tools.report.measured import exchange_findings, find_stragglers, is_measured
-from shoal.tools.report.rank_log import read_rank_logs
-from shoal.tools.report.replicas import compare_digests
-from shoal.tools.report.summary import summarize, timing_rows
+from shoal.records.final_states import compare_digests
+from shoal.records.manifest import compose_manifest
+from shoal.records.measured_script import exchange_findings, find_stragglers, is_measured
+from shoal.records.rank_log import read_rank_logs
+from shoal.records.summary import summarize, timing_rows
 from tests.support.run_samples import start
 
 

@@ -15,8 +15,7 @@ from shoal.cost.causes import Demand, machine_demands
 from shoal.cost.network import ring_bytes
 from shoal.errors import PeerLost
 from shoal.events import EXCHANGE_TIMES, PHASES, STEP_TIMES, Event
-from shoal.tools.report.measured import find_stragglers, node_stats
-from shoal.tools.report.membership import (
+from shoal.records.history import (
     FinalLineage,
     GenerationSpan,
     Logs,
@@ -26,7 +25,8 @@ from shoal.tools.report.membership import (
     ranks_elsewhere,
     read_history,
 )
-from shoal.tools.report.rank_log import (
+from shoal.records.measured_script import find_stragglers, node_stats
+from shoal.records.rank_log import (
     Floats,
     RankLog,
     Span,

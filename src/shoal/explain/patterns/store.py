@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.tools.explain.pattern import CauseOrder, Pattern
+from shoal.explain.pattern import CauseOrder, Pattern
 
 _TO_HOST = r"failed to connect/validate to host (?P<host>\S+):(?P<port>\d+) - "
 _NO_ANSWER = ("store.no-answer", "store.retrying")

@@ -13,12 +13,12 @@ from safetensors.numpy import save_file
 from shoal.cli.output import run_rows
 from shoal.errors import DataError
 from shoal.events import Event
+from shoal.records.final_states import judge_replicas
+from shoal.records.history import describe_changes
+from shoal.records.manifest import current_manifest, read_manifest, write_derived_files
+from shoal.records.summary import summarize
 from shoal.run_folder import RunFolder
-from shoal.tools.report.manifest import current_manifest, read_manifest, write_derived_files
-from shoal.tools.report.membership import describe_changes
 from shoal.tools.report.page import write_report
-from shoal.tools.report.replicas import judge_replicas
-from shoal.tools.report.summary import summarize
 from tests.support.member_samples import BEGAN, commit_records, entered, killed_and_rejoined, parted, steps, time_of
 from tests.support.run_samples import end, make_run, start
 from tests.unit.tools.report.test_page import EVIL, Page

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from shoal.errors import DataError
-from shoal.tools.report.commit_log import check_ledger
-from shoal.tools.report.replicas import BLOCK_BYTES, ReplicaReport, compare_replicas
+from shoal.records.commit_log import check_ledger
+from shoal.records.final_states import BLOCK_BYTES, ReplicaReport, compare_replicas
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 

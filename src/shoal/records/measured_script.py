@@ -17,8 +17,8 @@ from shoal.config.defaults import MIN_WAIT_PART, SLOW_RATIO
 from shoal.cost.causes import CROWDED, UNKNOWN, RankTimes, find_cause, machine_demands, other_cores_beside
 from shoal.events import Event
 from shoal.host.node_stats import NodeStats
-from shoal.tools.report.membership import Logs, logs_of_last_launch
-from shoal.tools.report.rank_log import RankLog, as_float, is_number
+from shoal.records.history import Logs, logs_of_last_launch
+from shoal.records.rank_log import RankLog, as_float, is_number
 from shoal.units import format_ms, name_ranks, rank_list
 
 _MIN_STEPS = 12

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from shoal.config.manifest import RecoveryRecord
 from shoal.control.membership.types import Ballot
 from shoal.events import Event
-from shoal.tools.report.commit_log import check_ledger
-from shoal.tools.report.rank_log import Entered, RankLog, as_float, is_number, read_ballot
+from shoal.records.commit_log import check_ledger
+from shoal.records.rank_log import Entered, RankLog, as_float, is_number, read_ballot
 from shoal.units import format_times, join_words, pluralize, rank_names
 
 # Fewer steps than these are too few to judge the speed of a world size.

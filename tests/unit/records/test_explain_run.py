@@ -14,22 +14,13 @@ from shoal.config.schema import Config
 from shoal.cost.causes import Demand
 from shoal.errors import DataError
 from shoal.events import Event
+from shoal.records.explain_run import compare_with_ideal, explain_scaling, explain_step_time, is_plausible
+from shoal.records.scaling import SCALING_FILE, ScalingPoint, make_scaling_point, read_scaling, to_json
+from shoal.records.summary import summarize
 from shoal.run_folder import RunFolder
 from shoal.sync.step_stats import CommTimes
 from shoal.tools.bench.scaling import ScalingResult, ScalingRow, scaling_document
-from shoal.tools.report.explain_run import compare_with_ideal, explain_scaling, explain_step_time, is_plausible
-from shoal.tools.report.figures import (
-    SCALING_FILE,
-    ScalingPoint,
-    draw_scaling,
-    log_ticks,
-    make_scaling_point,
-    plot_scaling,
-    read_scaling,
-    step_parts,
-    to_json,
-)
-from shoal.tools.report.summary import summarize
+from shoal.tools.report.figures import draw_scaling, log_ticks, plot_scaling, step_parts
 from tests.support.run_samples import TOKENS, all_events, demo_points, make_run, point, rank_events, start, step
 
 ONE = point(1, 100, 2, forward=30, backward=60, optimizer=8, other=2)

@@ -22,7 +22,7 @@ from pydantic import BaseModel, computed_field
 
 from shoal.control.membership.types import NEVER, Ballot
 from shoal.events import Event
-from shoal.tools.report.rank_log import is_step, read_ballot
+from shoal.records.rank_log import is_step, read_ballot
 from shoal.units import subtract_spans, to_spans
 
 Range = tuple[int, int]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.tools.explain.pattern import CauseOrder, Pattern
+from shoal.explain.pattern import CauseOrder, Pattern
 
 TRAINING = (
     Pattern(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.tools.explain.pattern import CauseOrder, Pattern
+from shoal.explain.pattern import CauseOrder, Pattern
 
 _SET_INTERFACE = "export GLOO_SOCKET_IFNAME=$(ip route get PEER_ADDRESS | grep -oP 'dev \\K\\S+')"
 # Only the last attempt counts: with willRetry=1 the connection may still succeed.

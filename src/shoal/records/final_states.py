@@ -22,10 +22,10 @@ from safetensors import SafetensorError, safe_open
 from shoal.config.load import load_config
 from shoal.errors import DataError
 from shoal.events import Event
+from shoal.records.history import is_joined, last_members, ranks_elsewhere
+from shoal.records.measured_script import is_measured
+from shoal.records.rank_log import Floats, read_rank_logs
 from shoal.run_folder import RunFolder, is_accessible, no_access_error
-from shoal.tools.report.measured import is_measured
-from shoal.tools.report.membership import is_joined, last_members, ranks_elsewhere
-from shoal.tools.report.rank_log import Floats, read_rank_logs
 from shoal.units import rank_list
 
 TOLERANCE = 1e-5

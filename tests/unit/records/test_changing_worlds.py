@@ -10,11 +10,11 @@ from safetensors.numpy import save_file
 
 from shoal.errors import DataError
 from shoal.events import Event
+from shoal.records.final_states import judge_replicas
+from shoal.records.history import last_members
+from shoal.records.rank_log import read_rank_logs
+from shoal.records.summary import summarize
 from shoal.run_folder import RunFolder
-from shoal.tools.report.membership import last_members
-from shoal.tools.report.rank_log import read_rank_logs
-from shoal.tools.report.replicas import judge_replicas
-from shoal.tools.report.summary import summarize
 from tests.support.member_samples import entered, killed_and_rejoined, parted, steps, time_of
 from tests.support.run_samples import TOKENS, end, make_run, rank_events, start
 
