@@ -24,6 +24,7 @@ from shoal.cost.buckets import STOCK_MB, bucket_mb_for
 from shoal.data.prepare import DataFacts, read_data_facts
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.events import read_events
+from shoal.records.documents import read_document
 from shoal.records.explain_run import (
     explain_choice,
     explain_prediction,
@@ -248,10 +249,7 @@ def _read_commands(run: RunFolder) -> list[str]:
 
     Other launchers and machines that joined have none.
     """
-    try:
-        commands = json.loads(run.job.read_bytes()).get("commands", [])
-    except (OSError, ValueError, AttributeError):
-        return []
+    commands = read_document(run.job).get("commands")
     return [str(command) for command in commands] if isinstance(commands, list) else []
 
 

@@ -305,8 +305,18 @@ def read_rank_logs(events: Iterable[Event]) -> dict[int, RankLog]:
     return dict(sorted(logs.items()))
 
 
+def split_tail(ready_s: float, tail_s: float, slowest_s: float) -> tuple[float, float]:
+    """Divide the end of a measured script's exchange into waiting for the slowest rank and communication.
+
+    `ready_s` is how long this rank took since the end of the last exchange, when all ranks were at the same point, and
+    `slowest_s` how long the slowest one took.
+    """
+    wait_s = min(tail_s, slowest_s - ready_s)
+    return wait_s, tail_s - wait_s
+
+
 def _split_tails(logs: dict[int, RankLog]) -> None:
-    """Divide the end of each exchange of a measured script into waiting for the slowest rank and communication.
+    """Divide the end of each exchange of a measured script, where all of its ranks have recorded it.
 
     Ranks exchange no times while they run. At the end of an exchange all are at the same point, so the durations until
     each has its gradients ready can be compared afterwards, without comparing clocks.
@@ -324,9 +334,8 @@ def _split_tails(logs: dict[int, RankLog]) -> None:
         for step, own_s in ready_s.items():
             row = log._row.get(step)
             if row is not None and len(own_s) == size:
-                tail_s = log._values["tail_s"][row]
-                log._values["wait_s"][row] = wait_s = min(tail_s, max(own_s) - log._values["ready_s"][row])
-                log._values["exposed_s"][row] = tail_s - wait_s
+                ready, tail = log._values["ready_s"][row], log._values["tail_s"][row]
+                log._values["wait_s"][row], log._values["exposed_s"][row] = split_tail(ready, tail, max(own_s))
 
 
 def no_steps_error(run: RunFolder, needs: str) -> DataError:

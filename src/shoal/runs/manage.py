@@ -6,7 +6,6 @@ import contextlib
 import json
 import shlex
 import time
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -29,6 +28,7 @@ from shoal.control.processes import (
 )
 from shoal.errors import HostError, Interrupted, RunFailed, ShoalError, from_dict
 from shoal.events import RANK_EVENTS, Event, EventLog, parse_event, read_last_events
+from shoal.records.documents import read_document
 from shoal.run_folder import RunFolder, special_file_in
 from shoal.terminal import printable_json
 
@@ -106,15 +106,15 @@ def _read_purpose(run: RunFolder) -> tuple[str, str, int | None]:
     # LookupError: the folder of a training that is being removed may have lost its config.toml and still have a
     # job.json, which names no script.
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-        config = tomllib.loads(run.config.read_text(encoding="utf-8")) if run.config.is_file() else {}
+        config = read_document(run.config)
         joined = run.joined_on()
         steps = config.get("train", {}).get("steps")
         steps = steps if isinstance(steps, int) else None
         if config.keys() & {"model", "data"} or (config and not run.job.is_file()):
             return str(config["run"]["preset"]), joined or str(config["run"]["on"]), steps
         if joined:
-            return str(json.loads(run.script.read_bytes())["name"]), joined, steps
-        job = json.loads(run.job.read_bytes())
+            return str(read_document(run.script)["name"]), joined, steps
+        job = read_document(run.job)
         script = job["script"]
         return Path(script[1] if script[0] == "-m" else script[0]).name, str(job["on"]), steps
     return "", "", None
@@ -165,10 +165,7 @@ def past_runs(folder: Path, states: Iterable[RunState]) -> list[PastRun]:
 def read_past_run(run: RunFolder, going_on: RunState | None = None) -> PastRun:
     if special_file_in(run.path) is not None:
         return PastRun(run.path, "?", "?", "damaged", None, None, None, None, None, "tokens", 0)
-    manifest: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        document = json.loads(run.manifest.read_bytes())
-        manifest = document if isinstance(document, dict) else {}
+    manifest = read_document(run.manifest)
     what, on, steps = _read_purpose(run)
     unit = str(manifest.get("unit", "tokens"))
     speeds = manifest.get(f"{unit}_per_sec")
@@ -285,8 +282,8 @@ def stop_run(run: RunFolder, wait_s: float | None = None) -> StopResult:
 
 def grace_of(run: RunFolder) -> float:
     """Return how many seconds the ranks of a script have to end; 0 for a training."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        job = json.loads(run.job.read_bytes())
+    job = read_document(run.job)
+    with contextlib.suppress(ValueError, LookupError, TypeError):
         return float(job["grace_s"]) if job["script"] else 0.0
     return 0.0
 
