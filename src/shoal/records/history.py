@@ -90,8 +90,8 @@ def choose_measured_size(logs: Logs) -> int | None:
     newest = _newest(logs)
     if newest is None or not logs:
         return None
-    longest = max(logs.values(), key=lambda log: len(log.counted()))
-    steps = Counter(longest.sizes()[longest.counted()].tolist())
+    longest = max(logs.values(), key=lambda log: len(log.steps.counted()))
+    steps = Counter(longest.steps.sizes()[longest.steps.counted()].tolist())
     if steps[len(newest.ids)] >= ENOUGH_STEPS or not steps:
         return len(newest.ids)
     return max(steps, key=lambda size: (steps[size], size)) or None

@@ -80,12 +80,12 @@ def _find_late_rank(logs: Logs) -> Iterator[Event]:
     """Yield a warning about the rank that the others wait for, by the median of its own part of a step."""
     parts_s, steps_s = {}, []
     for rank, log in logs.items():
-        measured = log.measured()
-        own_s = log.column("ready_s")[measured]
+        measured = log.steps.measured()
+        own_s = log.steps.column("ready_s")[measured]
         own_s = own_s[np.isfinite(own_s)]
         if log.start.get("measured") and len(own_s) >= _MIN_STEPS:
             parts_s[rank] = float(np.median(own_s))
-            steps_s.append(float(np.median(log.column("step_s")[measured])))
+            steps_s.append(float(np.median(log.steps.column("step_s")[measured])))
     if len(parts_s) < 2:
         return
     slowest = max(parts_s, key=lambda rank: parts_s[rank])

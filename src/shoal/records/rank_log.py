@@ -32,7 +32,7 @@ _SETUP_FIELDS = ("threads", "cpus", "inside")
 _SYNC_FIELDS = ("sync", "wire", "grad_bytes", "round_steps", "wire_made_by", "inside", "inside_note")
 # A measured script: from the end of an exchange until this rank's last gradient is ready, and from then to its end.
 _MEASURED = ("ready_s", "tail_s")
-# `entry` is the index in `RankLog.entered` of the step's generation; -1 before any.
+# `entry` is the index in `StepTable.entered` of the step's generation; -1 before any.
 _COLUMNS = (*STEP_TIMES, "loss", "tokens", "samples", "lr", "grad_norm", "wire_bytes", "entry", *_MEASURED)
 
 # A machine that joined may write anything into its own rank's file.
@@ -114,174 +114,82 @@ class Span(NamedTuple):
 
 
 @dataclass
-class RankLog:
-    """One rank's events, read in order.
+class StepTable:
+    """The steps of one rank: a row of numbers each. The last record of a step wins.
 
-    A resumed run appends to the same file: the last record of a step wins. Speed figures use only the steps since the
-    last start, because world size, threads and machine may have differed before. If ranks joined or left and
-    `measured_size` is set, they use only the steps that this number of ranks did together.
+    Speed figures use only the steps since the last start, because world size, threads and machine may have differed
+    before. If ranks joined or left and `measured_size` is set, they use only the steps that this number of ranks did
+    together.
     """
 
-    rank: int
-    start: Event = field(default_factory=dict)
-    shard: Event = field(default_factory=dict)
-    started_at: float | None = None
-    ran_s: float | None = None  # from start to last event, summed over all launches
-    ended: str | None = None
-    end: Event = field(default_factory=dict)
-    choice: Event = field(default_factory=dict)
-    fault: Event | None = None
-    warnings: list[Event] = field(default_factory=list)
-    val_loss: dict[int, float] = field(default_factory=dict)
-    logged: dict[str, dict[int, float]] = field(default_factory=dict)  # `session.log`: values by name and step
-    entered: list[Entered] = field(default_factory=list)
-    member_of: Entered | None = None
+    entered: list[Entered]  # the rank's generations; shared with its `RankLog`
     measured_size: int | None = None
-    _last_time: float | None = None
-    _val_entry: dict[int, int] = field(default_factory=dict)
-    _log_entry: dict[int, int] = field(default_factory=dict)
     _row: dict[int, int] = field(default_factory=dict)  # row of a step in _values
     _values: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in _COLUMNS})
     _sorted_rows: Steps = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # rows in the order of steps
     _measured_from: int = 0
     _is_restarted: bool = True
-    _has_trained: bool = False  # since the last start
 
-    def add(self, event: Event) -> None:
-        self._count_time(event)
-        match event.get("event"):
-            case "start":
-                self._add_start(event)
-            case "choice":
-                # Steps measured before used another sync method and count as warm-up.
-                self.choice, self._is_restarted = event, True
-                self.start = {**self.start, **{name: event[name] for name in _SYNC_FIELDS if name in event}}
-            case "trial":
-                self.start = {**self.start, **{name: event[name] for name in _SETUP_FIELDS if name in event}}
-            case "membership":
-                if (entered := read_entered(event)) is not None:
-                    self.entered.append(entered)
-                    self.member_of, self._has_trained = entered, False
-            case "shard":
-                self.shard = event
-            case "step":
-                self._add_step(event)
-            case "loss":
-                # The mean over all ranks; the `step` event had only this rank's own loss.
-                step = event.get("step")
-                if is_step(step) and step in self._row and is_number(event.get("loss")):
-                    self._values["loss"][self._row[step]] = float(event["loss"])
-            case "eval":
-                step = event.get("step")
-                if is_step(step) and is_number(event.get("val_loss")):
-                    self.val_loss[step] = float(event["val_loss"])
-                    self._val_entry[step] = self._current_entry()
-            case "log":
-                self._add_log(event)
-            case "fault":
-                self.fault = event
-            case "warning":
-                self.warnings.append(event)
-            case "end":
-                self.ended, self.end, self._has_trained = str(event.get("status")), event, True
-
-    def _count_time(self, event: Event) -> None:
-        """Add the time since the previous event to `ran_s`.
-
-        The time between two launches does not count. A `membership` event may come just before the `start` of the next
-        launch, so it is ignored. A clock that was set back adds nothing.
-        """
-        time = as_float(event.get("time"))
-        if not math.isfinite(time) or event.get("event") == "membership":
-            return
-        if event.get("event") == "start" or self._last_time is None:
-            self._last_time = time
-        self.ran_s = (self.ran_s or 0.0) + max(0.0, time - self._last_time)
-        self._last_time = max(time, self._last_time)
+    def __len__(self) -> int:
+        return len(self._row)
 
     @property
-    def steps(self) -> Steps:
+    def numbers(self) -> Steps:
+        """The numbers of the steps, in order."""
         return np.array(sorted(self._row), dtype=np.int64)
 
     def column(self, name: str) -> Floats:
-        """Return one value per step, in the order of `steps`; NaN where a step did not record it."""
+        """Return one value per step, in their order; NaN where a step did not record it."""
         if len(self._sorted_rows) != len(self._row):
             self._sorted_rows = np.array([self._row[step] for step in sorted(self._row)], dtype=np.int64)
         return np.frombuffer(self._values[name], dtype=np.float64)[self._sorted_rows]
 
     def measured(self) -> Steps:
-        """Return positions in `steps`: the second half of the steps since the last start. The first half is warm-up."""
-        counts = self.steps >= self._measured_from
+        """Return the positions of the second half of the steps since the last start. The first half is warm-up."""
+        counts = self.numbers >= self._measured_from
         if self.measured_size is not None:
             counts &= self.sizes() == self.measured_size
         positions = np.flatnonzero(counts)
         return positions[len(positions) // 2 :]
 
     def sizes(self) -> Steps:
-        """Return the world size of each of `steps`; 0 where it is unknown."""
+        """Return the world size of each step; 0 where it is unknown."""
         known = np.array([*(len(entered.ids) for entered in self.entered), 0], dtype=np.int64)
         return known[self.column("entry").astype(np.int64)]
 
     def counted(self) -> Steps:
         """Return the positions of the steps since the last start."""
-        return np.flatnonzero(self.steps >= self._measured_from)
+        return np.flatnonzero(self.numbers >= self._measured_from)
 
     def generations(self) -> list[Entered | None]:
-        """Return the generation that did each of `steps`."""
-        return [self._entered_at(entry) for entry in self.column("entry").astype(np.int64).tolist()]
+        """Return the generation that did each step."""
+        entries = self.column("entry").astype(np.int64).tolist()
+        return [self.entered[entry] if entry >= 0 else None for entry in entries]
 
     def spans(self) -> tuple[Span, ...]:
-        entries, steps = self.column("entry"), self.steps
+        entries, steps = self.column("entry"), self.numbers
         done = [(entered, steps[entries == entry]) for entry, entered in enumerate(self.entered)]
         return tuple(Span(entered, int(numbers[0]), int(numbers[-1])) for entered, numbers in done if len(numbers))
 
-    def entered_at_eval(self, step: int) -> Entered | None:
-        return self._entered_at(self._val_entry[step])
+    def restart(self, forget: bool = False) -> None:
+        """Count as warm-up what was recorded so far; `forget` it if the steps are counted from 1 again.
 
-    def entered_at_log(self, step: int) -> Entered | None:
-        return self._entered_at(self._log_entry[step])
-
-    def _entered_at(self, entry: int) -> Entered | None:
-        return self.entered[entry] if entry >= 0 else None
-
-    def _current_entry(self) -> int:
-        return len(self.entered) - 1 if self.member_of else -1
-
-    def _add_start(self, event: Event) -> None:
-        self.start, self.ended, self.end, self.fault = event, None, {}, None
-        if self.started_at is None and is_number(event.get("time")):
-            self.started_at = float(event["time"])
-        # A process records its first generation just before or just after its start.
-        if self._has_trained:
-            self.member_of = None
-        if event.get("measured"):
-            # A script that was started again counts its steps from 1.
+        The next step sets where measuring begins, not this call: resuming a finished run, which has no step left to do,
+        must keep what was measured.
+        """
+        self._is_restarted = True
+        if forget:
             self._row.clear()
             self._sorted_rows = np.empty(0, dtype=np.int64)
             self._values = {name: array("d") for name in _COLUMNS}
-        # The next step sets `_measured_from`, not this event: resuming a finished run, which has no step left to do,
-        # must keep what was measured.
-        self._is_restarted = True
 
-    def _add_log(self, event: Event) -> None:
-        step = event.get("step")
-        if not is_step(step):
-            return
-        self._log_entry[step] = self._current_entry()
-        for name, value in logged_values(event).items():
-            if name in self.logged or len(self.logged) < MOST_LOGGED:
-                self.logged.setdefault(name, {})[step] = value
-
-    def _add_step(self, event: Event) -> None:
-        step = event.get("step")
-        if not is_step(step):
-            return
+    def add(self, step: int, event: Event, entry: int) -> None:
+        """Add a step that was done in generation `entry` of `entered`; -1 before any."""
         if self._is_restarted:
             self._measured_from, self._is_restarted = step, False
-        self._has_trained = True
         row = self._row.setdefault(step, len(self._row))
         is_new = row == len(self._values["entry"])
-        record = {**event, "entry": float(self._current_entry())}
+        record = {**event, "entry": float(entry)}
         for name, values in self._values.items():
             value = record.get(name)
             if not isinstance(value, float):
@@ -290,6 +198,130 @@ class RankLog:
                 values.append(value)
             else:
                 values[row] = value
+
+    def correct(self, step: int, **values: float) -> None:
+        """Replace values of a step; nothing if there is no such step."""
+        if step in self._row:
+            for name, value in values.items():
+                self._values[name][self._row[step]] = value
+
+
+@dataclass
+class LaunchClock:
+    """When a rank started, and how long it ran over all of its launches."""
+
+    started_at: float | None = None
+    ran_s: float | None = None
+    _last_time: float | None = None
+
+    def add(self, event: Event) -> None:
+        """Add the time since the previous event.
+
+        The time between two launches does not count. A `membership` event may come just before the `start` of the next
+        launch, so it is ignored. A clock that was set back adds nothing.
+        """
+        time = as_float(event.get("time"))
+        if not math.isfinite(time) or event.get("event") == "membership":
+            return
+        if event.get("event") == "start":
+            self._last_time = time
+            self.started_at = time if self.started_at is None else self.started_at
+        elif self._last_time is None:
+            self._last_time = time
+        self.ran_s = (self.ran_s or 0.0) + max(0.0, time - self._last_time)
+        self._last_time = max(time, self._last_time)
+
+
+class Recorded(NamedTuple):
+    """A value, and the generation in which the rank recorded it."""
+
+    value: float
+    entered: Entered | None
+
+
+@dataclass
+class RankLog:
+    """One rank's events, read in order. A resumed run appends to the same file."""
+
+    rank: int
+    start: Event = field(default_factory=dict)
+    shard: Event = field(default_factory=dict)
+    end: Event = field(default_factory=dict)
+    choice: Event = field(default_factory=dict)
+    fault: Event | None = None
+    warnings: list[Event] = field(default_factory=list)
+    clock: LaunchClock = field(default_factory=LaunchClock)
+    val_loss: dict[int, Recorded] = field(default_factory=dict)
+    logged: dict[str, dict[int, float]] = field(default_factory=dict)  # `session.log`: values by name and step
+    logged_in: dict[int, Entered | None] = field(default_factory=dict)  # the generation of each step of `logged`
+    entered: list[Entered] = field(default_factory=list)
+    member_of: Entered | None = None
+    steps: StepTable = field(init=False)
+    _has_trained: bool = False  # since the last start
+
+    def __post_init__(self) -> None:
+        self.steps = StepTable(self.entered)
+
+    @property
+    def ended(self) -> str | None:
+        """How the last launch ended; None if it has not."""
+        return str(self.end.get("status")) if self.end else None
+
+    def add(self, event: Event) -> None:
+        self.clock.add(event)
+        match event.get("event"):
+            case "start":
+                self._add_start(event)
+            case "choice":
+                # Steps measured before used another sync method and count as warm-up.
+                self.choice = event
+                self.steps.restart()
+                self._update_start(event, _SYNC_FIELDS)
+            case "trial":
+                self._update_start(event, _SETUP_FIELDS)
+            case "membership":
+                if (entered := read_entered(event)) is not None:
+                    self.entered.append(entered)
+                    self.member_of, self._has_trained = entered, False
+            case "shard":
+                self.shard = event
+            case "step":
+                if is_step(step := event.get("step")):
+                    self._has_trained = True
+                    self.steps.add(step, event, len(self.entered) - 1 if self.member_of else -1)
+            case "loss":
+                # The mean over all ranks; the `step` event had only this rank's own loss.
+                if is_step(step := event.get("step")) and is_number(event.get("loss")):
+                    self.steps.correct(step, loss=float(event["loss"]))
+            case "eval":
+                if is_step(step := event.get("step")) and is_number(event.get("val_loss")):
+                    self.val_loss[step] = Recorded(float(event["val_loss"]), self.member_of)
+            case "log":
+                if is_step(step := event.get("step")):
+                    self._add_logged(step, event)
+            case "fault":
+                self.fault = event
+            case "warning":
+                self.warnings.append(event)
+            case "end":
+                self.end, self._has_trained = event, True
+
+    def _add_start(self, event: Event) -> None:
+        self.start, self.end, self.fault = event, {}, None
+        # A process records its first generation just before or just after its start.
+        if self._has_trained:
+            self.member_of = None
+        # A script that was started again counts its steps from 1.
+        self.steps.restart(forget=bool(event.get("measured")))
+
+    def _update_start(self, event: Event, names: tuple[str, ...]) -> None:
+        self.start = {**self.start, **{name: event[name] for name in names if name in event}}
+
+    def _add_logged(self, step: int, event: Event) -> None:
+        self.logged_in[step] = self.member_of
+        for name, value in logged_values(event).items():
+            if name in self.logged or len(self.logged) < MOST_LOGGED:
+                self.logged.setdefault(name, {})[step] = value
 
 
 def read_rank_logs(events: Iterable[Event]) -> dict[int, RankLog]:
@@ -325,17 +357,18 @@ def _split_tails(logs: dict[int, RankLog]) -> None:
     size = measured[0].start["world_size"] if measured else 0
     # A rank of an earlier attempt may have left its events behind.
     measured = [log for log in measured if log.start["world_size"] == size]
-    ready_s: dict[int, list[float]] = {}
+    times: dict[int, list[tuple[StepTable, float, float]]] = {}
     for log in measured:
-        for step, seconds in zip(log.steps.tolist(), log.column("ready_s").tolist(), strict=True):
-            if np.isfinite(seconds):
-                ready_s.setdefault(step, []).append(seconds)
-    for log in measured:
-        for step, own_s in ready_s.items():
-            row = log._row.get(step)
-            if row is not None and len(own_s) == size:
-                ready, tail = log._values["ready_s"][row], log._values["tail_s"][row]
-                log._values["wait_s"][row], log._values["exposed_s"][row] = split_tail(ready, tail, max(own_s))
+        columns = (log.steps.numbers, log.steps.column("ready_s"), log.steps.column("tail_s"))
+        for step, ready_s, tail_s in zip(*(column.tolist() for column in columns), strict=True):
+            if math.isfinite(ready_s):
+                times.setdefault(step, []).append((log.steps, ready_s, tail_s))
+    for step, of_ranks in times.items():
+        if len(of_ranks) == size:
+            slowest_s = max(ready_s for _, ready_s, _ in of_ranks)
+            for table, ready_s, tail_s in of_ranks:
+                wait_s, exposed_s = split_tail(ready_s, tail_s, slowest_s)
+                table.correct(step, wait_s=wait_s, exposed_s=exposed_s)
 
 
 def no_steps_error(run: RunFolder, needs: str) -> DataError:
@@ -368,11 +401,11 @@ def step_time_factors(events: Iterable[Event]) -> Floats:
 
 
 def _rank_factors(log: RankLog, is_alone: bool) -> Floats:
-    measured = log.measured()
-    waited_s = log.column("wait_s")[measured]
+    measured = log.steps.measured()
+    waited_s = log.steps.column("wait_s")[measured]
     if is_alone:
         waited_s = np.nan_to_num(waited_s)
-    own_s = log.column("step_s")[measured] - waited_s
+    own_s = log.steps.column("step_s")[measured] - waited_s
     own_s = own_s[np.isfinite(own_s) & (own_s > 0)]
     if not len(own_s):
         raise DataError(

@@ -165,17 +165,17 @@ def summarize(events: Iterable[Event]) -> RunSummary:
     member_logs = {rank: log for rank, log in logs.items() if rank in members}
     size = choose_measured_size(logs)
     for log in logs.values():
-        log.measured_size = size
+        log.steps.measured_size = size
     ranks = {rank: _summarize_rank(log) for rank, log in logs.items()}
     longest = max(logs.values(), key=lambda log: len(log.steps), default=RankLog(0))
     loss_steps, loss = _losses(logs, longest)
-    steps = longest.steps if longest.start.get("measured") else loss_steps
+    steps = longest.steps.numbers if longest.start.get("measured") else loss_steps
     world_size = size or len(members)
-    timed = {rank: log for rank, log in logs.items() if len(log.measured())} or logs
+    timed = {rank: log for rank, log in logs.items() if len(log.steps.measured())} or logs
     step_s, tokens, samples, allreduce_s = (
         _pooled_stats(logs, name) for name in ("step_s", "tokens", "samples", "allreduce_s")
     )
-    measured_steps = longest.steps[longest.measured()]
+    measured_steps = longest.steps.numbers[longest.steps.measured()]
     memory_bytes = (as_float(log.end.get("peak_memory_bytes")) for log in logs.values())
     faults = [log.fault for log in logs.values() if log.fault is not None]
     return RunSummary(
@@ -185,8 +185,10 @@ def summarize(events: Iterable[Event]) -> RunSummary:
         history=read_history(all_logs),
         took_part={rank: ranks.get(rank) or _summarize_rank(log) for rank, log in all_logs.items() if log.entered},
         ranks=ranks,
-        started_at=min((log.started_at for log in logs.values() if log.started_at is not None), default=None),
-        duration_s=max((log.ran_s for log in all_logs.values() if log.ran_s is not None), default=None),
+        started_at=min(
+            (log.clock.started_at for log in logs.values() if log.clock.started_at is not None), default=None
+        ),
+        duration_s=max((log.clock.ran_s for log in all_logs.values() if log.clock.ran_s is not None), default=None),
         steps_done=int(steps[-1]) if len(steps) else 0,
         measured=(int(measured_steps[0]), int(measured_steps[-1])) if len(measured_steps) else None,
         unit=TOKENS if tokens else unit_of(longest.start),
@@ -216,8 +218,8 @@ def summarize(events: Iterable[Event]) -> RunSummary:
 def timing_rows(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
     """Yield the rows of `timings.jsonl`: one per step and rank, with the times that were recorded."""
     for rank, log in read_rank_logs(events).items():
-        columns = {name: log.column(name) for name in STEP_TIMES}
-        for position, step in enumerate(log.steps.tolist()):
+        columns = {name: log.steps.column(name) for name in STEP_TIMES}
+        for position, step in enumerate(log.steps.numbers.tolist()):
             times = {name: round(float(values[position]), 6) for name, values in columns.items()}
             yield {"step": step, "rank": rank, **{name: time for name, time in times.items() if np.isfinite(time)}}
 
@@ -229,11 +231,11 @@ def _tail_stats(logs: Logs) -> TailStats | None:
     """
     own: dict[int, dict[int, float]] = {}
     for rank, log in logs.items():
-        positions = log.measured()
-        own_s = (log.column("step_s") - log.column("wait_s"))[positions]
+        positions = log.steps.measured()
+        own_s = (log.steps.column("step_s") - log.steps.column("wait_s"))[positions]
         own[rank] = {
             int(step): float(seconds)
-            for step, seconds in zip(log.steps[positions], own_s, strict=True)
+            for step, seconds in zip(log.steps.numbers[positions], own_s, strict=True)
             if np.isfinite(seconds) and seconds > 0
         }
     common = sorted(set.intersection(*map(set, own.values()))) if len(own) > 1 else []
@@ -275,11 +277,13 @@ def _losses(logs: Logs, longest: RankLog) -> tuple[Steps, Floats]:
     if longest.start.get("measured"):
         return np.empty(0, dtype=np.int64), np.empty(0)
     if not any(log.entered for log in logs.values()):
-        return longest.steps, longest.column("loss")
+        return longest.steps.numbers, longest.steps.column("loss")
     final = FinalLineage(logs)
     losses: dict[int, tuple[Ballot, float]] = {}
     for log in logs.values():
-        for step, loss, entered in zip(log.steps.tolist(), log.column("loss").tolist(), log.generations(), strict=True):
+        for step, loss, entered in zip(
+            log.steps.numbers.tolist(), log.steps.column("loss").tolist(), log.steps.generations(), strict=True
+        ):
             generation = entered.generation if entered else NEVER
             if final.holds(entered, step) and (step not in losses or losses[step][0] < generation):
                 losses[step] = (generation, loss)
@@ -290,10 +294,10 @@ def _losses(logs: Logs, longest: RankLog) -> tuple[Steps, Floats]:
 def _val_losses(logs: Logs) -> dict[int, float]:
     final = FinalLineage(logs)
     return {
-        step: loss
+        step: recorded.value
         for log in logs.values()
-        for step, loss in sorted(log.val_loss.items())
-        if final.holds(log.entered_at_eval(step), step)
+        for step, recorded in sorted(log.val_loss.items())
+        if final.holds(recorded.entered, step)
     }
 
 
@@ -304,7 +308,7 @@ def _logged_values(logs: Logs) -> dict[str, dict[int, float]]:
     for log in logs.values():
         for name, values in log.logged.items():
             for step, value in values.items():
-                if final.holds(log.entered_at_log(step), step):
+                if final.holds(log.logged_in[step], step):
                     logged.setdefault(name, {}).setdefault(step, value)
     return {name: dict(sorted(values.items())) for name, values in logged.items()}
 
@@ -333,13 +337,13 @@ def _summarize_rank(log: RankLog) -> RankSummary:
         rank=log.rank,
         start=log.start,
         shard=log.shard,
-        steps=log.steps,
-        series={name: log.column(name) for name in STEP_TIMES},
+        steps=log.steps.numbers,
+        series={name: log.steps.column(name) for name in STEP_TIMES},
         step_s=stats["step_s"],
         phases={phase: phase_s for phase in PHASES if (phase_s := stats[f"{phase}_s"]) is not None},
         typical=_typical_phases([log], stats["step_s"].median) if stats["step_s"] else {},
         allreduce_s=stats["allreduce_s"],
-        spans=log.spans(),
+        spans=log.steps.spans(),
     )
 
 
@@ -348,7 +352,7 @@ def _measured(log: RankLog, name: str) -> Floats:
 
     Steps with and without an exchange are not samples of the same thing: a median over steps would ignore the exchange.
     """
-    values = log.column(name)[log.measured()]
+    values = log.steps.column(name)[log.steps.measured()]
     return values if name in EXCHANGE_TIMES else _by_rounds(values, _round_steps(log.start))
 
 
@@ -380,9 +384,9 @@ def _typical_phases(logs: Collection[RankLog], step_s: float) -> dict[str, float
         typical = _typical_steps(log)
         if not len(typical):
             continue
-        whole_s += float(log.column("step_s")[typical].mean())
+        whole_s += float(log.steps.column("step_s")[typical].mean())
         for phase in PHASES:
-            phase_s = log.column(f"{phase}_s")[typical]
+            phase_s = log.steps.column(f"{phase}_s")[typical]
             total_s[phase] += max(0.0, float(np.where(np.isfinite(phase_s), phase_s, 0.0).mean()))
     if not (0 < step_s < math.inf and 0 < whole_s < math.inf):
         return {}
@@ -400,7 +404,7 @@ def _hidden_part(logs: Collection[RankLog], allreduce_s: MeanMedianP95 | None) -
     total_s = dict.fromkeys(EXCHANGE_TIMES, 0.0)
     for log in logs:
         typical = _typical_steps(log)
-        columns = {name: log.column(name)[typical] for name in EXCHANGE_TIMES}
+        columns = {name: log.steps.column(name)[typical] for name in EXCHANGE_TIMES}
         is_timed = np.all([np.isfinite(values) for values in columns.values()], axis=0)
         for name, values in columns.items():
             total_s[name] += float(values[is_timed].sum())
@@ -414,12 +418,12 @@ def _typical_steps(log: RankLog) -> Steps:
 
     Only steps with recorded phases count: a run may be resumed with another `sync.measure`.
     """
-    measured = log.measured()
-    has_phases = np.any([np.isfinite(log.column(f"{phase}_s")[measured]) for phase in PHASES], axis=0)
+    measured = log.steps.measured()
+    has_phases = np.any([np.isfinite(log.steps.column(f"{phase}_s")[measured]) for phase in PHASES], axis=0)
     positions = measured[has_phases]
     size = max(1, min(_round_steps(log.start), len(positions)))
     rounds = positions[len(positions) % size :].reshape(-1, size)
-    round_s = log.column("step_s")[rounds].mean(axis=1)
+    round_s = log.steps.column("step_s")[rounds].mean(axis=1)
     timed = np.flatnonzero(np.isfinite(round_s))
     if len(timed):
         low, high = np.percentile(round_s[timed], (25, 75), method="nearest")

@@ -191,7 +191,7 @@ def _verify_measured(folder: _Folder, ledger: LedgerReport) -> VerifyResult:
     elif replicas is not None and replicas.ranks < len(folder.members):
         folder.wrong(folder.run.path / "events", "not all ranks have recorded a digest of their parameters")
     _check_manifest(folder)
-    done = max((int(log.steps.max()) for log in folder.logs.values() if len(log.steps)), default=0)
+    done = max((int(log.steps.numbers[-1]) for log in folder.logs.values() if len(log.steps)), default=0)
     return VerifyResult(
         status=folder.status, step=done, replicas=replicas, ledger=ledger, findings=folder.findings, is_measured=True
     )
@@ -338,7 +338,7 @@ def _check_last_step(folder: _Folder, ledger: LedgerReport) -> None:
         return
     done = max((_last_step(folder.events[rank]) for rank in members), default=0)
     # Lines of a step that will be repeated stay until then.
-    recorded = max((int(log.steps.max()) for log in folder.logs.values() if len(log.steps)), default=0)
+    recorded = max((int(log.steps.numbers[-1]) for log in folder.logs.values() if len(log.steps)), default=0)
     if ledger.last < done - folder.lag:
         absent = "is missing or empty" if not folder.commits else f"ends at step {ledger.last}"
         folder.wrong(path, f"{absent}, the ranks have done step {done}")
@@ -406,7 +406,7 @@ def _check_recorded_steps(folder: _Folder) -> None:
         if is_step(record.get("step")) and isinstance(record.get("members"), list):
             by_generation.setdefault(str(record.get("generation")), []).append((record["step"], record["members"]))
     for rank, log in folder.logs.items():
-        done, lacking = set(log.steps.tolist()), set()
+        done, lacking = set(log.steps.numbers.tolist()), set()
         for lines in by_generation.values():
             highest = max(step for step, _ in lines)
             expected = {step for step, members in lines if rank in members and step <= highest - folder.lag}
@@ -588,10 +588,12 @@ def _sha256(path: Path) -> str:
 
 def _losses(folder: _Folder, rank: int) -> dict[tuple[int, Ballot], float]:
     log = folder.logs[rank]
-    generations = (NEVER if entry is None else entry.generation for entry in log.generations())
+    generations = (NEVER if entry is None else entry.generation for entry in log.steps.generations())
     return {
         (step, generation): loss
-        for step, generation, loss in zip(log.steps.tolist(), generations, log.column("loss").tolist(), strict=True)
+        for step, generation, loss in zip(
+            log.steps.numbers.tolist(), generations, log.steps.column("loss").tolist(), strict=True
+        )
     }
 
 

@@ -234,7 +234,7 @@ def _last_step(log: RankLog) -> int:
     """Return the step at which a rank ended, or the last that it has recorded."""
     if log.ended is not None and isinstance(log.end.get("step"), int):
         return int(log.end["step"])
-    return int(log.steps[-1]) if len(log.steps) else 0
+    return int(log.steps.numbers[-1]) if len(log.steps) else 0
 
 
 def alone_note(run: RunFolder) -> list[str]:

@@ -61,7 +61,7 @@ def test_a_summary_without_loss_and_tokens() -> None:
 def test_a_script_that_was_started_again_counts_its_steps_anew() -> None:
     first = [event for event in measured_run() if event["event"] != "end"]
     logs = read_rank_logs([*first, *measured_run(steps=10)])
-    assert logs[0].steps.tolist() == list(range(1, 11))
+    assert logs[0].steps.numbers.tolist() == list(range(1, 11))
 
 
 def test_events_of_a_rank_that_was_lost_before_a_restart_do_not_count() -> None:

@@ -126,7 +126,7 @@ class RunMetrics:
         for rank, path in run.event_files().items():
             logs[rank] = self._scan(rank, path)
         self._final = FinalLineage(logs)
-        if not any(log.steps.size for log in logs.values()):
+        if not any(len(log.steps) for log in logs.values()):
             raise no_steps_error(run, "an export has the steps in the events of a run")
 
     @property
