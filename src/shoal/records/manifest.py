@@ -52,72 +52,97 @@ def compose_manifest(
     commands: Sequence[str] = (),
 ) -> Manifest:
     """Build the manifest from what the ranks recorded, and from the configuration where they recorded nothing."""
-    start = summary.start
-    speeds = _speeds(summary, scaling or [])
-    allreduce = summary.allreduce_s
-    chosen = read_choice(summary.choice)
-    created = summary.started_at
     changes = changes or describe_changes(summary.history, (), ())
+    chosen = read_choice(summary.choice)
+    sections: dict[str, Any] = {
+        **_what_ran(config, summary),
+        **_what_trained(config, summary.start),
+        **_measurements(summary, scaling or []),
+        **_members(summary, changes),
+    }
     return Manifest(
-        created=None if created is None else datetime.fromtimestamp(created, UTC).isoformat(timespec="seconds"),
-        status=summary.status,
-        on=config.run.on,
-        lab=config.run.on if config.run.on.partition(":")[0] == "lab" else None,
+        **sections,
         commands=list(commands),
-        duration_s=summary.duration_s,
-        trains="gpt" if isinstance(config, Config) else "script",
-        preset=config.run.preset,
-        seed=config.train.seed,
-        launcher=_text(start, "launcher") or config.run.launcher,
-        backend=_backend(summary),
-        process_group=_text(start, "backend"),
-        world_size=summary.world_size,
-        nodes=_nodes(summary),
-        versions=_versions(start),
-        model_params=_whole(start, "params"),
         data_source=data.source if data else _configured_text(config),
         data_digest=data.digest if data else None,
-        steps=summary.steps_done,
-        steps_planned=summary.steps_done if start.get("measured") else config.train.steps,
-        global_batch=_whole(start, "global_batch") or config.train.global_batch,
-        micro_batch=_whole(start, "micro_batch") or config.train.micro_batch,
-        scaling=config.train.scaling,
-        sync=_text(start, "sync") or config.sync.mode,
-        wire=_text(start, "wire") or config.sync.wire,
-        measure=config.sync.measure,
-        inside=_text(start, "inside") or "gloo",
-        strategy=_sync_record(config, start, chosen),
-        final_loss=summary.final_loss,
-        val_loss=summary.final_val_loss,
-        logged={name: values[max(values)] for name, values in summary.logged.items()},
-        step_s_measured=summary.step_s.median if summary.step_s else None,
+        strategy=_sync_record(config, summary.start, chosen),
         step_s_predicted=prediction.step_s if prediction else None,
         prediction=prediction,
         prediction_notes=explain_prediction(prediction, summary, chosen),
-        phases=summary.phases,
-        allreduce_mean_ms=allreduce.mean * 1e3 if allreduce else None,
-        allreduce_p50_ms=allreduce.median * 1e3 if allreduce else None,
-        allreduce_p95_ms=allreduce.p95 * 1e3 if allreduce else None,
-        wire_bytes_per_step=summary.wire_bytes_per_step,
-        theoretical_bytes_per_step=summary.theoretical_bytes_per_step,
-        peak_memory_bytes=summary.peak_memory_bytes,
-        unit="tokens" if summary.unit is TOKENS else "samples",
-        samples_per_sec={summary.world_size: summary.samples_per_s} if summary.samples_per_s else {},
-        tokens_per_sec=speeds,
-        tokens_per_sec_1proc=speeds.get(1),
-        tokens_per_sec_2proc=speeds.get(2),
-        members=list(summary.members),
-        generations=changes.generations,
-        lineage=changes.lineage,
-        recoveries=changes.recoveries,
-        membership_notes=changes.notes,
-        redone_steps=changes.redone_steps,
-        abandoned_steps=changes.abandoned_steps,
         byte_equivalent=replicas.byte_equivalent if replicas and replicas.ranks else None,
         max_abs_diff=replicas.max_abs_diff if replicas and replicas.ranks else None,
         choice_notes=explain_choice(config.sync, chosen, summary),
         lesson_notes=_lesson_notes(summary, scaling or []),
     )
+
+
+def _what_ran(config: EngineConfig, summary: RunSummary) -> dict[str, Any]:
+    start, created = summary.start, summary.started_at
+    return {
+        "created": None if created is None else datetime.fromtimestamp(created, UTC).isoformat(timespec="seconds"),
+        "status": summary.status,
+        "on": config.run.on,
+        "lab": config.run.on if config.run.on.partition(":")[0] == "lab" else None,
+        "duration_s": summary.duration_s,
+        "launcher": _text(start, "launcher") or config.run.launcher,
+        "backend": _backend(summary),
+        "process_group": _text(start, "backend"),
+        "world_size": summary.world_size,
+        "nodes": _nodes(summary),
+        "versions": _versions(start),
+        "steps": summary.steps_done,
+        "steps_planned": summary.steps_done if start.get("measured") else config.train.steps,
+    }
+
+
+def _what_trained(config: EngineConfig, start: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "trains": "gpt" if isinstance(config, Config) else "script",
+        "preset": config.run.preset,
+        "seed": config.train.seed,
+        "model_params": _whole(start, "params"),
+        "global_batch": _whole(start, "global_batch") or config.train.global_batch,
+        "micro_batch": _whole(start, "micro_batch") or config.train.micro_batch,
+        "scaling": config.train.scaling,
+        "sync": _text(start, "sync") or config.sync.mode,
+        "wire": _text(start, "wire") or config.sync.wire,
+        "measure": config.sync.measure,
+        "inside": _text(start, "inside") or "gloo",
+    }
+
+
+def _measurements(summary: RunSummary, scaling: list[ScalingPoint]) -> dict[str, Any]:
+    speeds, allreduce = _speeds(summary, scaling), summary.allreduce_s
+    return {
+        "final_loss": summary.final_loss,
+        "val_loss": summary.final_val_loss,
+        "logged": {name: values[max(values)] for name, values in summary.logged.items()},
+        "step_s_measured": summary.step_s.median if summary.step_s else None,
+        "phases": summary.phases,
+        "allreduce_mean_ms": allreduce.mean * 1e3 if allreduce else None,
+        "allreduce_p50_ms": allreduce.median * 1e3 if allreduce else None,
+        "allreduce_p95_ms": allreduce.p95 * 1e3 if allreduce else None,
+        "wire_bytes_per_step": summary.wire_bytes_per_step,
+        "theoretical_bytes_per_step": summary.theoretical_bytes_per_step,
+        "peak_memory_bytes": summary.peak_memory_bytes,
+        "unit": "tokens" if summary.unit is TOKENS else "samples",
+        "samples_per_sec": {summary.world_size: summary.samples_per_s} if summary.samples_per_s else {},
+        "tokens_per_sec": speeds,
+        "tokens_per_sec_1proc": speeds.get(1),
+        "tokens_per_sec_2proc": speeds.get(2),
+    }
+
+
+def _members(summary: RunSummary, changes: Changes) -> dict[str, Any]:
+    return {
+        "members": list(summary.members),
+        "generations": changes.generations,
+        "lineage": changes.lineage,
+        "recoveries": changes.recoveries,
+        "membership_notes": changes.notes,
+        "redone_steps": changes.redone_steps,
+        "abandoned_steps": changes.abandoned_steps,
+    }
 
 
 def _lesson_notes(summary: RunSummary, scaling: list[ScalingPoint]) -> str:

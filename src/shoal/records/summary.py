@@ -131,20 +131,16 @@ class RunSummary:
 
     @property
     def tokens_per_s(self) -> float | None:
-        return self._per_s(self.tokens_per_step)
+        return _per_s(self.tokens_per_step, self.step_s)
 
     @property
     def samples_per_s(self) -> float | None:
-        return self._per_s(self.samples_per_step)
+        return _per_s(self.samples_per_step, self.step_s)
 
     @property
     def speed(self) -> float | None:
         """Return what the training did in a second, counted in `unit`."""
         return self.tokens_per_s if self.unit is TOKENS else self.samples_per_s
-
-    def _per_s(self, per_step: float | None) -> float | None:
-        step_s = self.step_s.median if self.step_s else 0.0
-        return per_step / step_s if per_step is not None and step_s > 0 else None
 
     @property
     def final_loss(self) -> float | None:
@@ -153,6 +149,10 @@ class RunSummary:
     @property
     def final_val_loss(self) -> float | None:
         return self.val_loss[max(self.val_loss)] if self.val_loss else None
+
+
+def _per_s(per_step: float | None, step_s: MeanMedianP95 | None) -> float | None:
+    return per_step / step_s.median if per_step is not None and step_s is not None and step_s.median > 0 else None
 
 
 def summarize(events: Iterable[Event]) -> RunSummary:
