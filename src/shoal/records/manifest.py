@@ -264,8 +264,9 @@ def manifest_of(
     config = load_settings(run.config)
     data, commands = _data_facts(run), _read_commands(run)
     fresh = compose_manifest(config, summary, replicas, scaling, data, prediction, changes, commands)
-    if joined := run.joined_on():
-        fresh = fresh.model_copy(update={"on": joined})
+    if host := run.joined_host():
+        # In place of the `--on` of the host.
+        fresh = fresh.model_copy(update={"on": f"joined {host}"})
     return carry_over(fresh, read_manifest(run))
 
 

@@ -107,7 +107,8 @@ def _read_purpose(run: RunFolder) -> tuple[str, str, int | None]:
     # job.json, which names no script.
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         config = read_document(run.config)
-        joined = run.joined_on()
+        host = run.joined_host()
+        joined = f"joined {host}" if host else ""
         steps = config.get("train", {}).get("steps")
         steps = steps if isinstance(steps, int) else None
         if config.keys() & {"model", "data"} or (config and not run.job.is_file()):

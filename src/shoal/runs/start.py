@@ -53,7 +53,7 @@ from shoal.records.history import last_members
 from shoal.records.manifest import read_manifest
 from shoal.records.rank_log import RankLog, read_rank_logs
 from shoal.records.verify import verify_run
-from shoal.run_folder import RunFolder
+from shoal.run_folder import RunFolder, is_accessible, user_name
 from shoal.runs.confirm import require_terminal
 from shoal.runs.follow import STOPPING_SCRIPT, RunEvents, SupervisorLog, await_running, follow, forwarding_signals
 from shoal.runs.supervisor import RunJob, is_script, read_job, start_supervisor
@@ -146,7 +146,7 @@ def resume_training(
     or from another lineage.
     """
     run = RunFolder.open(path)
-    run.refuse_unwritable()
+    refuse_unwritable(run)
     _refuse_script(run)
     if confirm:
         refuse_confirm(load_config(run.config).run.on)
@@ -175,6 +175,31 @@ def resume_training(
     changed, _ = change_settings(load_config(run.config), changes or {})
     with _importing_for_lab(changed.run, run.path) as template:
         return run, _train(run, watch, RunJob(resume=has_begun, confirm=confirm), detach, prepare, template)
+
+
+def refuse_unwritable(run: RunFolder) -> None:
+    """Refuse to resume a run whose files this user cannot write, such as another user's."""
+    for path in (run.path, *(path for path in (run.supervisor, run.config, run.checkpoints) if path.exists())):
+        if not is_accessible(path, os.W_OK):
+            raise _unwritable_error(run, path)
+
+
+def _unwritable_error(run: RunFolder, path: Path) -> UsageError:
+    owner, resume = path.stat().st_uid, f"shoal train --resume {shlex.quote(str(run.path))}"
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        why = "its file system is read-only, and a run is resumed in its own folder"
+        fix = f"see how it is mounted: findmnt -T {shlex.quote(str(path))}"
+    elif owner == os.geteuid():
+        why = "its permissions forbid it, and a run is resumed in its own folder"
+        fix = f"allow it: chmod u+w {shlex.quote(str(path))} && {resume}"
+    else:
+        why = f"it belongs to user {user_name(owner)}, and a run is resumed in its own folder"
+        fix = f"go on as that user: sudo -u {user_name(owner)} {resume}"
+    return UsageError(
+        f"user {user_name(os.geteuid())} cannot write to {path}",
+        why=why,
+        fix=f"{fix}\nor start a run of your own: shoal train --out FOLDER",
+    )
 
 
 def _has_begun(run: RunFolder) -> bool:
@@ -366,7 +391,7 @@ def resume_script(
     `session` has the settings that change, section by section.
     """
     run = RunFolder.open(path)
-    run.refuse_unwritable()
+    refuse_unwritable(run)
     job = read_job(run)
     if not job.script:
         raise UsageError(

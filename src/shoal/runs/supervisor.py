@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import traceback
@@ -181,7 +182,7 @@ def main(folder: Path) -> int:
             why="that is a bug in shoal, or the machine is in trouble",
             fix="its log has the traceback: supervisor.log in the run folder",
         )
-    run.remove_dead_sockets()
+    remove_dead_sockets(run)
     if error is None:
         log.write("ended", code=0)
         return 0
@@ -248,6 +249,16 @@ def _supervise(run: RunFolder, job: RunJob, log: EventLog) -> None:
         write_derived_files(run)
         raise
     write_derived_files(run, replicas)
+
+
+def remove_dead_sockets(run: RunFolder) -> None:
+    """Remove the sockets of agents that were killed, at which no process listens any more."""
+    for path in run.path.glob("agents/*.sock"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
 
 
 def _sum_up_session(run: RunFolder, log: EventLog) -> None:
