@@ -53,7 +53,7 @@ from shoal.engine.session_start import SessionStart
 from shoal.engine.start_training import announce, describe_process, make_engine, start_training
 from shoal.engine.training_state import Stateful, TrainingState, check_trainable
 from shoal.errors import PeerLost, RunFailed, ShoalError, UsageError
-from shoal.events import LOG_FIELDS, STEP_FIELDS
+from shoal.event_schema import LOG_FIELDS, STEP_FIELDS
 from shoal.host.facts import link_mbps
 from shoal.sync.fence import GenerationEnded, StepBoundary
 from shoal.sync.kv_store_client import AgentStore

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shoal.errors import DataError, RunFailed, from_dict
-from shoal.events import Event, parse_event
+from shoal.event_schema import Event, parse_event
 from shoal.explain.pattern import CauseOrder, Pattern, fill_in
 from shoal.explain.patterns import PATTERNS
 from shoal.run_folder import RunFolder

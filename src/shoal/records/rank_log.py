@@ -21,7 +21,7 @@ from shoal.config.load import load_settings
 from shoal.config.schema import Config
 from shoal.control.membership.types import NEVER, Ballot
 from shoal.errors import DataError, ShoalError
-from shoal.events import LOG_FIELDS, STEP_TIMES, Event
+from shoal.event_schema import LOG_FIELDS, STEP_TIMES, Event
 from shoal.run_folder import RunFolder
 
 Floats = npt.NDArray[np.float64]

@@ -14,7 +14,7 @@ from shoal.control.membership.types import NEVER, Ballot
 from shoal.cost.causes import Demand, machine_demands
 from shoal.cost.network import ring_bytes
 from shoal.errors import PeerLost
-from shoal.events import EXCHANGE_TIMES, PHASES, STEP_TIMES, Event
+from shoal.event_schema import EXCHANGE_TIMES, PHASES, STEP_TIMES, Event
 from shoal.records.history import (
     FinalLineage,
     GenerationSpan,

@@ -24,7 +24,8 @@ from shoal.config.manifest import Manifest
 from shoal.config.schema import Config
 from shoal.control.membership.types import NEVER, Ballot
 from shoal.errors import ShoalError
-from shoal.events import Event, FileMark, has_mark, parse_event
+from shoal.event_schema import parse_event
+from shoal.events import Event, FileMark, has_mark
 from shoal.records.commit_log import LedgerReport, check_ledger
 from shoal.records.final_states import ReplicaReport, StateFile, compare_digests, judge_replicas, open_state
 from shoal.records.history import Logs, is_joined, last_members, ranks_elsewhere

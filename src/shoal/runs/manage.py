@@ -27,7 +27,8 @@ from shoal.control.processes import (
     wait_until_ended,
 )
 from shoal.errors import HostError, Interrupted, RunFailed, ShoalError, from_dict
-from shoal.events import RANK_EVENTS, Event, EventLog, parse_event, read_last_events
+from shoal.event_schema import RANK_EVENTS, parse_event
+from shoal.events import Event, EventLog, read_last_events
 from shoal.records.documents import read_document
 from shoal.run_folder import RunFolder, special_file_in
 from shoal.terminal import printable_json

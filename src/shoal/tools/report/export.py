@@ -25,7 +25,8 @@ from typing import IO, Any, Protocol, TypeGuard, cast
 
 from shoal.control.membership.types import NEVER
 from shoal.errors import ShoalError, UsageError
-from shoal.events import LOG_FIELDS, STEP_FIELDS, STEP_TIMES, Event, EventTail
+from shoal.event_schema import LOG_FIELDS, STEP_FIELDS, STEP_TIMES
+from shoal.events import Event, EventTail
 from shoal.records.documents import read_document
 from shoal.records.history import FinalLineage
 from shoal.records.rank_log import (

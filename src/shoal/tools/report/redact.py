@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from shoal.events import LOG_FIELDS, Event, read_events
+from shoal.event_schema import LOG_FIELDS
+from shoal.events import Event, read_events
 from shoal.records.documents import read_document
 from shoal.run_folder import RunFolder, user_name
 

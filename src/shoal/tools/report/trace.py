@@ -25,7 +25,8 @@ from typing import IO, Any, NamedTuple
 
 from shoal.control.membership.types import NEVER
 from shoal.errors import ShoalError
-from shoal.events import PHASES, Event, read_events
+from shoal.event_schema import PHASES
+from shoal.events import Event, read_events
 from shoal.records.rank_log import as_float, is_number, is_step, no_steps_error, read_ballot, split_tail
 from shoal.run_folder import RunFolder
 

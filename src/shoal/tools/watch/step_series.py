@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from shoal.control.membership.types import NEVER, Ballot
-from shoal.events import PHASES, STEP_FIELDS, Event
+from shoal.event_schema import PHASES, STEP_FIELDS, Event
 from shoal.records.rank_log import as_float, is_step, split_tail
 from shoal.terminal import printable_line
 from shoal.tools.watch.time_line import TimeLine
