@@ -319,17 +319,6 @@ class RunFolder:
     def logs(self, node: str) -> Path:
         return self.path / "logs" / check_name(node)
 
-    def text(self, name: str) -> Path:
-        """Return the path of one of the small files that are sent to a machine with another disk."""
-        texts = {path.name: path for path in (self.config, self.tokenizer, self.data)}
-        if name not in texts:
-            raise ControlError(
-                f"the file {_cut(name)} was sent for the run folder",
-                why=f"only {', '.join(texts)} are sent that way",
-                fix="compare versions on all machines: shoal --version",
-            )
-        return texts[name]
-
     def event_files(self) -> dict[int, Path]:
         return _numbered(self.path / "events", _EVENTS)
 

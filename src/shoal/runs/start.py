@@ -165,7 +165,7 @@ def resume_training(
         notes += alone_note(run)
         if not has_begun:
             notes.append("the run has done no step yet: it starts from the beginning")
-        saved = None if lineage else _newest_checkpoint(run)
+        saved = None if lineage else run.newest_checkpoint() or None
         notes += rate_note(load_config(run.config), config, world_size, saved)
         reopen_run(path, config, lineage, changed)
         return notes
@@ -270,12 +270,6 @@ def alone_note(run: RunFolder) -> list[str]:
         f"this machine joined the run of {host}; it now goes on alone, apart from that run. "
         f"To go on with the others, stop this and do instead: {run.rejoin_advice()}"
     ]
-
-
-def _newest_checkpoint(run: RunFolder) -> int | None:
-    """Return the step of the newest checkpoint in this folder; None without any."""
-    names = (path.name.removeprefix("step-") for path in run.checkpoints.glob("step-*"))
-    return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
 def rate_note(before: Config, after: Config, world_size: int, saved: int | None) -> list[str]:
