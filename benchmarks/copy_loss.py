@@ -29,6 +29,7 @@ from shoal.cluster.lab.spec import make_spec
 from shoal.config.load import build_config
 from shoal.cost.model_size import parameter_count
 from shoal.errors import ShoalError
+from shoal.records.commit_log import check_ledger
 from shoal.run_folder import RunFolder
 from shoal.tools.chaos.actions import KillRank, KillSourceInCopy
 from shoal.tools.chaos.inject import Injector
@@ -36,7 +37,6 @@ from shoal.tools.chaos.judge import compare_digests, newest_generation
 from shoal.tools.chaos.run import ScenarioWatch
 from shoal.tools.chaos.scenario import ScenarioRecord
 from shoal.tools.chaos.testbed import TestBed
-from shoal.tools.report.commit_log import check_ledger
 
 NODES = 3
 _DEADLINE_S = 240.0

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from _common import find_gpu, options
 from shoal.config.load import read_profile
+from shoal.records.summary import summarize
 from shoal.run_folder import RunFolder
-from shoal.tools.report.summary import summarize
 
 
 def shoal(*words: object) -> None:

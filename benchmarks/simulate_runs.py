@@ -19,6 +19,9 @@ from pathlib import Path
 
 from _common import options
 from shoal.errors import ConfigError
+from shoal.records.manifest import read_prediction
+from shoal.records.rank_log import step_time_factors
+from shoal.records.summary import summarize
 from shoal.run_folder import RunFolder
 from shoal.tools.plan.scenario import (
     Checkpoints,
@@ -29,9 +32,6 @@ from shoal.tools.plan.scenario import (
     fit_stragglers,
 )
 from shoal.tools.plan.simulation import simulate
-from shoal.tools.report.manifest import read_prediction
-from shoal.tools.report.rank_log import step_time_factors
-from shoal.tools.report.summary import summarize
 
 
 def main() -> None:

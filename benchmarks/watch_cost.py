@@ -24,7 +24,7 @@ import psutil
 
 from _common import options
 from shoal.config.load import build_config, to_toml
-from shoal.events import PHASES
+from shoal.event_schema import PHASES
 from shoal.run_folder import RunFolder
 
 RANKS = 8

@@ -13,8 +13,6 @@ import pwd
 import re
 import secrets
 import shlex
-import shutil
-import socket
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -173,29 +171,6 @@ class RunFolder:
         except UsageError:
             return True
 
-    def refuse_unwritable(self) -> None:
-        """Refuse to resume a run whose files this user cannot write, such as another user's."""
-        for path in (self.path, *(path for path in (self.supervisor, self.config, self.checkpoints) if path.exists())):
-            if not is_accessible(path, os.W_OK):
-                raise self._unwritable(path)
-
-    def _unwritable(self, path: Path) -> UsageError:
-        owner, resume = path.stat().st_uid, f"shoal train --resume {shlex.quote(str(self.path))}"
-        if os.statvfs(path).f_flag & os.ST_RDONLY:
-            why = "its file system is read-only, and a run is resumed in its own folder"
-            fix = f"see how it is mounted: findmnt -T {shlex.quote(str(path))}"
-        elif owner == os.geteuid():
-            why = "its permissions forbid it, and a run is resumed in its own folder"
-            fix = f"allow it: chmod u+w {shlex.quote(str(path))} && {resume}"
-        else:
-            why = f"it belongs to user {user_name(owner)}, and a run is resumed in its own folder"
-            fix = f"go on as that user: sudo -u {user_name(owner)} {resume}"
-        return UsageError(
-            f"user {user_name(os.geteuid())} cannot write to {path}",
-            why=why,
-            fix=f"{fix}\nor start a run of your own: shoal train --out FOLDER",
-        )
-
     def identity(self) -> str:
         """Return the run's unique id, which names its folders on other machines."""
         path = self.path / "id"
@@ -208,10 +183,6 @@ class RunFolder:
         if self.has_checkpoint() or (self.commits.is_file() and self.commits.stat().st_size):
             return True
         return any(event["event"] == "step" for event in self.read_all_events())
-
-    def discard(self) -> None:
-        """Remove a folder whose run could not be created: the next attempt with this name must not be refused."""
-        shutil.rmtree(self.path, ignore_errors=True)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -287,11 +258,6 @@ class RunFolder:
         invite = ", then shoal host RUN" if json.loads(self.joined.read_bytes()).get("late") is True else ""
         return f"on {host}: shoal {verb} --resume RUN{invite}; then here the shoal join command that it prints"
 
-    def joined_on(self) -> str:
-        """Return where a machine's run takes place that joined, in place of the `--on` of the host."""
-        host = self.joined_host()
-        return f"joined {host}" if host else ""
-
     def is_removed(self) -> bool:
         """Return whether the files that describe the run are gone; a rank may re-create the folder for a checkpoint."""
         return not (self.config.is_file() or self.job.is_file() or self.journals())
@@ -306,42 +272,30 @@ class RunFolder:
 
     def journal(self, node: str) -> Path:
         """The events of a node's agent."""
-        return self._agent_file(node, "jsonl")
+        return _agent_file(self, node, "jsonl")
 
     def journals(self) -> list[Path]:
         return sorted((self.path / "agents").glob("*.jsonl"))
 
     def votes(self, node: str) -> Path:
         """The promises and votes of a node's agent; see `control.membership`."""
-        return self._agent_file(node, "votes")
+        return _agent_file(self, node, "votes")
 
     def orders(self, node: str) -> Path:
         """The orders of a node's agent while it works: enough to start it again."""
-        return self._agent_file(node, "orders")
-
-    def remove_dead_sockets(self) -> None:
-        """Remove the sockets of agents that were killed, at which no process listens any more."""
-        for path in self.path.glob("agents/*.sock"):
-            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-                try:
-                    probe.connect(str(path))
-                except ConnectionRefusedError:
-                    path.unlink()
+        return _agent_file(self, node, "orders")
 
     def invite_socket(self, node: str) -> Path:
         """The Unix socket at which a node's agent answers commands on its machine; see `agent.invite_server`."""
-        return self._agent_file(node, "sock")
+        return _agent_file(self, node, "sock")
 
     def agent_log(self, node: str) -> Path:
         """The output of a node's agent: mostly tracebacks."""
-        return self._agent_file(node, "log")
+        return _agent_file(self, node, "log")
 
     def template_log(self, node: str) -> Path:
         """The same of the template from which the agent's ranks are forked."""
-        return self._agent_file(node, "template.log")
-
-    def _agent_file(self, node: str, suffix: str) -> Path:
-        return self.path / "agents" / f"{check_name(node)}.{suffix}"
+        return _agent_file(self, node, "template.log")
 
     def events(self, rank: int) -> Path:
         return self.path / "events" / f"rank-{check_rank(rank)}.jsonl"
@@ -365,17 +319,6 @@ class RunFolder:
     def logs(self, node: str) -> Path:
         return self.path / "logs" / check_name(node)
 
-    def text(self, name: str) -> Path:
-        """Return the path of one of the small files that are sent to a machine with another disk."""
-        texts = {path.name: path for path in (self.config, self.tokenizer, self.data)}
-        if name not in texts:
-            raise ControlError(
-                f"the file {_cut(name)} was sent for the run folder",
-                why=f"only {', '.join(texts)} are sent that way",
-                fix="compare versions on all machines: shoal --version",
-            )
-        return texts[name]
-
     def event_files(self) -> dict[int, Path]:
         return _numbered(self.path / "events", _EVENTS)
 
@@ -386,6 +329,10 @@ class RunFolder:
         """Yield every rank's events, rank by rank. `skipped` counts unreadable lines by file."""
         for path in self.event_files().values():
             yield from read_events(path, skipped)
+
+
+def _agent_file(run: RunFolder, node: str, suffix: str) -> Path:
+    return run.path / "agents" / f"{check_name(node)}.{suffix}"
 
 
 def _list_runs_near(path: Path) -> str:

@@ -32,10 +32,10 @@ from shoal.control.orders import StartProcess
 from shoal.control.processes import RunProcess, find_processes, is_alive
 from shoal.control.rank_env import CACHE_VARIABLES, choose_caches, find_danger, make_private
 from shoal.errors import DataError, UsageError
+from shoal.records.final_states import open_state
+from shoal.records.verify import verify_run
 from shoal.run_folder import RunFolder, user_name
 from shoal.runs.supervisor import python_words
-from shoal.tools.report.replicas import open_state
-from shoal.tools.report.verify import verify_run
 from tests.support.agents import agents, go
 from tests.support.labs import need_lab
 from tests.support.needs import need_tool

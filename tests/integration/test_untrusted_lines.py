@@ -30,7 +30,8 @@ from shoal.cluster.node import LocalProgram, Node, RemoteProgram, closing_all, r
 from shoal.control.channel import is_equal_secret
 from shoal.control.orders import read_member, read_places
 from shoal.errors import ControlError
-from shoal.events import AGENT_EVENTS, EventLog, EventTail, parse_event, read_events
+from shoal.event_schema import AGENT_EVENTS, parse_event
+from shoal.events import EventLog, EventTail, read_events
 from shoal.launch.launcher import AgentHandle, Launch
 from shoal.launch.plan import RankCommand
 from shoal.run_folder import RunFolder, check_name, open_below

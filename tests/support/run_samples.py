@@ -9,8 +9,8 @@ from typing import Any
 
 from shoal.config.load import build_config, to_toml, validate_session
 from shoal.events import Event
+from shoal.records.scaling import ScalingPoint
 from shoal.run_folder import RunFolder
-from shoal.tools.report.figures import ScalingPoint
 
 GRAD_BYTES = 5_400_000
 TOKENS = 1536

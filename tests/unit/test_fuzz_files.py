@@ -32,18 +32,18 @@ from shoal.engine.checkpoint import Checkpoint, CheckpointFolder, Progress, read
 from shoal.engine.training_state import StateTree
 from shoal.errors import ShoalError
 from shoal.events import EventLog, EventTail, read_events
+from shoal.explain.explain import explain_text
 from shoal.launch.failure import diagnose
 from shoal.launch.launcher import AgentHandle, Launch, _faults
 from shoal.launch.plan import RankCommand
+from shoal.records.final_states import open_state
+from shoal.records.manifest import read_manifest, read_prediction
+from shoal.records.scaling import read_scaling
 from shoal.run_folder import RunFolder
 from shoal.runs.follow import RunEvents, SupervisorLog
 from shoal.runs.manage import describe, read_opening
 from shoal.runs.supervisor import read_job
 from shoal.tools.bench.levers import parse_lever
-from shoal.tools.explain.explain import explain_text
-from shoal.tools.report.figures import read_scaling
-from shoal.tools.report.manifest import read_manifest, read_prediction
-from shoal.tools.report.replicas import open_state
 from tests.support.fuzzing import MANY, NOISE, QUICK, TEXT, Reader, around, as_json, bent, torn
 from tests.support.run_samples import start, step
 

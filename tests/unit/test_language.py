@@ -18,7 +18,7 @@ from tests.support.paths import ROOT
 SOURCE = Path(shoal.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"])
-CORE = {"control", "agent", "launch", "runs", "sync", "engine", "train"}
+CORE = {"control", "agent", "launch", "records", "runs", "sync", "engine", "train"}
 
 # Name the process instead: the agent, every rank, the joining node.
 VAGUE = "nobody|somebody|whoever|whomever|everybody|anybody|someone|everyone|anyone"

@@ -21,13 +21,12 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 # docs/design.md, section 3: a package may import itself and the packages to its right.
 CHAINS = (
-    "cli → tools/chaos → tools/bench, tools/doctor, tools/probe, tools/plan → runs → tools/watch"
-    " → tools/explain, tools/report → tools/draw → launch → agent → cluster"
-    " → data → cost → control → config → host → base",
+    "cli → tools/chaos → tools/bench, tools/doctor, tools/probe, tools/plan → tools/watch → tools/report → tools/draw"
+    " → runs → explain, records → launch → agent → cluster → data → cost → control → config → host → base",
     "worker programs of tools → train → engine → sync → cost → control → config → host → base",
     "worker programs of tools → train → model → data → cost → control → config → host → base",
 )
-BASE = {"errors", "units", "events", "run_folder", "step_line", "terminal", "__init__"}
+BASE = {"errors", "units", "events", "event_schema", "run_folder", "step_line", "terminal", "__init__"}
 # Started with `python -m` beside or instead of the ranks; the tools that start them import none of these.
 WORKER_PROGRAMS = {"shoal.tools.doctor.gloo_worker", "shoal.tools.probe.worker"}
 WORKER_HALF = {"train", "engine", "sync", "model", "worker programs of tools"}
@@ -97,6 +96,9 @@ def test_imports_point_one_way() -> None:
         ("shoal.cost.model_size", "from shoal.data.tokens import permute"),
         ("shoal.launch.plan", "import shoal.train.worker"),
         ("shoal.launch.plan", "def f():\n    from shoal.tools.report import page"),
+        ("shoal.runs.start", "from shoal.tools.report.page import write_report"),
+        ("shoal.records.summary", "from shoal.runs.follow import RunEvents"),
+        ("shoal.launch.launcher", "from shoal.records.summary import summarize"),
         ("shoal.events", "from shoal.config import load"),
         ("shoal.sync.gradients", "from shoal.model.gpt import GPT"),
         ("shoal.sync.outer", "from shoal.engine.training_state import StateTree"),
@@ -119,6 +121,15 @@ def test_the_engine_knows_neither_texts_nor_the_gpt() -> None:
         nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
         names = [name for node in nodes for name in imports(ast.Module([node], []))]
         assert [name for name in names if name.startswith(("shoal.data", "shoal.model", "shoal.train"))] == [], path
+
+
+def test_nothing_below_the_tools_imports_them() -> None:
+    above = {name for name in allowed() if name == "cli" or "tools" in name}
+    below = [(module, source) for module, source in sources() if package_of(module) not in above]
+    assert len(below) > 100
+    for module, source in below:
+        names = [name for name in imports(ast.parse(source)) if name.startswith("shoal.tools")]
+        assert names == [], module
 
 
 def test_an_import_for_type_checkers_is_allowed() -> None:
@@ -278,7 +289,7 @@ from shoal.config.load import build_config, load_config, to_toml
 from shoal.data.prepare import prepare
 from shoal.data.tokens import open_tokens
 from shoal.data.tokenizer import load_tokenizer
-from shoal.tools.report.replicas import compare_replicas
+from shoal.records.final_states import compare_replicas
 from shoal.engine.checkpoint import Checkpoint, CheckpointFolder, Progress
 from shoal.engine.training_state import StateTree
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -54,16 +53,3 @@ def test_the_advice_of_a_rank_fits_the_run(tmp_path: Path) -> None:
     assert f"shoal train --resume {tmp_path}." in run.name_in(advice)
     run.script.write_text("{}")
     assert f"shoal run --resume {tmp_path}." in run.name_in(advice)
-
-
-def test_the_sockets_of_killed_agents_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A path of a socket has at most 107 bytes.
-    monkeypatch.chdir(tmp_path)
-    Path("agents").mkdir()
-    with socket.socket(socket.AF_UNIX) as alive, socket.socket(socket.AF_UNIX) as dead:
-        for agent, name in ((alive, "node1"), (dead, "node2")):
-            agent.bind(f"agents/{name}.sock")
-            agent.listen()
-        dead.close()
-        RunFolder(Path()).remove_dead_sockets()
-        assert sorted(path.name for path in Path("agents").iterdir()) == ["node1.sock"]

@@ -214,8 +214,8 @@ def parse_numbers(option: str, text: str) -> list[int]:
 
 def print_clusters(result: ScalingResult) -> None:
     """Print one row a cluster, what was skipped, and the paragraph that explains the figures."""
+    from shoal.records.explain_run import explain_scaling
     from shoal.tools.bench.scaling import scaling_document
-    from shoal.tools.report.explain_run import explain_scaling
 
     console = stdout_console()
     rows = [(figures["cluster"], *_scaling_cells(figures)) for figures in scaling_document(result)["rows"]]

@@ -27,10 +27,10 @@ from shoal.units import format_duration, format_ms, pluralize
 
 if TYPE_CHECKING:
     from shoal.config.schema import Config, EngineConfig
+    from shoal.records.scaling import ScalingPoint
+    from shoal.records.verify import VerifyResult
     from shoal.runs.start import MakeDisplay, TrainDisplay
     from shoal.tools.bench.scaling import ScalingResult
-    from shoal.tools.report.figures import ScalingPoint
-    from shoal.tools.report.verify import VerifyResult
 
 app = typer.Typer(add_completion=False)
 
@@ -75,10 +75,10 @@ def demo(
     on this machine, without root, in under two minutes on two cores.
     """
     from shoal.host.topology import this_topology, threads_for
+    from shoal.records.manifest import write_derived_files
+    from shoal.records.verify import verify_run
     from shoal.tools.bench.scaling import measure_scaling, scaling_document
-    from shoal.tools.report.manifest import write_derived_files
     from shoal.tools.report.page import write_report
-    from shoal.tools.report.verify import verify_run
 
     began, cores, folder = time.monotonic(), threads_for(this_topology(), 1), out or default_out("demo")
     are_all = cores == this_topology().usable
@@ -260,7 +260,7 @@ def _read_commits(run: RunFolder, killed: KilledRank) -> None:
 
 
 def _print_speeds(result: ScalingResult, cores: int) -> None:
-    from shoal.tools.report.explain_run import warn_of_load
+    from shoal.records.explain_run import warn_of_load
 
     points = {row.key: row.median[0] for row in result.rows}
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")

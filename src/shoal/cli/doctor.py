@@ -19,9 +19,9 @@ from shoal.run_folder import RunFolder
 from shoal.units import pluralize
 
 if TYPE_CHECKING:
+    from shoal.explain.explain import Evidence, Findings
     from shoal.tools.doctor.facts import Finding
     from shoal.tools.doctor.run import Diagnosis
-    from shoal.tools.explain.explain import Evidence, Findings
 
 
 app = typer.Typer(add_completion=False)
@@ -186,7 +186,7 @@ def print_fix(text: str, label: str) -> None:
 
 
 def _read(log: Path) -> Findings:
-    from shoal.tools.explain.explain import explain_file, explain_run, explain_stream
+    from shoal.explain.explain import explain_file, explain_run, explain_stream
 
     if log == _STDIN:
         if sys.stdin.isatty():
@@ -209,8 +209,8 @@ def _explain_document(findings: Findings) -> dict[str, object]:
 
 def as_lines(findings: Findings) -> Iterator[str]:
     """Yield causes in full and consequences in one line each."""
+    from shoal.explain.pattern import CauseOrder
     from shoal.tools.doctor.checks import CHECK_MEANINGS
-    from shoal.tools.explain.pattern import CauseOrder
 
     if error := _unknown_error(findings):
         yield f"first error that shoal does not know: {_place(error)}"
@@ -236,7 +236,7 @@ def as_lines(findings: Findings) -> Iterator[str]:
 
 def _unknown_error(findings: Findings) -> Evidence | None:
     """Return the first unknown error, unless a line names the cause: then the unknown one follows from it."""
-    from shoal.tools.explain.pattern import CauseOrder
+    from shoal.explain.pattern import CauseOrder
 
     return None if findings.best and findings.best.weight == CauseOrder.CAUSE else findings.unknown
 

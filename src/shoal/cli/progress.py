@@ -231,7 +231,7 @@ class EventPrinter:
         return bool(event["event"] == kind and event["rank"] == self._lead)
 
     def announce(self, event: Event) -> Iterator[str]:
-        from shoal.tools.report.rank_log import logged_values, read_entered
+        from shoal.records.rank_log import logged_values, read_entered
 
         match event["event"]:
             case "membership":

@@ -25,9 +25,9 @@ from shoal.terminal import begin_stage, end_stage, stderr_width
 from shoal.units import format_spans, pluralize, rank_list, rank_names
 
 if TYPE_CHECKING:
-    from shoal.tools.report.commit_log import LedgerReport
-    from shoal.tools.report.replicas import ReplicaReport
-    from shoal.tools.report.verify import VerifyResult
+    from shoal.records.commit_log import LedgerReport
+    from shoal.records.final_states import ReplicaReport
+    from shoal.records.verify import VerifyResult
 
 
 app = typer.Typer(add_completion=False)
@@ -239,8 +239,8 @@ def verify(
     verified up to its last step. Exit code 0: everything that could be checked agrees. Exit code 1: something does not.
     """
     from shoal.cli.runs import print_resume
-    from shoal.tools.report.manifest import write_derived_files
-    from shoal.tools.report.verify import verify_run
+    from shoal.records.manifest import write_derived_files
+    from shoal.records.verify import verify_run
 
     folder = RunFolder.open(run)
     verdict = verify_run(folder)

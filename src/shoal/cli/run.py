@@ -126,10 +126,10 @@ def run(
     from shoal.cli.watch import watched
     from shoal.cluster.target import JoinSpec, parse_on
     from shoal.config.load import refuse_duplicate_settings, validate_session
+    from shoal.records.explain_run import prediction_line
     from shoal.runs.start import start_script
     from shoal.runs.supervisor import RunJob
     from shoal.tools.plan.compare import first_speeds, predict_script
-    from shoal.tools.report.explain_run import prediction_line
 
     flags: Overrides = {
         "run": {"threads": threads, "balance": balance},

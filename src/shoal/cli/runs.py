@@ -325,7 +325,7 @@ def resume_session(path: Path, changes: Overrides, detach: bool, json: bool = Fa
 
 
 def print_script_end(run: RunFolder, detach: bool, json: bool = False) -> None:
-    from shoal.tools.report.manifest import read_manifest
+    from shoal.records.manifest import read_manifest
 
     if detach:
         print_detached(run, json)

@@ -229,8 +229,8 @@ def _straggling(text: str) -> Straggling:
 
 
 def _fitted(folder: Path) -> Straggling:
+    from shoal.records.rank_log import step_time_factors
     from shoal.tools.plan.scenario import fit_stragglers
-    from shoal.tools.report.rank_log import step_time_factors
 
     try:
         run = RunFolder.open(folder)

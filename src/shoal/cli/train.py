@@ -272,8 +272,8 @@ def before_start(
     `--sync auto` and the first shares use ./profile.toml if it exists; a profile of another cluster is only refused if
     it was named.
     """
+    from shoal.records.explain_run import prediction_line
     from shoal.tools.plan.compare import store_first_speeds, store_prediction, store_sync_plan
-    from shoal.tools.report.explain_run import prediction_line
 
     named = profile or PROFILE if plan or profile else None
 

@@ -354,7 +354,7 @@ def create_run(config: Config, out: Path, world_size: int) -> RunFolder:
         write_atomically(run.data, facts_to_json(_facts(prepared)))
         write_atomically(run.config, to_toml(resolved))
     except OSError as error:
-        run.discard()
+        shutil.rmtree(run.path, ignore_errors=True)
         raise DataError(
             f"cannot write into {run.path}: {error.strerror}",
             why="the folder could be made, but the disk is full or read-only",

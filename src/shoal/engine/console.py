@@ -72,7 +72,7 @@ def write_manifest(run: RunFolder) -> Manifest | None:
 
     That process prints the reason. The training itself is done and saved.
     """
-    argv = [sys.executable, "-P", "-m", "shoal.tools.report.manifest", str(run.path)]
+    argv = [sys.executable, "-P", "-m", "shoal.records.manifest", str(run.path)]
     if subprocess.run(argv, stdin=subprocess.DEVNULL, check=False).returncode:
         return None
     return Manifest.model_validate_json(run.manifest.read_bytes())

@@ -13,7 +13,7 @@ which is timed as a whole.
 No collective is added, since ranks that take different numbers of steps would then wait for each other forever. Each
 rank records durations of its own. `ready_s` is the time from the end of one exchange, when all ranks are at the same
 point, until this rank has handed over its last gradient; readers of the events compare these durations to find who
-waited (`tools/report/rank_log.py`).
+waited (`records/rank_log.py`).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from shoal.engine.sampling import SHARDS, Shard
 from shoal.engine.step import flush_denormals
 from shoal.engine.training_state import Stateful, TrainingState, check_trainable
 from shoal.errors import UsageError
-from shoal.events import LOG_FIELDS, STEP_FIELDS
+from shoal.event_schema import LOG_FIELDS, STEP_FIELDS
 from shoal.sync.replicas import gather_integers
 from shoal.sync.step_stats import Mark, sum_over_world
 from shoal.sync.world import World, choose_device

@@ -15,6 +15,7 @@ from types import FrameType
 from shoal.control.processes import find_processes
 from shoal.errors import RunFailed, from_dict
 from shoal.events import Event, EventTail
+from shoal.records.run_tails import RunTails
 from shoal.run_folder import RunFolder
 from shoal.runs import confirm
 from shoal.runs.supervisor import END_SIGNALS, blocked_signals, is_script
@@ -151,27 +152,13 @@ class RunEvents:
 
     def __init__(self, run: RunFolder, all_launches: bool = False) -> None:
         self._run = run
-        self._tails: dict[int, EventTail] = {}
-        if all_launches:
-            return
-        self._find_files()
-        for tail in self._tails.values():
-            tail.skip_to_end()
+        self._tails = RunTails(run, "rank")
+        if not all_launches:
+            self._tails.skip_to_end()
 
     def poll(self) -> list[Event]:
-        self._find_files()
-        events = []
-        for rank, tail in self._tails.items():
-            for event in tail.poll():
-                # A machine that joined may write anything into its own rank's file.
-                if not isinstance(event.get("event"), str) or event.get("rank") != rank:
-                    continue
-                if event["event"] == "warning" and isinstance(event.get("fix"), str):
-                    event = {**event, "fix": self._run.name_in(event["fix"])}
-                events.append(event)
-        return events
-
-    def _find_files(self) -> None:
-        for rank, path in self._run.event_files().items():
-            if rank not in self._tails:
-                self._tails[rank] = EventTail(path)
+        events = [event for _, events in self._tails.poll() for event in events]
+        return [
+            {**event, "fix": self._run.name_in(event["fix"])} if event["event"] == "warning" else event
+            for event in events
+        ]

@@ -275,7 +275,7 @@ async def _prepare(channel: Channel, welcome: _Welcome, address: str, out: Path,
             _fill_folder(run, welcome.texts, places, welcome.digest)
             config = hashlib.sha256(welcome.texts[run.config.name].encode()).hexdigest()
     except BaseException:
-        run.discard()
+        shutil.rmtree(run.path, ignore_errors=True)
         if not is_new:
             run.path.mkdir()
         raise

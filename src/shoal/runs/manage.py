@@ -6,7 +6,6 @@ import contextlib
 import json
 import shlex
 import time
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,7 +27,9 @@ from shoal.control.processes import (
     wait_until_ended,
 )
 from shoal.errors import HostError, Interrupted, RunFailed, ShoalError, from_dict
-from shoal.events import RANK_EVENTS, Event, EventLog, parse_event, read_last_events
+from shoal.event_schema import RANK_EVENTS, parse_event
+from shoal.events import Event, EventLog, read_last_events
+from shoal.records.documents import read_document
 from shoal.run_folder import RunFolder, special_file_in
 from shoal.terminal import printable_json
 
@@ -106,15 +107,16 @@ def _read_purpose(run: RunFolder) -> tuple[str, str, int | None]:
     # LookupError: the folder of a training that is being removed may have lost its config.toml and still have a
     # job.json, which names no script.
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-        config = tomllib.loads(run.config.read_text(encoding="utf-8")) if run.config.is_file() else {}
-        joined = run.joined_on()
+        config = read_document(run.config)
+        host = run.joined_host()
+        joined = f"joined {host}" if host else ""
         steps = config.get("train", {}).get("steps")
         steps = steps if isinstance(steps, int) else None
         if config.keys() & {"model", "data"} or (config and not run.job.is_file()):
             return str(config["run"]["preset"]), joined or str(config["run"]["on"]), steps
         if joined:
-            return str(json.loads(run.script.read_bytes())["name"]), joined, steps
-        job = json.loads(run.job.read_bytes())
+            return str(read_document(run.script)["name"]), joined, steps
+        job = read_document(run.job)
         script = job["script"]
         return Path(script[1] if script[0] == "-m" else script[0]).name, str(job["on"]), steps
     return "", "", None
@@ -165,10 +167,7 @@ def past_runs(folder: Path, states: Iterable[RunState]) -> list[PastRun]:
 def read_past_run(run: RunFolder, going_on: RunState | None = None) -> PastRun:
     if special_file_in(run.path) is not None:
         return PastRun(run.path, "?", "?", "damaged", None, None, None, None, None, "tokens", 0)
-    manifest: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        document = json.loads(run.manifest.read_bytes())
-        manifest = document if isinstance(document, dict) else {}
+    manifest = read_document(run.manifest)
     what, on, steps = _read_purpose(run)
     unit = str(manifest.get("unit", "tokens"))
     speeds = manifest.get(f"{unit}_per_sec")
@@ -285,8 +284,8 @@ def stop_run(run: RunFolder, wait_s: float | None = None) -> StopResult:
 
 def grace_of(run: RunFolder) -> float:
     """Return how many seconds the ranks of a script have to end; 0 for a training."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        job = json.loads(run.job.read_bytes())
+    job = read_document(run.job)
+    with contextlib.suppress(ValueError, LookupError, TypeError):
         return float(job["grace_s"]) if job["script"] else 0.0
     return 0.0
 
@@ -395,7 +394,7 @@ def _attach_unsupervised(run: RunFolder, config: EngineConfig, watch: MakeDispla
 def raise_recorded_end(run: RunFolder, config: EngineConfig) -> None:
     """Raise how a training without a supervisor ended, unless it finished. Only its events say so."""
     from shoal.config.schema import Config
-    from shoal.tools.report.summary import summarize
+    from shoal.records.summary import summarize
 
     summary = summarize(run.read_all_events())
     steps = f"step {summary.steps_done:,} of {config.train.steps:,}"
@@ -448,8 +447,8 @@ def read_opening(run: RunFolder) -> list[Event]:
 
     That is its start, its shard of the data, its last generation and its last step.
     """
-    from shoal.tools.report.membership import last_members
-    from shoal.tools.report.rank_log import read_rank_logs
+    from shoal.records.history import last_members
+    from shoal.records.rank_log import read_rank_logs
 
     events = [event for rank in run.event_files() for event in _opening_of(run, rank)]
     members = last_members(read_rank_logs(events))

@@ -49,14 +49,14 @@ from shoal.errors import DataError, RunFailed, ShoalError, UsageError
 from shoal.events import Event, read_events
 from shoal.launch.logs import LogFollower, LogLine
 from shoal.launch.plan import plan_ranks
-from shoal.run_folder import RunFolder
+from shoal.records.history import last_members
+from shoal.records.manifest import read_manifest
+from shoal.records.rank_log import RankLog, read_rank_logs
+from shoal.records.verify import verify_run
+from shoal.run_folder import RunFolder, is_accessible, user_name
 from shoal.runs.confirm import require_terminal
 from shoal.runs.follow import STOPPING_SCRIPT, RunEvents, SupervisorLog, await_running, follow, forwarding_signals
 from shoal.runs.supervisor import RunJob, is_script, read_job, start_supervisor
-from shoal.tools.report.manifest import read_manifest
-from shoal.tools.report.membership import last_members
-from shoal.tools.report.rank_log import RankLog, read_rank_logs
-from shoal.tools.report.verify import verify_run
 from shoal.units import format_si, pluralize
 
 
@@ -146,7 +146,7 @@ def resume_training(
     or from another lineage.
     """
     run = RunFolder.open(path)
-    run.refuse_unwritable()
+    refuse_unwritable(run)
     _refuse_script(run)
     if confirm:
         refuse_confirm(load_config(run.config).run.on)
@@ -165,7 +165,7 @@ def resume_training(
         notes += alone_note(run)
         if not has_begun:
             notes.append("the run has done no step yet: it starts from the beginning")
-        saved = None if lineage else _newest_checkpoint(run)
+        saved = None if lineage else run.newest_checkpoint() or None
         notes += rate_note(load_config(run.config), config, world_size, saved)
         reopen_run(path, config, lineage, changed)
         return notes
@@ -175,6 +175,31 @@ def resume_training(
     changed, _ = change_settings(load_config(run.config), changes or {})
     with _importing_for_lab(changed.run, run.path) as template:
         return run, _train(run, watch, RunJob(resume=has_begun, confirm=confirm), detach, prepare, template)
+
+
+def refuse_unwritable(run: RunFolder) -> None:
+    """Refuse to resume a run whose files this user cannot write, such as another user's."""
+    for path in (run.path, *(path for path in (run.supervisor, run.config, run.checkpoints) if path.exists())):
+        if not is_accessible(path, os.W_OK):
+            raise _unwritable_error(run, path)
+
+
+def _unwritable_error(run: RunFolder, path: Path) -> UsageError:
+    owner, resume = path.stat().st_uid, f"shoal train --resume {shlex.quote(str(run.path))}"
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        why = "its file system is read-only, and a run is resumed in its own folder"
+        fix = f"see how it is mounted: findmnt -T {shlex.quote(str(path))}"
+    elif owner == os.geteuid():
+        why = "its permissions forbid it, and a run is resumed in its own folder"
+        fix = f"allow it: chmod u+w {shlex.quote(str(path))} && {resume}"
+    else:
+        why = f"it belongs to user {user_name(owner)}, and a run is resumed in its own folder"
+        fix = f"go on as that user: sudo -u {user_name(owner)} {resume}"
+    return UsageError(
+        f"user {user_name(os.geteuid())} cannot write to {path}",
+        why=why,
+        fix=f"{fix}\nor start a run of your own: shoal train --out FOLDER",
+    )
 
 
 def _has_begun(run: RunFolder) -> bool:
@@ -234,7 +259,7 @@ def _last_step(log: RankLog) -> int:
     """Return the step at which a rank ended, or the last that it has recorded."""
     if log.ended is not None and isinstance(log.end.get("step"), int):
         return int(log.end["step"])
-    return int(log.steps[-1]) if len(log.steps) else 0
+    return int(log.steps.numbers[-1]) if len(log.steps) else 0
 
 
 def alone_note(run: RunFolder) -> list[str]:
@@ -245,12 +270,6 @@ def alone_note(run: RunFolder) -> list[str]:
         f"this machine joined the run of {host}; it now goes on alone, apart from that run. "
         f"To go on with the others, stop this and do instead: {run.rejoin_advice()}"
     ]
-
-
-def _newest_checkpoint(run: RunFolder) -> int | None:
-    """Return the step of the newest checkpoint in this folder; None without any."""
-    names = (path.name.removeprefix("step-") for path in run.checkpoints.glob("step-*"))
-    return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
 def rate_note(before: Config, after: Config, world_size: int, saved: int | None) -> list[str]:
@@ -335,7 +354,7 @@ def require_manifest(run: RunFolder) -> Manifest:
     if manifest is None:
         raise RunFailed(
             f"{run.manifest} is missing or broken, although the run ended well",
-            fix=f"make it again: python -m shoal.tools.report.manifest {run.path}",
+            fix=f"make it again: python -m shoal.records.manifest {run.path}",
         )
     return manifest
 
@@ -366,7 +385,7 @@ def resume_script(
     `session` has the settings that change, section by section.
     """
     run = RunFolder.open(path)
-    run.refuse_unwritable()
+    refuse_unwritable(run)
     job = read_job(run)
     if not job.script:
         raise UsageError(

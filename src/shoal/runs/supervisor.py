@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import traceback
@@ -37,16 +38,16 @@ from shoal.control.rank_env import find_danger
 from shoal.data.prepare import facts_to_json, read_data_facts
 from shoal.errors import DataError, RunFailed, ShoalError
 from shoal.events import EventLog
+from shoal.explain.explain import add_explanation, is_consequence
 from shoal.launch.launcher import ScriptJob, SessionSettings, interrupted_early, run_ranks, run_script
+from shoal.records.final_states import judge_replicas
+from shoal.records.history import logs_of_last_launch
+from shoal.records.manifest import compare_if_finished, write_derived_files
+from shoal.records.measured_script import exchange_findings, find_stragglers, is_measured
+from shoal.records.rank_log import read_rank_logs
+from shoal.records.summary import summarize
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.confirm import PipeConfirm
-from shoal.tools.explain.explain import add_explanation, is_consequence
-from shoal.tools.report.manifest import compare_if_finished, write_derived_files
-from shoal.tools.report.measured import exchange_findings, find_stragglers, is_measured
-from shoal.tools.report.membership import logs_of_last_launch
-from shoal.tools.report.rank_log import read_rank_logs
-from shoal.tools.report.replicas import judge_replicas
-from shoal.tools.report.summary import summarize
 from shoal.units import format_ms, format_percent, pluralize
 
 END_SIGNALS = {signal.SIGINT, signal.SIGTERM}
@@ -181,7 +182,7 @@ def main(folder: Path) -> int:
             why="that is a bug in shoal, or the machine is in trouble",
             fix="its log has the traceback: supervisor.log in the run folder",
         )
-    run.remove_dead_sockets()
+    remove_dead_sockets(run)
     if error is None:
         log.write("ended", code=0)
         return 0
@@ -248,6 +249,16 @@ def _supervise(run: RunFolder, job: RunJob, log: EventLog) -> None:
         write_derived_files(run)
         raise
     write_derived_files(run, replicas)
+
+
+def remove_dead_sockets(run: RunFolder) -> None:
+    """Remove the sockets of agents that were killed, at which no process listens any more."""
+    for path in run.path.glob("agents/*.sock"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
 
 
 def _sum_up_session(run: RunFolder, log: EventLog) -> None:

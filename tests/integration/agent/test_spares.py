@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shoal.control.processes import find_processes
+from shoal.records.commit_log import check_ledger
 from shoal.runs.manage import end_processes
-from shoal.tools.report.commit_log import check_ledger
 from tests.support.labs import need_lab
 from tests.support.programs import events_of, read_jsonl, set_flags, shoal, shoal_command
 from tests.support.waiting import wait_until

@@ -24,9 +24,9 @@ from shoal.cli import report as sample_cli
 from shoal.cli.main import main, take_debug
 from shoal.config.load import load_config, to_toml
 from shoal.errors import DataError
+from shoal.records.final_states import compare_replicas
 from shoal.run_folder import RunFolder
 from shoal.runs.supervisor import training_files
-from shoal.tools.report.replicas import compare_replicas
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of, train_tiny
 from tests.support.run_samples import make_run, start
 

@@ -19,11 +19,11 @@ from shoal.config.schema import Config
 from shoal.cost.select_sync import pick
 from shoal.cost.strategy import strategy_of_config
 from shoal.data.prepare import create_run
+from shoal.records.commit_log import check_ledger
+from shoal.records.summary import summarize
 from shoal.run_folder import RunFolder
 from shoal.tools.plan.compare import config_as_run, sync_options
 from shoal.tools.probe.run import assemble
-from shoal.tools.report.commit_log import check_ledger
-from shoal.tools.report.summary import summarize
 from tests.integration.train.test_outer_runs import back_to, figures
 from tests.support.labs import need_lab
 from tests.support.programs import TINY, events_of, read_jsonl, set_flags, shoal, train_tiny

@@ -19,9 +19,9 @@ import torch
 from shoal.engine.balance import Balance, RankTime
 from shoal.engine.replica import Replica
 from shoal.events import read_events
+from shoal.records.commit_log import check_ledger
 from shoal.run_folder import RunFolder
 from shoal.sync.world import World
-from shoal.tools.report.commit_log import check_ledger
 from tests.integration.engine.test_session import (
     BATCH,
     Arrays,

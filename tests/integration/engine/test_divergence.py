@@ -21,10 +21,10 @@ from shoal.engine.observers import DoneStep
 from shoal.engine.replica import Replica
 from shoal.engine.saving import replica_state
 from shoal.errors import RunFailed
+from shoal.records.commit_log import check_ledger
 from shoal.run_folder import RunFolder
 from shoal.sync.replicas import combine_digests, tensor_digests
 from shoal.sync.world import World
-from shoal.tools.report.commit_log import check_ledger
 from tests.support.programs import read_jsonl
 from tests.support.ranks import run_ranks
 from tests.support.trainings import GptTraining, make_run

@@ -41,13 +41,13 @@ from shoal.engine.state_transfer import CopiedState, Transfer, TransferPlan
 from shoal.engine.training_state import StateTree, TrainingState
 from shoal.host.facts import boot_clock
 from shoal.model.gpt import GPT
+from shoal.records.commit_log import check_ledger
 from shoal.run_folder import RunFolder
 from shoal.sync import replicas
 from shoal.sync.membership_client import AgentConnection, MembershipClient
 from shoal.sync.process_groups import drop_groups
 from shoal.sync.replicas import combine_digests, tensor_digests
 from shoal.sync.world import RankIdentity, World, unjoined_world
-from shoal.tools.report.commit_log import check_ledger
 from shoal.train.gpt_training import TextSource, make_optimizer, split_inputs_targets
 from tests.support.programs import TINY, read_jsonl
 from tests.support.ranks import run_ranks

@@ -25,9 +25,9 @@ from shoal.engine.recorder import Recorder
 from shoal.engine.replica import Replica
 from shoal.engine.saving import Saver
 from shoal.events import EventLog
+from shoal.records.commit_log import check_ledger
 from shoal.run_folder import RunFolder
 from shoal.sync.world import World, unjoined_world
-from shoal.tools.report.commit_log import check_ledger
 from tests.support.programs import read_jsonl
 from tests.support.ranks import run_ranks
 from tests.support.runs import file_size_limit

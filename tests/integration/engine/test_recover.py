@@ -24,12 +24,12 @@ from shoal.control.rank_messages import RankReady
 from shoal.data.prepare import create_run
 from shoal.engine.recover import GenerationChanger
 from shoal.errors import RunFailed
+from shoal.records.commit_log import check_ledger
+from shoal.records.final_states import compare_replicas
+from shoal.records.summary import summarize
+from shoal.records.verify import verify_run
 from shoal.run_folder import RunFolder
 from shoal.sync.world import World
-from shoal.tools.report.commit_log import check_ledger
-from shoal.tools.report.replicas import compare_replicas
-from shoal.tools.report.summary import summarize
-from shoal.tools.report.verify import verify_run
 from tests.support.needs import need_tool
 from tests.support.programs import TINY, read_jsonl
 from tests.support.ranks import run_ranks

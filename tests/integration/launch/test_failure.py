@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import OutOfMemory
+from shoal.explain.explain import is_consequence
 from shoal.launch.failure import (
     ProcessEnd,
     RaisedException,
@@ -20,7 +21,6 @@ from shoal.launch.failure import (
     script_faults,
 )
 from shoal.launch.launcher import read_log_tail
-from shoal.tools.explain.explain import is_consequence
 from tests.support.programs import shoal
 
 RAISED = """\

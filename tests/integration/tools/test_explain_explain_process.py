@@ -1,6 +1,6 @@
 """`shoal explain` on files, pipes and failures produced by the test.
 
-Exercises tools.explain.
+Exercises explain.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.tools.explain.explain import explain_text
+from shoal.explain.explain import explain_text
 from tests.support.failures.bench import Bench, place, wrong
 from tests.support.programs import shoal
-from tests.unit.tools.explain.test_explain import LOGS, ids
+from tests.unit.explain.test_explain import LOGS, ids
 
 
 def test_explain_reads_a_file_a_pipe_and_empty_input(tmp_path: Path) -> None:

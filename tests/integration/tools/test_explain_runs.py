@@ -1,6 +1,6 @@
 """A failed run prints one explanation at its end, and `shoal explain RUN` prints the same for its folder.
 
-Exercises tools.explain.
+Exercises explain.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import pytest
 
 from shoal.errors import RunFailed, ShoalError
 from shoal.events import EventLog
+from shoal.explain.explain import Findings, add_explanation, explain_run
 from shoal.launch.failure import diagnose
 from shoal.run_folder import RunFolder
-from shoal.tools.explain.explain import Findings, add_explanation, explain_run
 from tests.integration.launch.test_failing_ranks import ending, fault
 from tests.support.failures.bench import HERE, WRONG
 from tests.support.programs import shoal, shoal_command

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from shoal.tools.report.page import write_report
 from tests.integration.test_whole_runs import rendered_document
 from tests.support.programs import shoal
-from tests.unit.tools.report.test_membership import ABANDONED, parted_run, with_equal_states
+from tests.unit.records.test_history import ABANDONED, parted_run, with_equal_states
 
 
 def test_verify_counts_abandoned_steps_and_omits_old_states(tmp_path: Path) -> None:

@@ -10,7 +10,13 @@ import sys
 
 
 def test_readers_import_no_torch() -> None:
-    names = ("page", "figures", "manifest", "replicas", "commit_log")
-    modules = ", ".join(f"shoal.tools.report.{name}" for name in names)
+    names = (
+        "tools.report.page",
+        "tools.report.figures",
+        "records.manifest",
+        "records.final_states",
+        "records.commit_log",
+    )
+    modules = ", ".join(f"shoal.{name}" for name in names)
     check = f"import sys, {modules}; sys.exit(any(name in sys.modules for name in ('torch', 'matplotlib')))"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from shoal.records.rank_log import read_rank_logs
 from shoal.run_folder import RunFolder
-from shoal.tools.report.rank_log import read_rank_logs
 from tests.support.programs import TINY, events_of, read_jsonl, set_flags, shoal, steps_of, train_tiny
 from tests.support.runs import ended_afterwards, front
 from tests.support.waiting import wait_until
@@ -81,7 +81,7 @@ def test_the_ledger_has_every_step_and_sample(run: Run) -> None:
 def test_the_loss_of_the_world_is_the_same_on_every_rank(run: Run) -> None:
     logs = read_rank_logs(RunFolder.open(run[1]).read_all_events())
     ledger = [commit["loss"] for commit in read_jsonl(run[1] / "commits.jsonl")]
-    assert logs[0].column("loss").tolist() == logs[1].column("loss").tolist() == ledger
+    assert logs[0].steps.column("loss").tolist() == logs[1].steps.column("loss").tolist() == ledger
     own = [[step["loss"] for step in steps_of(run[1], rank)] for rank in range(2)]
     for step, (zero, one) in enumerate(zip(*own, strict=True)):
         assert ledger[step] == pytest.approx((2 * zero + one) / 3)

@@ -6,9 +6,9 @@ import re
 from itertools import groupby
 
 from shoal.cli.doctor import as_lines
-from shoal.tools.explain.explain import explain_file
-from shoal.tools.explain.pattern import Pattern, fill_in
-from shoal.tools.explain.patterns import PATTERNS
+from shoal.explain.explain import explain_file
+from shoal.explain.pattern import Pattern, fill_in
+from shoal.explain.patterns import PATTERNS
 from tests.support.paths import ROOT
 
 DOCUMENT = ROOT / "docs" / "explain.md"

@@ -15,8 +15,8 @@ from shoal.cli.output import run_rows
 from shoal.cli.run import misplaced_note
 from shoal.cli.runs import print_script_end
 from shoal.config.load import build_config, to_toml
+from shoal.records.manifest import current_manifest
 from shoal.run_folder import RunFolder
-from shoal.tools.report.manifest import current_manifest
 from tests.support.run_samples import make_session_run
 
 

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from shoal.cli import simulate as knobs
 from shoal.cli.simulate import SimulateOptions, run_simulation, scenarios, simulate
 from shoal.errors import ConfigError, DataError, ShoalError
+from shoal.records.rank_log import step_time_factors
 from shoal.tools.plan.figures import LABELS, draw_simulation
 from shoal.tools.plan.scenario import MeasuredStraggling, Slowest
-from shoal.tools.report.rank_log import step_time_factors
 from tests.support.run_samples import all_events, make_run, rank_events
 
 app = typer.Typer()

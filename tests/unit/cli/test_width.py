@@ -22,6 +22,7 @@ from shoal.cli.output import print_note, print_run, print_table
 from shoal.cli.probe import print_profile
 from shoal.cli.progress import BarDisplay, PlainDisplay
 from shoal.errors import UsageError
+from shoal.records.manifest import write_derived_files
 from shoal.terminal import printable
 from shoal.tools.bench.levers import CEILING, compare
 from shoal.tools.bench.scaling import ScalingResult, ScalingRow
@@ -31,7 +32,6 @@ from shoal.tools.chaos.scenario import all_scenarios
 from shoal.tools.doctor.checks import judge
 from shoal.tools.doctor.run import Diagnosis
 from shoal.tools.probe.run import assemble
-from shoal.tools.report.manifest import write_derived_files
 from tests.support.doctor_facts import gpu, machine, scene
 from tests.support.run_samples import all_events, demo_points, make_run, make_session_run, start, step
 from tests.unit.config.test_profile import measured, with_gpus

@@ -17,14 +17,14 @@ from shoal.control.rank_env import Placement
 from shoal.cost.batch_plan import BatchPlan
 from shoal.data.prepare import create_run, reopen_run
 from shoal.engine.recorder import Recorder
+from shoal.records.commit_log import check_ledger
+from shoal.records.history import last_members
+from shoal.records.manifest import write_derived_files
+from shoal.records.rank_log import read_rank_logs
+from shoal.records.summary import summarize
+from shoal.records.verify import verify_run
 from shoal.run_folder import RunFolder
 from shoal.sync.world import unjoined_world
-from shoal.tools.report.commit_log import check_ledger
-from shoal.tools.report.manifest import write_derived_files
-from shoal.tools.report.membership import last_members
-from shoal.tools.report.rank_log import read_rank_logs
-from shoal.tools.report.summary import summarize
-from shoal.tools.report.verify import verify_run
 from shoal.units import format_spans, subtract_spans, to_spans
 from tests.support.member_samples import commit_records, entered, steps
 from tests.support.programs import TINY, read_jsonl

@@ -22,7 +22,7 @@ from shoal.launch.launcher import AgentHandle, Launch, asked_by, interrupted_ear
 from shoal.run_folder import RunFolder
 from shoal.runs import start, supervisor
 from shoal.runs.manage import StopResult
-from shoal.runs.start import alone_note, rate_note, refuse_finished, resume_script, resume_training
+from shoal.runs.start import alone_note, rate_note, refuse_finished, refuse_unwritable, resume_script, resume_training
 from shoal.runs.supervisor import RunJob, find_unused_options
 from shoal.step_line import StepLine
 from tests.support.programs import read_jsonl
@@ -48,24 +48,24 @@ def test_the_error_for_a_read_only_folder_names_chmod_or_the_owner(
 ) -> None:
     run = make_run(tmp_path / "run")
     # Root may write everywhere.
-    monkeypatch.setattr("shoal.run_folder.is_accessible", lambda path, mode: path != run.path)
+    monkeypatch.setattr("shoal.runs.start.is_accessible", lambda path, mode: path != run.path)
     with pytest.raises(UsageError) as caught:
-        run.refuse_unwritable()
+        refuse_unwritable(run)
     assert caught.value.why.startswith("its permissions forbid it")
     assert f"chmod u+w {run.path} && shoal train --resume {run.path}" in caught.value.fix
     assert "as that user" not in caught.value.fix
     monkeypatch.setattr(os, "geteuid", lambda: run.path.stat().st_uid + 1)
     with pytest.raises(UsageError) as caught:
-        run.refuse_unwritable()
+        refuse_unwritable(run)
     assert "go on as that user: sudo -u " in caught.value.fix
 
 
 def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run")
-    monkeypatch.setattr("shoal.run_folder.is_accessible", lambda path, mode: False)
+    monkeypatch.setattr("shoal.runs.start.is_accessible", lambda path, mode: False)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
     with pytest.raises(UsageError) as caught:
-        run.refuse_unwritable()
+        refuse_unwritable(run)
     assert caught.value.why.startswith("its file system is read-only")
     assert "findmnt -T" in caught.value.fix
 

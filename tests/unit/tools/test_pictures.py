@@ -15,18 +15,19 @@ from shoal.config.profile import Profile
 from shoal.cost.data_sheets import SheetOverrides, find_link, find_machines, make_cluster_model
 from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import workload_of
+from shoal.records.scaling import ScalingPoint
 from shoal.tools.bench.levers import CEILING, ONE_NODE, compare, draw_levers
 from shoal.tools.plan.advise import advise, make_plan
 from shoal.tools.plan.figures import draw_plan, draw_simulation
 from shoal.tools.probe.figure import draw_probe
 from shoal.tools.probe.run import assemble
-from shoal.tools.report.figures import ScalingPoint, draw_clusters, draw_scaling
+from shoal.tools.report.figures import draw_clusters, draw_scaling
 from tests.support.run_samples import demo_points, point
 from tests.unit.cli.test_simulate import options
 from tests.unit.config.test_profile import measured
+from tests.unit.records.test_explain_run import slow_points
 from tests.unit.tools.bench.test_levers import curve
 from tests.unit.tools.bench.test_levers import point as lever
-from tests.unit.tools.report.test_explain_run import slow_points
 
 
 def texts_of(figure: Figure) -> Iterator[Text]:

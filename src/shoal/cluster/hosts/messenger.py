@@ -79,11 +79,23 @@ def parse_order(line: bytes) -> MessengerOrder:
         ) from None
 
 
+def _text_file(run: RunFolder, name: str) -> Path:
+    """Return the path of one of the small files that are sent to a machine with another disk."""
+    texts = {path.name: path for path in (run.config, run.tokenizer, run.data)}
+    if name not in texts:
+        raise ControlError(
+            f"the file {ascii(name)[:60]} was sent for the run folder",
+            why=f"only {', '.join(texts)} are sent that way",
+            fix="compare versions on all machines: shoal --version",
+        )
+    return texts[name]
+
+
 def _start_agent(order: MessengerOrder, run: RunFolder) -> subprocess.Popen[bytes]:
     (run.path / "events").mkdir(parents=True, exist_ok=True)
     (run.path / "agents").mkdir(exist_ok=True)
     for name, text in order.texts.items():
-        write_atomically(run.text(name), text)
+        write_atomically(_text_file(run, name), text)
     with run.agent_log(order.node).open("ab") as log:
         return subprocess.Popen(
             agent_command(run.path, order.node),

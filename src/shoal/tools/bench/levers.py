@@ -25,12 +25,12 @@ from shoal.config.schema import Config, SyncConfig
 from shoal.config.sync_choice import SYNC_METHODS, TRAINED_METHODS, WIRE_FORMATS
 from shoal.cost.batch_plan import micro_batch, rank_weights
 from shoal.errors import DataError, Interrupted, UsageError
+from shoal.records.manifest import explain_write_errors
+from shoal.records.summary import RunSummary, summarize
 from shoal.run_folder import RunFolder
 from shoal.runs.start import TrainDisplay, start_training
 from shoal.tools.draw.palette import IDEAL, MEASURED, PHASE_COLOURS, SERIES
 from shoal.tools.draw.pictures import legend_below, legend_beside, new_figure, save_figure, set_title
-from shoal.tools.report.manifest import explain_write_errors
-from shoal.tools.report.summary import RunSummary, summarize
 from shoal.units import format_number
 
 if TYPE_CHECKING:

@@ -28,21 +28,15 @@ from shoal.cluster.target import (
 from shoal.config.schema import Config
 from shoal.cost.batch_plan import micro_batch, rank_weights
 from shoal.errors import Interrupted, RunFailed, ShoalError, UsageError
+from shoal.records.explain_run import explain_scaling, is_plausible, warn_of_load
+from shoal.records.manifest import compare_if_finished, explain_write_errors, write_derived_files
+from shoal.records.scaling import ScalingPoint, are_alike, efficiency, make_scaling_point
+from shoal.records.summary import summarize
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.start import MakeDisplay, start_training
 from shoal.terminal import printable_json
-from shoal.tools.report.explain_run import explain_scaling, is_plausible, warn_of_load
-from shoal.tools.report.figures import (
-    ScalingPoint,
-    are_alike,
-    efficiency,
-    make_scaling_point,
-    plot_clusters,
-    plot_scaling,
-)
-from shoal.tools.report.manifest import compare_if_finished, explain_write_errors, write_derived_files
+from shoal.tools.report.figures import plot_clusters, plot_scaling
 from shoal.tools.report.page import write_report
-from shoal.tools.report.summary import summarize
 
 _NODES_EXAMPLE = "write for example: --nodes 1,2,3 --on hosts.toml"
 # Of a row, as --json and --csv call them.

@@ -23,7 +23,8 @@ from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.lab import Change
 from shoal.control.processes import AGENT, RunProcess, find_processes, find_supervisor
 from shoal.errors import LabError
-from shoal.events import EventLog, EventTail
+from shoal.events import EventLog
+from shoal.records.run_tails import RunTails
 from shoal.run_folder import RunFolder
 from shoal.runs.manage import stop_run
 from shoal.runs.start import resume_script, resume_training
@@ -166,15 +167,15 @@ class Injector:
 
         Finding processes takes a while, so it is done before.
         """
-        tails: dict[Path, EventTail] = {}
+        tails = RunTails(self._run, "rank")
         deadline = time.monotonic() + within_s
         ranks: list[RunProcess] = []
         found_at = 0.0
         while time.monotonic() < deadline:
             if time.monotonic() - found_at > _FIND_EVERY_S:
                 ranks, found_at = find_processes(self._run.path), time.monotonic()
-            for path in self._run.event_files().values():
-                for event in tails.setdefault(path, EventTail(path)).poll():
+            for _, events in tails.poll():
+                for event in events:
                     if event.get("event") == "copy" and float(event["time"]) > self._last_at:
                         part = f"rank-{event['source']}"
                         return _oldest([process for process in ranks if process.part == part], part)

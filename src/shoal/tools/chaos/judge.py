@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict
 
 from shoal.control.membership.types import NEVER, Ballot, read_ballot
 from shoal.events import Event
+from shoal.records.commit_log import check_ledger
 from shoal.tools.chaos.scenario import ChaosScenario, Expect, RunEnding, ScenarioRecord
-from shoal.tools.report.commit_log import check_ledger
 
 _STOPPED = 130
 

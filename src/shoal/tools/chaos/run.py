@@ -17,7 +17,10 @@ from pydantic import BaseModel, ConfigDict
 from shoal.config.defaults import SEED
 from shoal.control.processes import find_processes, wait_until_ended
 from shoal.errors import Interrupted, ShoalError, UsageError
-from shoal.events import Event, EventTail
+from shoal.events import Event
+from shoal.records.final_states import compare_replicas
+from shoal.records.run_tails import RunTails
+from shoal.records.verify import verify_run
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.manage import StopResult, end_processes, stop_run
 from shoal.runs.start import start_script, start_training
@@ -44,8 +47,6 @@ from shoal.tools.chaos.scenario import (
     plan_injections,
 )
 from shoal.tools.chaos.testbed import TestBed, keep_checkpoints, opened, why_not
-from shoal.tools.report.replicas import compare_replicas
-from shoal.tools.report.verify import verify_run
 
 POLL_S = 0.02
 _GRACE_S = 5.0
@@ -381,36 +382,34 @@ class ScenarioWatch:
     """Read the events of a growing run folder: ranks, agents, ledger and supervisor."""
 
     def __init__(self, run: RunFolder) -> None:
-        self._run = run
-        self._tails: dict[Path, EventTail] = {}
+        self._tails = RunTails(run, "rank", "agent", "commits", "supervisor")
         self.record = ScenarioRecord()
         self.furthest_step = 0
 
     def restart(self) -> None:
         """Read all files from their start: after a power cut they may be shorter than what was read."""
-        self._tails.clear()
+        self._tails.restart()
         self.record.ranks, self.record.agents, self.record.commits, self.record.supervisor = [], [], [], []
         self.furthest_step = 0
 
     def poll(self) -> None:
-        for path in self._run.event_files().values():
-            events = self._new_events(path)
-            self.record.ranks += events
-            steps = (int(event["step"]) for event in events if event.get("event") == "step")
-            self.furthest_step = max(self.furthest_step, *steps, 0)
-        for path in self._run.journals():
-            self.record.agents += [{**event, "node": event.get("node", path.stem)} for event in self._new_events(path)]
-        self.record.commits += self._new_events(self._run.commits)
-        self.record.supervisor += self._new_events(self._run.supervisor)
+        for file, events in self._tails.poll():
+            if file.kind == "rank":
+                self.record.ranks += events
+                steps = (int(event["step"]) for event in events if event["event"] == "step")
+                self.furthest_step = max(self.furthest_step, *steps, 0)
+            elif file.kind == "agent":
+                self.record.agents += [{**event, "node": event.get("node", file.node)} for event in events]
+            elif file.kind == "commits":
+                self.record.commits += events
+            else:
+                self.record.supervisor += events
 
     @property
     def ended(self) -> Event | None:
         """Return the supervisor's `ended` event of the newest launch; None while it runs."""
         last = self.record.supervisor[-1] if self.record.supervisor else {}
         return last if last.get("event") == "ended" else None
-
-    def _new_events(self, path: Path) -> list[Event]:
-        return self._tails.setdefault(path, EventTail(path)).poll()
 
 
 TIMES = ("detect_s", "regroup_s", "next_step_s", "next_commit_s", "rejoin_s", "pause_s")

@@ -22,6 +22,7 @@ from shoal.config.sync_choice import TRAINED_METHODS as SYNC_MODES
 from shoal.control.processes import find_processes
 from shoal.errors import Interrupted, RunFailed, ShoalError, UsageError
 from shoal.events import Event
+from shoal.records.commit_log import check_ledger
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.manage import StopResult, end_processes, stop_run
 from shoal.tools.bench.levers import parse_lever
@@ -33,7 +34,6 @@ from shoal.tools.chaos.run import POLL_S, ScenarioWatch, Script, find_errors, st
 from shoal.tools.chaos.scenario import ChaosScenario, Injection, ScenarioRecord, is_due
 from shoal.tools.chaos.soak_plan import SOAK_KINDS, SoakBlock, SoakFault, plan_blocks
 from shoal.tools.chaos.testbed import TestBed, keep_checkpoints, opened
-from shoal.tools.report.commit_log import check_ledger
 from shoal.units import format_duration, pluralize
 
 FIGURES = "soak.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,8 +34,8 @@ from shoal.cost.select_sync import SyncOption, allowed_wires, candidates, explai
 from shoal.cost.strategy import strategy_of_config
 from shoal.cost.workload import StepTime, Workload, workload_of
 from shoal.errors import ConfigError, DataError, ShoalError
+from shoal.records.summary import RunSummary, summarize
 from shoal.run_folder import RunFolder, write_atomically
-from shoal.tools.report.summary import RunSummary, summarize
 from shoal.units import pluralize
 
 # A phase shorter than this fraction of a step says more about noise than about the model.
@@ -81,7 +82,7 @@ def store_prediction(run: RunFolder, path: Path) -> PredictionRecord:
     try:
         record = predict_run(load_config(run.config), path)
     except ShoalError:
-        run.discard()
+        shutil.rmtree(run.path, ignore_errors=True)
         raise
     write_atomically(run.prediction, record.model_dump_json(indent=2) + "\n")
     return record
@@ -234,7 +235,7 @@ def store_sync_plan(run: RunFolder, path: Path, discard: bool = True) -> str:
         options = sync_options(config, read_profile(path), path)
     except ShoalError:
         if discard:
-            run.discard()
+            shutil.rmtree(run.path, ignore_errors=True)
         raise
     best = pick(options)
     planned = {"planned": best.choice.text, "planned_step_s": best.step_s}

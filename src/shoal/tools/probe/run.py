@@ -38,11 +38,12 @@ from shoal.config.schema import ModelConfig, RunConfig
 from shoal.cost.machines import Roofline
 from shoal.cost.network import algorithm_gbps, bus_gbps, fit_alpha_beta, format_buffer_size, median_error
 from shoal.errors import ControlError, RunFailed
-from shoal.events import Event, EventLog, EventTail
+from shoal.events import Event, EventLog
 from shoal.launch.launcher import run_module
+from shoal.records.run_tails import RunTails
+from shoal.records.summary import busy_cores_of_others
 from shoal.run_folder import RunFolder
 from shoal.tools.probe.links import LINK_METER, Report, measure_links, plan_flows
-from shoal.tools.report.summary import busy_cores_of_others
 from shoal.units import format_duration, format_number, format_percent, format_si, warn_of_other_programs
 
 RANKS = "shoal.tools.probe.worker"
@@ -101,10 +102,10 @@ def _reporting(run: RunFolder, report: Report) -> Iterator[None]:
     is_over = threading.Event()
 
     def follow() -> None:
-        tails: dict[Path, EventTail] = {}
+        tails = RunTails(run, "rank")
         while not is_over.wait(_POLL_S):
-            for path in run.event_files().values():
-                for event in tails.setdefault(path, EventTail(path)).poll():
+            for _, events in tails.poll():
+                for event in events:
                     if event["event"] == "doing":
                         report(event["text"])
 

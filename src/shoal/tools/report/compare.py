@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from shoal.records.explain_run import explain_step_time
+from shoal.records.summary import RunSummary
 from shoal.run_folder import RunFolder
 from shoal.tools.draw.pages import (
     NOTHING,
@@ -29,11 +31,9 @@ from shoal.tools.draw.pages import (
     thin_with_envelope,
 )
 from shoal.tools.draw.palette import PHASE_NAMES, SERIES
-from shoal.tools.report.explain_run import explain_step_time
 from shoal.tools.report.page import LOSS_UNITS, RunData, read_run, skipped_lines
 from shoal.tools.report.redact import Redactor
 from shoal.tools.report.script_page import require_steps
-from shoal.tools.report.summary import RunSummary
 from shoal.units import (
     DISTURBING_CORES,
     format_duration,

@@ -16,7 +16,6 @@ import math
 import secrets
 import shlex
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby, islice
@@ -26,11 +25,22 @@ from typing import IO, Any, Protocol, TypeGuard, cast
 
 from shoal.control.membership.types import NEVER
 from shoal.errors import ShoalError, UsageError
-from shoal.events import LOG_FIELDS, STEP_FIELDS, STEP_TIMES, Event, EventTail
+from shoal.event_schema import LOG_FIELDS, STEP_FIELDS, STEP_TIMES
+from shoal.events import Event, EventTail
+from shoal.records.documents import read_document
+from shoal.records.history import FinalLineage
+from shoal.records.rank_log import (
+    MOST_LOGGED,
+    Entered,
+    RankLog,
+    as_float,
+    is_number,
+    is_step,
+    no_steps_error,
+    split_tail,
+)
 from shoal.run_folder import RunFolder
 from shoal.terminal import printable_line
-from shoal.tools.report.membership import FinalLineage
-from shoal.tools.report.rank_log import MOST_LOGGED, Entered, RankLog, as_float, is_number, is_step, no_steps_error
 from shoal.tools.report.tensorboard import ScalarWriter, event_file_name
 from shoal.units import SAMPLES, TOKENS, Unit
 
@@ -117,7 +127,7 @@ class RunMetrics:
         for rank, path in run.event_files().items():
             logs[rank] = self._scan(rank, path)
         self._final = FinalLineage(logs)
-        if not any(log.steps.size for log in logs.values()):
+        if not any(len(log.steps) for log in logs.values()):
             raise no_steps_error(run, "an export has the steps in the events of a run")
 
     @property
@@ -129,7 +139,7 @@ class RunMetrics:
         streams = [self._read(rank) for rank in self._events]
         for _, rows in groupby(heapq.merge(*streams, key=attrgetter("step", "rank")), attrgetter("step")):
             standing = _without_superseded(list(rows))
-            _split_tails(standing)
+            _divide_exchange(standing)
             yield standing
 
     def _scan(self, rank: int, path: Path) -> RankLog:
@@ -235,14 +245,12 @@ def _without_superseded(rows: list[StepRow]) -> list[StepRow]:
     return [row for row in rows if row.rank < newest.world_size] or rows
 
 
-def _split_tails(rows: list[StepRow]) -> None:
-    """Divide the end of the exchange of a measured script into wait and communication; see `rank_log`."""
+def _divide_exchange(rows: list[StepRow]) -> None:
     if len(rows) < rows[0].world_size or not all(math.isfinite(row.ready_s) for row in rows):
         return
     slowest_s = max(row.ready_s for row in rows)
     for row in rows:
-        wait_s = min(row.tail_s, slowest_s - row.ready_s)
-        row.values |= {"wait_s": wait_s, "exposed_s": row.tail_s - wait_s}
+        row.values["wait_s"], row.values["exposed_s"] = split_tail(row.ready_s, row.tail_s, slowest_s)
 
 
 def world_values(rows: list[StepRow], unit: Unit, user_columns: list[str]) -> dict[str, float]:
@@ -404,7 +412,7 @@ def replay(metrics: RunMetrics, wandb: WandbLike, folder: Path | None = None) ->
     """
     run, steps = metrics.run, 0
     place = {} if folder is None else {"dir": str(folder)}
-    wandb.init(name=run.path.name, config=_settings(run), job_type="train", **place)
+    wandb.init(name=run.path.name, config=read_document(run.config), job_type="train", **place)
     try:
         for rows in metrics.steps():
             values: dict[str, Any] = world_values(rows, metrics.unit, metrics.user_columns)
@@ -416,10 +424,3 @@ def replay(metrics: RunMetrics, wandb: WandbLike, folder: Path | None = None) ->
     finally:
         wandb.finish()
     return steps
-
-
-def _settings(run: RunFolder) -> dict[str, Any]:
-    try:
-        return tomllib.loads(run.config.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}

@@ -17,6 +17,11 @@ from shoal.config.load import load_settings
 from shoal.config.manifest import Manifest, RecoveryRecord
 from shoal.errors import ShoalError
 from shoal.events import Event
+from shoal.records.explain_run import PHASE_TEXTS, explain_scaling, explain_step_time, phase_errors
+from shoal.records.history import cost_sentence
+from shoal.records.manifest import manifest_of
+from shoal.records.scaling import ScalingPoint, efficiency, in_order, read_scaling
+from shoal.records.summary import RunSummary, summarize
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.tools.draw.pages import (
     NOTHING,
@@ -39,18 +44,8 @@ from shoal.tools.draw.pages import (
     thin_keeping_extremes,
 )
 from shoal.tools.draw.palette import PART_NAMES, PHASE_NAMES
-from shoal.tools.report.explain_run import PHASE_TEXTS, explain_scaling, explain_step_time, phase_errors
-from shoal.tools.report.figures import (
-    ScalingPoint,
-    efficiency,
-    in_order,
-    read_scaling,
-    step_parts,
-)
-from shoal.tools.report.manifest import manifest_of
-from shoal.tools.report.membership import cost_sentence
+from shoal.tools.report.figures import step_parts
 from shoal.tools.report.redact import Redactor
-from shoal.tools.report.summary import RunSummary, summarize
 from shoal.units import (
     SCRIPT_LOSS,
     format_count,

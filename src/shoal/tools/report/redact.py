@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import getpass
 import ipaddress
-import json
 import os
 import re
 import shlex
 import socket
-import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from shoal.events import LOG_FIELDS, Event, read_events
+from shoal.event_schema import LOG_FIELDS
+from shoal.events import Event, read_events
+from shoal.records.documents import read_document
 from shoal.run_folder import RunFolder, user_name
 
 _Record = TypeVar("_Record", bound=BaseModel)
@@ -81,9 +81,9 @@ class Redactor:
         self._learn_users(run)
         for path in (run.path, Path.cwd(), Path.home()):
             self._learn_path(str(path))
-        job = read_job(run)
+        job = read_document(run.job)
         commands = [*_strings(job.get("commands")), *_strings(job.get("on")), shlex.join(_strings(job.get("script")))]
-        settings = _read_toml(run.config)
+        settings = read_document(run.config)
         for section, names in (("data", ("path", "cache_dir")), ("run", ("on", "out"))):
             values = settings.get(section)
             commands += [values[name] for name in names if isinstance(values, dict) and values.get(name)]
@@ -123,7 +123,7 @@ class Redactor:
                     self._learn_hosts(Path(part))
 
     def _learn_hosts(self, file: Path) -> None:
-        for kind, value in _host_names(_read_toml(file)):
+        for kind, value in _host_names(read_document(file)):
             self._learn(kind, value)
 
     def _learn(self, kind: str, name: str) -> None:
@@ -274,22 +274,6 @@ def _first_node(path: Path) -> str:
     """Return the node that a rank's first `start` event names."""
     nodes = (event.get("node") for event in read_events(path) if event["event"] == "start")
     return str(next(nodes, "") or "")
-
-
-def read_job(run: RunFolder) -> dict[str, Any]:
-    """Return the supervisor's orders, without checking them; empty where another launcher started the run."""
-    try:
-        job = json.loads(run.job.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return job if isinstance(job, dict) else {}
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
 
 
 def _strings(value: Any) -> list[str]:

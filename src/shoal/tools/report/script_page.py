@@ -10,10 +10,11 @@ from pathlib import Path
 
 from shoal.errors import DataError
 from shoal.events import Event, read_events
+from shoal.records.documents import read_document
 from shoal.run_folder import RunFolder
 from shoal.terminal import printable
 from shoal.tools.draw.pages import compose_page, html_head, html_notice, html_section, html_table
-from shoal.tools.report.redact import Redactor, read_job
+from shoal.tools.report.redact import Redactor
 from shoal.units import format_duration
 
 _MOST_NOTES = 200
@@ -44,7 +45,7 @@ def render_script_page(run: RunFolder, redactor: Redactor | None = None) -> str:
         redactor.learn(run)
     shown: Callable[[str], str] = redactor.text if redactor is not None else str
     events = [redactor.event(event) if redactor else event for event in _supervisor_events(run)]
-    job = read_job(run)
+    job = read_document(run.job)
     begin = next((event["time"] for event in events if event.get("time")), None)
     launches = [place for place, event in enumerate(events) if event["event"] == "supervising"]
     newest = events[launches[-1] :] if launches else events

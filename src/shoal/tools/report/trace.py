@@ -25,9 +25,10 @@ from typing import IO, Any, NamedTuple
 
 from shoal.control.membership.types import NEVER
 from shoal.errors import ShoalError
-from shoal.events import PHASES, Event, read_events
+from shoal.event_schema import PHASES
+from shoal.events import Event, read_events
+from shoal.records.rank_log import as_float, is_number, is_step, no_steps_error, read_ballot, split_tail
 from shoal.run_folder import RunFolder
-from shoal.tools.report.rank_log import as_float, is_number, is_step, no_steps_error, read_ballot
 
 # Common steps of a knot, and the most knots of a node: with more, every two become one, of twice as many steps.
 _KNOT_STEPS = 32
@@ -277,11 +278,11 @@ class _TraceWriter:
             events = [event for _, _, event in group]
             ready_s = [event["ready_s"] for event in events if is_number(event.get("ready_s"))]
             for event in events:
-                tail_s, wait_s = as_float(event["tail_s"], 0.0), 0.0
-                if len(ready_s) == len(events) > 1:
-                    wait_s = min(tail_s, max(ready_s) - event["ready_s"])
+                tail_s = as_float(event["tail_s"], 0.0)
+                is_known = len(ready_s) == len(events) > 1
+                wait_s, exposed_s = split_tail(event["ready_s"], tail_s, max(ready_s)) if is_known else (0.0, tail_s)
                 compute_s = event["step_s"] - tail_s - as_float(event.get("optimizer_s"), 0.0)
-                yield {**event, "backward_s": max(0.0, compute_s), "wait_s": wait_s, "exposed_s": tail_s - wait_s}
+                yield {**event, "backward_s": max(0.0, compute_s), "wait_s": wait_s, "exposed_s": exposed_s}
 
     def _rank_event(self, rank: int, event: Event) -> None:
         kind = event["event"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import shlex
 import time
 from itertools import pairwise
@@ -14,8 +12,10 @@ from typing import Any
 
 from shoal.config.defaults import SIMILAR_SPEED
 from shoal.control.membership.types import NEVER
+from shoal.events import read_last_events
+from shoal.records.rank_log import as_float, is_step
+from shoal.records.scaling import SCALING_FILE
 from shoal.terminal import printable_line
-from shoal.tools.report.rank_log import as_float, is_step
 from shoal.tools.watch.run_state import LiveState, NodeState
 from shoal.tools.watch.step_series import AMOUNT, LOSS, RankState, clean_name, finite, short
 from shoal.units import unit_of
@@ -68,45 +68,45 @@ def summarize(state: LiveState) -> dict[str, Any]:
         "steps": steps if is_step(steps) and steps > 0 else None,
         "left_s": _left_s(first, steps) if status == "running" else None,
         "loss": newest[LOSS] if newest is not None else None,
-        "val_loss": state.val_loss.last_value if state.val_loss.last_step >= 0 else None,
+        "val_loss": state.series.val_loss.last_value if state.series.val_loss.last_step >= 0 else None,
         "unit": unit_of(start).name,
         "speed": amount / step_s if amount is not None and step_s else None,
         "speedup": _speedup(state, ranks, step_s, amount),
         "step_s": step_s,
         "predicted": _predicted(state),
-        "generation": str(max(state.members[0], state.ids[0])),
+        "generation": str(state.members.generation),
         "params": finite(start.get("params")),
         "sync": clean_name(start.get("sync")),
         "wire": clean_name(start.get("wire")),
         "device": clean_name(start.get("device")),
         "ranks": _rank_figures(state, ranks),
         "nodes": _node_figures(state, ranks),
-        "values": {name: value.last_value for name, value in state.values.items()},
-        "unreadable": state.unreadable,
-        "unfinished": state.unfinished,
-        "loaded": state.loaded,
+        "values": {name: value.last_value for name, value in state.series.values.items()},
+        "unreadable": state.files.unreadable,
+        "unfinished": state.files.unfinished,
+        "loaded": state.files.loaded,
     }
 
 
 def _status(state: LiveState, ranks: list[RankState]) -> tuple[str, str]:
     """Return the state of the run in one word, and in a sentence where there is more to say."""
-    if state.ended is not None:
-        code = state.ended["code"]
+    if state.supervision.ended is not None:
+        code = state.supervision.ended["code"]
         name = "finished" if not code else "interrupted" if code == 130 else "failed"
-        return name, state.run.name_in(printable_line(str(state.ended.get("seen") or ""), _LONGEST_TEXT))
-    if state.supervisor and not state.is_supervised:
+        return name, state.run.name_in(printable_line(str(state.supervision.ended.get("seen") or ""), _LONGEST_TEXT))
+    if state.supervision.started and not state.supervision.is_alive:
         if state.is_dead:
             verb = "run" if state.document(state.run.job).get("script") else "train"
             resume = f"; continue it: shoal {verb} --resume {shlex.quote(str(state.run.path))}"
             return "unfinished", f"all of its processes have ended{resume if state.run.has_checkpoint() else ''}"
         return "lost", "its supervisor is not running on this machine; the ranks may go on without it"
     ends = [rank.ended for rank in ranks]
-    if not state.supervisor and ends and all(ends):
+    if not state.supervision.started and ends and all(ends):
         return ("finished" if set(ends) == {"finished"} else "interrupted"), ""
     present = [rank for rank in ranks if _is_present(state, rank)]
     if any(rank.is_lost for rank in present):
         return "regrouping", "between two generations: agreeing on the members"
-    launched_at = as_float(state.supervisor.get("time"), 0.0)
+    launched_at = as_float(state.supervision.started.get("time"), 0.0)
     if all(rank.last_step < 0 or as_float(rank.start.get("time"), 0.0) < launched_at for rank in ranks):
         doing = next((rank.doing for rank in ranks if rank.doing), "")
         return "starting", printable_line(doing, _LONGEST_TEXT)
@@ -115,14 +115,14 @@ def _status(state: LiveState, ranks: list[RankState]) -> tuple[str, str]:
 
 def _ranks_of_run(state: LiveState) -> list[RankState]:
     """Return the ranks of the newest launch, in order: a run resumed on fewer ranks leaves files of the others."""
-    ranks = [state.ranks[number] for number in sorted(state.ranks)]
+    ranks = [state.series.ranks[number] for number in sorted(state.series.ranks)]
     nodes = {name for name, node in state.nodes.items() if node.launch == state.newest_launch[1]}
-    nodes |= set(state.members[1])
+    nodes |= set(state.members.nodes)
     return [rank for rank in ranks if not nodes or rank.node in nodes] or ranks
 
 
 def _is_present(state: LiveState, rank: RankState) -> bool:
-    if state.ids[1] and rank.rank not in state.ids[1]:
+    if state.members.ids and rank.rank not in state.members.ids:
         return False
     return _is_node_present(state, rank.node)
 
@@ -131,10 +131,10 @@ def _is_node_present(state: LiveState, name: str) -> bool:
     if state.is_dead:
         return False
     # Agents decide on a generation a moment before their ranks enter it.
-    if state.members[1] and state.members[0] >= state.ids[0]:
-        return name in state.members[1]
-    on_node = [rank.rank for rank in state.ranks.values() if rank.node == name]
-    return not state.ids[1] or not on_node or any(rank in state.ids[1] for rank in on_node)
+    if state.members.are_decided:
+        return name in state.members.nodes
+    on_node = [rank.rank for rank in state.series.ranks.values() if rank.node == name]
+    return not state.members.ids or not on_node or any(rank in state.members.ids for rank in on_node)
 
 
 def _rank_figures(state: LiveState, ranks: list[RankState]) -> list[dict[str, Any]]:
@@ -164,7 +164,7 @@ def _rank_figures(state: LiveState, ranks: list[RankState]) -> list[dict[str, An
 
 def _node_figures(state: LiveState, ranks: list[RankState]) -> list[dict[str, Any]]:
     names = [name for name, node in state.nodes.items() if node.launch == state.newest_launch[1]]
-    names = sorted({*names, *state.members[1], *(rank.node for rank in ranks)})
+    names = sorted({*names, *state.members.nodes, *(rank.node for rank in ranks)})
     figures = []
     for name in names:
         node = state.nodes.get(name, NodeState(name))
@@ -211,7 +211,7 @@ def _speedup(state: LiveState, ranks: list[RankState], step_s: float, amount: fl
 
     The estimate is the time that the fastest would take for the shares of all.
     """
-    points = state.document(state.run.path / "scaling.json").get("points")
+    points = state.document(state.run.path / SCALING_FILE).get("points")
     for point in points if isinstance(points, list) else ():
         alone = finite(point.get("tokens_per_s")) if isinstance(point, dict) and point.get("ranks") == 1 else None
         if alone and amount and step_s:
@@ -241,16 +241,9 @@ def _speedup(state: LiveState, ranks: list[RankState], step_s: float, amount: fl
 
 def _last_shares(commits: Path) -> dict[int, int]:
     """Return the samples of every member in the newest step of the ledger; nothing if it has none."""
-    try:
-        with commits.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _COMMIT_TAIL_BYTES))
-            # The last line may be incomplete.
-            lines = file.read().split(b"\n")[:-1]
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):
-            match json.loads(line):
+    with contextlib.suppress(OSError):
+        for commit in reversed(read_last_events(commits, _COMMIT_TAIL_BYTES)):
+            match commit:
                 case {"members": [*members], "shares": [*shares]} if len(members) == len(shares):
                     if all(is_step(number) for number in (*members, *shares)) and all(shares):
                         return dict(zip(members, shares, strict=True))

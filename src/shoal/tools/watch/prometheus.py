@@ -75,13 +75,13 @@ def _metrics(state: LiveState, summary: dict[str, Any]) -> Iterator[Metric]:
     for part, text in (("cpu", "processors that is busy"), ("memory", "memory that is in use")):
         used = [({"node": node["name"]}, node["sample"].get(part)) for node in nodes]
         yield Metric(f"shoal_node_{part}_used", "gauge", f"The part of the machine's {text}.", used)
-    generation = max(state.members[0], state.ids[0])
+    generation = state.members.generation
     yield gauge(
         "generation", "The number of the generation: it grows with every change of the members.", generation.number
     )
     text = "Changes of the members while the run went on: a machine was lost, left or joined."
-    yield Metric("shoal_recoveries_total", "counter", text, [({}, len(state.changes))])
-    kinds = [({"kind": kind}, state.mark_counts[kind]) for kind in _KINDS]
+    yield Metric("shoal_recoveries_total", "counter", text, [({}, len(state.members.changes))])
+    kinds = [({"kind": kind}, state.time_line.counts[kind]) for kind in _KINDS]
     text = "What happened: verdicts (a sync method was chosen), warnings, faults, checkpoints."
     yield Metric("shoal_events_total", "counter", text, kinds)
     values = [({"name": name}, value) for name, value in summary["values"].items()]

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import fmean
 from typing import Any
 
 from shoal.control.membership.types import NEVER, Ballot
-from shoal.events import PHASES, Event
+from shoal.event_schema import PHASES, STEP_FIELDS, Event
+from shoal.records.rank_log import as_float, is_step, split_tail
 from shoal.terminal import printable_line
+from shoal.tools.watch.time_line import TimeLine
 
 # The steps that "now" means.
 _NOW_STEPS = 20
 _LONGEST_NAME = 80
 _LARGEST = 1e300
+# Ranges of steps, over all ranks together and of one rank: a viewer that connects gets all of them.
+_MOST_ROWS = 8000
+_MOST_BUCKETS = 1000
+_FEWEST_BUCKETS = 120
+# Steps that are kept one by one, of each rank; all ranks together keep at most `_MOST_RECENT`.
+_RECENT_STEPS = 400
+_MOST_RECENT = 6400
+# Steps of a measured script that may wait for its slowest rank's record: of a live run, and while a long one is read.
+_MOST_HELD = 50
+_MOST_HELD_BEHIND = 4000
+MOST_VALUES = 24  # names of values that a user's program recorded
+# Fields of a step that are shown elsewhere, beside those that shoal writes itself.
+_NO_VALUES = STEP_FIELDS.union(("tokens", "ready_s", "tail_s"))
 
 # Columns of a range of steps; all are means except the first.
 ROW_FIELDS = ("bucket", "time", "step_s", "compute_s", "exposed_s", "wait_s", "amount", "loss")
@@ -187,9 +202,143 @@ class RankState:
     def newest(self, most: int) -> list[Row]:
         return [self.recent[-place] for place in range(min(most, len(self.recent)), 0, -1)]
 
+    def restart(self, start: Event) -> None:
+        self.start, self.ended, self.doing = start, None, ""
+        if start.get("measured"):
+            # A script that was started again counts its steps from 1.
+            self.last_step = -1
+            self.series.cut(0)
+            self.recent.clear()
+
     @property
     def node(self) -> str:
         return clean_name(self.start.get("node"), "here")
+
+
+class RunSeries:
+    """The steps of all ranks and the values of the program, in ranges of one length."""
+
+    def __init__(self, time_line: TimeLine) -> None:
+        self.stride = 1  # steps in one range
+        self.ranks: dict[int, RankState] = {}
+        self.values: dict[str, ValueSeries] = {}
+        self.val_loss = ValueSeries()
+        self._time_line = time_line
+        self._held: dict[int, dict[int, Event]] = {}  # steps of a measured script that not all ranks have recorded
+        self._is_rebuilt = True
+
+    def rank(self, number: int) -> RankState:
+        if number not in self.ranks:
+            self.ranks[number] = RankState(number)
+        return self.ranks[number]
+
+    def last_step(self, rank: int) -> int:
+        return self.ranks[rank].last_step if rank in self.ranks else -1
+
+    def add_step(self, rank: RankState, event: Event, is_behind: bool) -> None:
+        if event.get("ready_s") is None:
+            self._record_step(rank, event)
+            return
+        # A script that is only measured: the wait is known when all ranks have recorded the step.
+        step, world_size = event["step"], rank.start.get("world_size", 1)
+        held = self._held.setdefault(step, {})
+        held[rank.rank] = event
+        is_complete = len(held) >= world_size
+        if not is_complete and len(self._held) <= (_MOST_HELD_BEHIND if is_behind else _MOST_HELD):
+            return
+        events = self._held.pop(step if is_complete else min(self._held))
+        slowest_s = max(as_float(other.get("ready_s"), 0.0) for other in events.values())
+        for number, other in sorted(events.items()):
+            ready_s, tail_s = as_float(other.get("ready_s"), 0.0), as_float(other.get("tail_s"), 0.0)
+            wait_s, exposed_s = split_tail(ready_s, tail_s, slowest_s)
+            self._record_step(self.ranks[number], {**other, "wait_s": wait_s, "exposed_s": exposed_s})
+
+    def _record_step(self, rank: RankState, event: Event) -> None:
+        step, step_s = event["step"], float(event["step_s"])
+        if not is_step(step):
+            return
+        amount = event["samples"] if event["tokens"] is None else event["tokens"]
+        record = list(map(finite, map(event.get, RECENT_FIELDS)))
+        record[AMOUNT] = finite(amount)
+        # Without `exposed_s` (--measure off) all of a step counts as compute.
+        exposed_s, wait_s = record[EXPOSED] or 0.0, record[WAIT] or 0.0
+        loss = record[LOSS]
+        if loss is None and isinstance(event["loss"], float) and not math.isfinite(event["loss"]):
+            text = f"the loss is {event['loss']} since step {step}"
+            self._time_line.add("warning", "not finite", event, text, step)
+        values = (
+            record[1] or 0.0, step_s, max(0.0, step_s - exposed_s - wait_s), exposed_s, wait_s, record[AMOUNT] or 0.0,
+            math.nan if loss is None else loss,
+        )  # fmt: skip
+        rank.add(record, values, step // self.stride, min(_RECENT_STEPS, _MOST_RECENT // max(1, len(self.ranks))))
+        if own_names := event.keys() - _NO_VALUES:
+            self.add_values(rank.rank, step, {name: event[name] for name in own_names})
+
+    def add_world_loss(self, rank: RankState, event: Event) -> None:
+        """Replace the loss of one of the newest steps: its `step` event had only this rank's own loss."""
+        step, loss = event.get("step"), finite(event.get("loss"))
+        for record in reversed(rank.recent):
+            if record[0] == step and loss is not None and isinstance(step, int):
+                if (own_loss := record[LOSS]) is not None:
+                    rank.series.correct(step // self.stride, len(ROW_FIELDS) - 2, loss - own_loss)
+                record[LOSS] = loss
+                rank.fresh[step] = record
+            if (record[0] or 0) <= as_float(step, math.inf):
+                return
+
+    def add_val_loss(self, rank: RankState, event: Event) -> None:
+        if math.isfinite(event["val_loss"]):
+            self.val_loss.add(rank.rank, event["step"], event["step"] // self.stride, event["val_loss"])
+
+    def add_values(self, rank: int, step: int, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if (number := finite(value)) is None:
+                continue
+            if (series := self.values.get(name)) is None and len(self.values) < MOST_VALUES:
+                series = self.values.setdefault(clean_name(name), ValueSeries())
+            if series is not None:
+                series.add(rank, step, step // self.stride, number)
+
+    def limit_ranges(self) -> None:
+        """Double the length of all ranges until a viewer can be sent all of them."""
+        newest = max((rank.last_step for rank in self.ranks.values()), default=0)
+        newest = max(newest, self.val_loss.last_step, *(value.last_step for value in self.values.values()), 0)
+        most = min(_MOST_BUCKETS, max(_FEWEST_BUCKETS, _MOST_ROWS // max(1, len(self.ranks))))
+        while newest // self.stride >= most:
+            self.stride *= 2
+            self._is_rebuilt = True
+            ranks = [rank.series for rank in self.ranks.values()]
+            for series in (*ranks, self.val_loss.series, *(value.series for value in self.values.values())):
+                series.merge_pairs()
+
+    def everything(self, is_behind: bool) -> dict[str, Any]:
+        """Return what `take` does for the whole run, for a viewer that connects; it takes nothing."""
+        return {
+            "row_fields": ROW_FIELDS,
+            "recent_fields": RECENT_FIELDS,
+            "stride": self.stride,
+            "rows": {rank.rank: rank.series.means() for rank in self.ranks.values()},
+            "recent": {} if is_behind else {rank.rank: list(rank.recent) for rank in self.ranks.values()},
+            "values": {name: value.series.means() for name, value in self.values.items()},
+            "val_loss": self.val_loss.series.means(),
+        }
+
+    def take(self, is_behind: bool) -> dict[str, Any] | None:
+        """Return what changed since the last call; None if a viewer needs everything, as ranges were merged.
+
+        Single steps are sent when the run has been read to its end: the others are the last ones for a moment only.
+        """
+        ready = [rank for rank in self.ranks.values() if rank.fresh and not is_behind]
+        changes: dict[str, Any] = {
+            "rows": {rank.rank: rows for rank in self.ranks.values() if (rows := rank.series.take())},
+            "recent": {rank.rank: list(rank.fresh.values()) for rank in ready},
+            "values": {name: rows for name, value in self.values.items() if (rows := value.series.take())},
+            "val_loss": self.val_loss.series.take() or [],
+        }
+        for rank in ready:
+            rank.fresh.clear()
+        is_rebuilt, self._is_rebuilt = self._is_rebuilt, False
+        return None if is_rebuilt else changes
 
 
 def finite(value: Any) -> float | None:

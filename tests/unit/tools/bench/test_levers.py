@@ -16,6 +16,7 @@ from shoal.cli.bench import explain_levers, levers_document, print_levers
 from shoal.cluster.target import first_nodes, parse_on
 from shoal.config.load import build_config
 from shoal.errors import UsageError
+from shoal.records.summary import summarize
 from shoal.tools.bench.levers import (
     CEILING,
     ONE_NODE,
@@ -31,7 +32,6 @@ from shoal.tools.bench.levers import (
     plot_levers,
     with_sync,
 )
-from shoal.tools.report.summary import summarize
 from tests.support.run_samples import all_events, end
 
 

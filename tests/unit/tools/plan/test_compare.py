@@ -36,6 +36,8 @@ from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import StepTime, workload_of
 from shoal.errors import ConfigError, DataError
 from shoal.events import Event
+from shoal.records.explain_run import explain_prediction, prediction_line
+from shoal.records.summary import MeanMedianP95, RunSummary, summarize
 from shoal.tools.plan.compare import (
     ComparedRun,
     calibrate,
@@ -45,8 +47,6 @@ from shoal.tools.plan.compare import (
     sync_options,
 )
 from shoal.tools.probe.run import assemble
-from shoal.tools.report.explain_run import explain_prediction, prediction_line
-from shoal.tools.report.summary import MeanMedianP95, RunSummary, summarize
 from tests.support.run_samples import all_events, make_session_run, session_events
 from tests.unit.config.test_profile import measured, with_gpus
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from shoal.events import Event
+from shoal.records.manifest import write_derived_files
 from shoal.tools.draw.pages import html_value, page_style
 from shoal.tools.draw.palette import css_variables
-from shoal.tools.report.manifest import write_derived_files
 from shoal.tools.report.page import write_report
 from tests.support.run_samples import all_events, demo_points, make_run, start, step
 

@@ -10,6 +10,7 @@ import pytest
 
 from shoal.control.processes import RunProcess
 from shoal.events import Event
+from shoal.records import run_tails
 from shoal.run_folder import RunFolder
 from shoal.tools.watch import run_state
 from shoal.tools.watch.figures import snapshot, summarize, update
@@ -91,10 +92,10 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
     sizes = []
     for first in (1, 3001):
         for number in range(first, first + 3000):
-            state._add("rank", 0, step(number, extra=number / 2))
-        state._limit_buckets()
+            state._add_rank_event(state.series.rank(0), step(number, extra=number / 2))
+        state.series.limit_ranges()
         sizes.append(len(json.dumps(snapshot(state))))
-    assert state.stride == 8
+    assert state.series.stride == 8
     rows = snapshot(state)["rows"][0]
     assert 500 <= len(rows) <= 1000
     assert rows[-1][2] == pytest.approx(0.097, rel=0.1), "merged ranges are still means"
@@ -226,8 +227,8 @@ def test_the_wait_in_a_measured_script_is_known_when_all_ranks_have_recorded_the
 
 
 def test_a_run_in_parts_is_read_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_state, "_RANK_TURN_BYTES", 1000)
-    monkeypatch.setattr(run_state, "_TURN_S", 0.0)
+    monkeypatch.setattr(run_tails, "_RANK_TURN_BYTES", 1000)
+    monkeypatch.setattr(run_tails, "_TURN_S", 0.0)
     monkeypatch.setattr("shoal.events._BLOCK_BYTES", 500)
     state = read(make_run(tmp_path / "run", all_events(2, 100)))
     shown = snapshot(state)
@@ -235,7 +236,7 @@ def test_a_run_in_parts_is_read_in_turns(tmp_path: Path, monkeypatch: pytest.Mon
     assert not shown["recent"], "the newest steps are not known yet"
     update(state)
     while state.is_behind:
-        steps = [rank.last_step for rank in state.ranks.values()]
+        steps = [rank.last_step for rank in state.series.ranks.values()]
         assert max(steps) - min(steps) <= 4, "the ranks are read at about the same step"
         state.poll()
     changes = update(state)
@@ -252,7 +253,7 @@ def test_the_waits_of_a_long_measured_script_are_known(tmp_path: Path) -> None:
     state = read(make_run(tmp_path / "run", events))
     while state.is_behind:
         state.poll()
-    rows = state.ranks[0].series.means()
+    rows = state.series.ranks[0].series.means()
     assert min(row[ROW_FIELDS.index("wait_s")] or 0 for row in rows) == pytest.approx(0.03)
 
 
