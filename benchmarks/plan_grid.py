@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from _common import options
-from shoal.cluster.lab.lab import Lab, build_lab
-from shoal.cluster.lab.spec import make_spec
 from shoal.tools.report.figures import IDEAL, LINEAGE_COLOURS, save_figure, set_log_ticks
+from shoal_lab.lab import Lab
+from shoal_lab.spec import make_spec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,7 +95,7 @@ def on_lab(nodes: int, link: str, levers: list[tuple[str, int, str]], budget_s: 
     # Three nodes on two cores: each gets its part of them, so that every step has the same.
     cores = os.cpu_count() or 1
     cpu = None if nodes <= cores else f"{cores / nodes:.2f}"
-    lab = build_lab(make_spec(nodes, name=f"grid-{os.getpid()}", link=link, cpu=cpu), owner=os.getpid())
+    lab = Lab.build(make_spec(nodes, name=f"grid-{os.getpid()}", link=link, cpu=cpu), owner=os.getpid())
     try:
         profile = folder / "profile.toml"
         names = [word for name in dict.fromkeys(model for model, _, _ in levers) for word in ("--model", name)]

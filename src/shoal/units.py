@@ -159,13 +159,6 @@ def parse_delay(text: str) -> float:
     return float(match[1]) * _TIME_SCALES[match[2].lower()]
 
 
-def format_delay(seconds: float) -> str:
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= scale:
-            return f"{seconds / scale:.6g}{unit}"
-    return f"{seconds * 1e6:.6g}us"
-
-
 # The first and the last number, both included.
 Span = tuple[int, int]
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.lab.lab import Lab
 from shoal.control.processes import find_processes
 from shoal.runs.manage import end_processes
+from shoal_lab.lab import Lab
 from tests.support.labs import running_lab
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command
 from tests.support.runs import wait_until

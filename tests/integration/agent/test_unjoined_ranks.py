@@ -18,6 +18,7 @@ from shoal.agent.agent import Agent
 from shoal.agent.unjoined_ranks import JoinWatch, is_at, no_rank_joined, observe, who_is_alone
 from shoal.cluster.agent_link import AgentLink
 from shoal.cluster.cluster import LocalCluster
+from shoal.cluster.lab import as_nodes
 from shoal.cluster.node import LOOPBACK, Node, Rendezvous, listen_at, local_node, start_process
 from shoal.config.schema import RunConfig
 from shoal.control.orders import MeetOrder
@@ -332,7 +333,7 @@ def three_lab_ranks(folder: Path, text: str) -> Iterator[tuple[JoinWatch, dict[i
         def start(command: RankCommand, log: Path) -> subprocess.Popen[bytes]:
             return lab.start(command.node.name, command.argv, command.env, log)
 
-        with ended(store), running_ranks(lab.nodes, meeting, start, folder, text) as watch_and_pids:
+        with ended(store), running_ranks(as_nodes(lab.state.spec), meeting, start, folder, text) as watch_and_pids:
             yield watch_and_pids
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
-from shoal.cluster.agent_link import AgentLink, PipeLink, agent_command
-from shoal.cluster.lab import commands
-from shoal.cluster.lab import state as lab_state
-from shoal.cluster.lab.commands import (
+from shoal_lab import commands
+from shoal_lab import state as lab_state
+from shoal_lab.commands import (
     KillNamespace,
     LabSite,
     PidOf,
@@ -27,11 +28,20 @@ from shoal.cluster.lab.commands import (
     WriteFile,
     freeze,
     node_groups_on_disk,
-    read_groups,
     render_step,
 )
-from shoal.cluster.lab.kernel import Features, find_features, lacks, possible, reach_tools, substitutes, with_tools
-from shoal.cluster.lab.processes import (
+from shoal_lab.errors import LabError, LabUsageError, did_you_mean
+from shoal_lab.kernel import (
+    Features,
+    find_features,
+    lacks,
+    possible,
+    reach_tools,
+    read_groups,
+    substitutes,
+    with_tools,
+)
+from shoal_lab.processes import (
     TIED,
     NodeProcess,
     end_all,
@@ -41,31 +51,45 @@ from shoal.cluster.lab.processes import (
     receive_listener,
     running_in,
     start_in_node,
+    start_ticks,
 )
-from shoal.cluster.lab.spec import INTERFACE, SWITCH, LabLink, LabNode, LabSpec, check_name
-from shoal.cluster.lab.state import LabOwner, LabState, cut, heal, with_node
-from shoal.cluster.lab.template import LabTemplate
-from shoal.cluster.node import Node
-from shoal.config.defaults import LAB_NAME
-from shoal.config.presets import did_you_mean
-from shoal.errors import LabError, UsageError
-from shoal.host.proc import start_ticks
-from shoal.host.topology import this_topology, threads_for
-from shoal.run_folder import RunFolder
+from shoal_lab.spec import DEFAULT_NAME, SWITCH, LabSpec, NodeSpec, change_link, check_name
+from shoal_lab.state import Change, LabOwner, LabState, LabView
 
 _STEP_TIMEOUT_S = 10.0
 _POLL_S = 0.005
+_WATCH = (
+    "import sys\nfrom shoal_lab.lab import remove_after\nremove_after(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))"
+)
 
 
 class Lab:
-    """A lab by its name. Its state is read from its folder whenever it is needed, since any command may change it."""
+    """A lab by its name. Its state is read from its folder whenever it is needed, since any program may change it.
+
+    `with Lab.build(make_spec(2)) as lab:` removes it at the end of the block.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.folder = lab_state.lab_folder(name)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @classmethod
-    def open(cls, name: str | None = None) -> Lab:
+    def build(cls, spec: LabSpec, owner: int | None = None) -> Self:
+        """Build a lab: all of it or nothing. When the process `owner` ends, however that happens, the lab is removed.
+
+        An owned lab must be exactly as asked for: what its owner measures is recorded as measured on that lab.
+        """
+        build_lab(spec, owner)
+        return cls(spec.name)
+
+    @classmethod
+    def open(cls, name: str | None = None) -> Self:
         """Return the lab of that name; without one the default lab, or the user's only one."""
         lab = cls(check_name(name) if name else choose_lab(lab_state.list_labs()))
         if not lab.folder.is_dir():
@@ -83,7 +107,15 @@ class Lab:
 
     @property
     def nodes(self) -> list[Node]:
-        return as_nodes(self.state.spec)
+        return [Node(self, node.name) for node in self.state.spec.nodes]
+
+    def node(self, name: str) -> Node:
+        return Node(self, self.state.spec.node(name).name)
+
+    @property
+    def places(self) -> list[Path]:
+        """Return the folder and the control groups that exist while the lab does."""
+        return [self.folder, *(group.of_lab(self.name) for group in read_groups().all())]
 
     def is_alive(self, node: str) -> bool:
         return first_process(self.folder, node) is not None
@@ -99,7 +131,7 @@ class Lab:
         if node != SWITCH:
             state.spec.node(node)
         if node in state.frozen:
-            raise UsageError(
+            raise LabUsageError(
                 f"{node} is frozen, and so would be any process that starts there",
                 fix=f"shoal lab thaw {node} --name {self.name}",
             )
@@ -108,8 +140,8 @@ class Lab:
     def start(
         self, node: str, argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int] = ()
     ) -> NodeProcess:
-        """Start a process on a node, as `cluster.node.start_process` does here. A socket passed to it must come from
-        that node, see `listen`."""
+        """Start a process on a node; it ends with this process. `env` is added to the environment, output goes to
+        `log`. A socket passed to it must come from that node, see `listen`."""
         return start_in_node(self.command(node, [*TIED, *argv]), env, log, pass_fds)
 
     def listen(self, node: str) -> socket.socket:
@@ -130,21 +162,92 @@ class Lab:
             apply(steps)
             lab_state.write_state(state)
 
+    def heal(self, node: str | None = None, other: str | None = None) -> None:
+        """Undo the cut between two nodes, those of one, or all."""
+        self.perform(lambda view: view.heal_cuts(node, other))
+
     def close(self) -> None:
         remove_lab(self.name)
 
 
+class Node:
+    """A node of a lab: what runs on it, and what can go wrong with it. Every change takes effect at once."""
+
+    def __init__(self, lab: Lab, name: str) -> None:
+        self.lab = lab
+        self.name = name
+
+    @property
+    def spec(self) -> NodeSpec:
+        """Return its address, link and limits as they are now."""
+        return self.lab.state.spec.node(self.name)
+
+    @property
+    def address(self) -> str:
+        return self.spec.address
+
+    @property
+    def is_alive(self) -> bool:
+        return self.lab.is_alive(self.name)
+
+    def run(self, *argv: str, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
+        """Run a command on the node until it ends, and return its output and exit code."""
+        words = self.lab.command(self.name, argv)
+        return subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
+
+    def start(self, *argv: str, log: Path, env: Mapping[str, str] | None = None) -> NodeProcess:
+        """Start a program on the node that runs until it ends, is killed, or this process ends."""
+        return self.lab.start(self.name, argv, env or {}, log)
+
+    def set_link(self, rate: str | None = None, delay: str | None = None, loss: str | None = None) -> None:
+        """Change the node's link: a rate such as `20mbit` or `none`, a delay in one direction `5ms`, a loss `1%`."""
+        self.lab.perform(lambda view: view.set_link(self.name, lambda link: change_link(link, rate, delay, loss)))
+
+    def set_cpu(self, cores: float | None) -> None:
+        """Limit how many cores the node can keep busy; None: as many as the machine has."""
+        self.lab.perform(lambda view: view.set_cpu(self.name, cores))
+
+    def freeze(self) -> None:
+        """Freeze all processes, as when a laptop's lid is closed. Nothing can be started there until `thaw`."""
+        self.lab.perform(lambda view: view.set_frozen(self.name, frozen=True))
+
+    def thaw(self) -> None:
+        self.lab.perform(lambda view: view.set_frozen(self.name, frozen=False))
+
+    def kill(self, silent: bool = False) -> None:
+        """End all processes and remove the node from the network; `silent` as in a power cut: no connection is
+        closed."""
+        self.lab.perform(lambda view: view.kill_node(self.name, silent))
+
+    def restart(self) -> None:
+        """Start the killed node again, without processes, with the link and the limits that it had."""
+        self.lab.perform(lambda view: view.restart_node(self.name))
+
+    def cut(self, other: str | None = None, one_way: bool = False) -> None:
+        """Drop every packet to and from another node, or all others; `one_way`: only what this node sends. `Lab.heal`
+        undoes it."""
+        self.lab.perform(lambda view: view.cut_off(self.name, other, one_way))
+
+    def set_firewall(self, *ports: str) -> None:
+        """Drop new connections from outside, except to these TCP ports, `22` or `29500-29600`."""
+        allowed = commands.parse_ports(",".join(ports))
+        self.lab.perform(lambda view: view.set_firewall(self.name, allowed))
+
+    def remove_firewall(self) -> None:
+        self.lab.perform(lambda view: view.set_firewall(self.name, None))
+
+
 def choose_lab(names: list[str]) -> str:
     """Return the default lab, or the only one that the user made; a lab with an owner is chosen by name only."""
-    if LAB_NAME in names:
-        return LAB_NAME
+    if DEFAULT_NAME in names:
+        return DEFAULT_NAME
     own = [name for name in names if not has_owner(name)]
     if len(own) == 1:
         return own[0]
     if own:
-        raise UsageError("which lab?", why=f"up are: {', '.join(own)}", fix=f"add --name {own[0]}")
+        raise LabUsageError("which lab?", why=f"up are: {', '.join(own)}", fix=f"add --name {own[0]}")
     others = f"those that are up belong to runs: {', '.join(names)}" if names else ""
-    raise UsageError("no lab is up", why=others, fix="make one: shoal lab up 3")
+    raise LabUsageError("no lab is up", why=others, fix="make one: shoal lab up 3")
 
 
 def has_owner(name: str) -> bool:
@@ -166,59 +269,19 @@ def why_stale(folder: Path, state: LabState | None) -> str:
     return ""
 
 
-def _missing(name: str) -> UsageError:
+def _missing(name: str) -> LabUsageError:
     names = lab_state.list_labs()
-    return UsageError(
+    return LabUsageError(
         f"there is no lab {name!r}",
         why=did_you_mean(name, names) or (f"up are: {', '.join(names)}" if names else "no lab is up"),
         fix=f"make it: shoal lab up 3 --name {name}",
     )
 
 
-def as_nodes(spec: LabSpec) -> list[Node]:
-    topology = this_topology()
-    nodes = []
-    for node in spec.nodes:
-        # Nodes without a limit share the machine. More threads than cores would only wait for each other.
-        share = threads_for(topology, len(spec.nodes))
-        cores = share if node.cpu is None else max(1, min(int(node.cpu), topology.usable))
-        link_mbps = round(node.link.rate_bps / 1e6) if node.link.rate_bps else None
-        nodes.append(Node(node.name, node.address, INTERFACE, node.slots, cores=cores, link_mbps=link_mbps))
-    return nodes
-
-
-class LabCluster:
-    """A lab as a cluster: each node in its own namespaces, behind its own shaped link."""
-
-    def __init__(self, lab: Lab, template: LabTemplate | None = None) -> None:
-        self._lab = lab
-        self._template = template
-        self.nodes = lab.nodes
-
-    def start_agent(self, node: Node, run: Path) -> AgentLink:
-        command = self._lab.command(node.name, agent_command(run, node.name))
-        first = first_process(self._lab.folder, node.name)
-        if self._template is None or first is None:
-            return PipeLink(command, run, node.name)
-        groups = commands.group_files(node.name, self._lab.state.site(self._lab.folder))
-        log = RunFolder(run).template_log(node.name)
-        with self._template.serve_node(node.name, first, groups, log) or contextlib.nullcontext() as sock:
-            if node == self.nodes[-1]:
-                self._template.release()
-            return PipeLink(command, run, node.name, template=sock and sock.fileno())
-
-    def folder(self, node: Node, run: Path) -> str:
-        return str(run)
-
-
 # Build a lab: all of it or nothing
 
 
-def build_lab(spec: LabSpec, owner: int | None = None) -> Lab:
-    """Build a lab. When the process `owner` ends, however that happens, the lab is removed.
-
-    An owned lab must be exactly as asked for: what its owner measures is recorded as measured on that lab.
-    """
+def build_lab(spec: LabSpec, owner: int | None = None) -> None:
     features = find_features()
     if owner is not None and (missing := lacks(spec, features)):
         raise LabError(
@@ -234,11 +297,10 @@ def build_lab(spec: LabSpec, owner: int | None = None) -> Lab:
             lab_state.write_state(state)
             _start_watcher(state)
             apply(build_steps(state))
-            lab_state.write_state(state.model_copy(update={"ready": True}))
+            lab_state.write_state(replace(state, ready=True))
         except BaseException:
             remove_locked(spec.name)
             raise
-    return Lab(spec.name)
 
 
 def plan_state(spec: LabSpec, features: Features, owner: int | None = None) -> LabState:
@@ -246,7 +308,7 @@ def plan_state(spec: LabSpec, features: Features, owner: int | None = None) -> L
     if owner is not None:
         started = start_ticks(owner)
         if started is None:
-            raise UsageError(f"no process {owner} can own a lab", why="it has ended")
+            raise LabUsageError(f"no process {owner} can own a lab", why="it has ended")
         lab_owner = LabOwner(pid=owner, started=started)
     return LabState(
         spec=possible(spec, features),
@@ -276,7 +338,7 @@ def _remove_stale(name: str) -> None:
     if not folder.exists():
         return
     if not why_stale(folder, lab_state.read_state(name)):
-        raise UsageError(
+        raise LabUsageError(
             f"lab {name!r} is already up",
             why="every lab needs a name of its own",
             fix=f"shoal lab down --name {name}, or give the new one another --name",
@@ -291,7 +353,7 @@ def _start_watcher(state: LabState) -> None:
     name = state.spec.name
     marks = state.site(lab_state.lab_folder(name)).environment("watcher")
     owner = (str(state.owner.pid), str(state.owner.started))
-    watch = (sys.executable, "-P", "-m", "shoal.cluster.lab.watch", name, *owner)
+    watch = (sys.executable, "-P", "-c", _WATCH, name, *owner)
     subprocess.run(
         ("env", *marks, "setsid", "--fork", *watch),  # noqa: S607
         check=True,
@@ -300,6 +362,18 @@ def _start_watcher(state: LabState) -> None:
         stderr=subprocess.DEVNULL,
         cwd=os.sep,
     )
+
+
+def remove_after(name: str, owner: int, owner_start_ticks: int) -> None:
+    """Wait until the owner has ended, then remove the lab.
+
+    This runs in a process of its own, because a crash or SIGKILL that ends the owner must not end it.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        owner_fd = os.pidfd_open(owner)
+        if start_ticks(owner) == owner_start_ticks:
+            select.select([owner_fd], [], [])
+    remove_lab(name)
 
 
 # Remove a lab, or what is left of one
@@ -331,131 +405,6 @@ def _find_remains(name: str) -> tuple[LabSite, list[str]]:
     else:
         site = LabSite(name, folder, rootless=os.geteuid() != 0, netem=False, groups=read_groups())
     return site, node_groups_on_disk(site.groups, name)
-
-
-# Changes to a lab: pure functions from its present state to the next one and the steps in between
-
-
-@dataclass(frozen=True)
-class LabView:
-    """A lab as it is now."""
-
-    state: LabState
-    site: LabSite
-    alive: frozenset[str]  # nodes whose first process runs
-
-    def node(self, name: str, alive: bool = True) -> LabNode:
-        node = self.state.spec.node(name)
-        if alive and name not in self.alive:
-            raise UsageError(
-                f"{name} is not running", why="it was killed", fix=f"shoal lab start {name}{self.option()}"
-            )
-        return node
-
-    def option(self) -> str:
-        return f" --name {self.site.name}"
-
-    def filters(self, after: LabState) -> list[Step]:
-        """Return the steps for every running node whose packet filter changes."""
-        nodes = [node for node in after.spec.nodes if node.name in self.alive]
-        changed = [node for node in nodes if after.rules(node) != self.state.rules(self.state.spec.node(node.name))]
-        return [step for node in changed for step in commands.filter_steps(node, self.site, after.rules(node))]
-
-
-Outcome = tuple[LabState, list[Step]]
-Change = Callable[[LabView], Outcome]
-
-
-def set_link(name: str, change: Callable[[LabLink], LabLink]) -> Change:
-    def outcome(view: LabView) -> Outcome:
-        node = view.node(name)
-        after = node.model_copy(update={"link": change(node.link)})
-        if after.link.delay_s and not (view.state.netem or view.state.delay_line):
-            raise UsageError(
-                "this kernel cannot delay packets",
-                why="it has no netem (sch_netem) and allows no packet sockets",
-                fix="leave --delay out",
-            )
-        state = with_node(view.state, after)
-        return state, [*commands.link_steps(after, view.site, node.link), *view.filters(state)]
-
-    return outcome
-
-
-def set_cpu(name: str, cpu: float | None) -> Change:
-    def outcome(view: LabView) -> Outcome:
-        if view.site.groups.cpu is None:
-            raise UsageError(
-                "this lab cannot limit the CPU",
-                why="no control group with a cpu controller can be made here, or not without root",
-                fix="run the lab as root",
-            )
-        node = view.node(name).model_copy(update={"cpu": cpu})
-        return with_node(view.state, node), commands.cpu_steps(node, view.site)
-
-    return outcome
-
-
-def kill_node(name: str, silent: bool) -> Change:
-    def outcome(view: LabView) -> Outcome:
-        node = view.node(name)
-        state, thaw = _set_frozen(view, node, frozen=False) if name in view.state.frozen else (view.state, [])
-        first, second = commands.kill_steps(node, view.site, silent)
-        return state, [first, *thaw, second] if silent else [*thaw, first, second]
-
-    return outcome
-
-
-def restart_node(name: str) -> Change:
-    def outcome(view: LabView) -> Outcome:
-        node = view.node(name, alive=False)
-        if name in view.alive:
-            raise UsageError(f"{name} is already running", fix=f"shoal lab status{view.option()}")
-        rules = view.state.rules(node)
-        filters = commands.filter_steps(node, view.site, rules) if view.state.filtered(node) else []
-        sshd = commands.sshd_steps(node, view.site) if view.state.spec.sshd else []
-        return view.state, [*commands.restart_steps(node, view.site), *filters, *sshd]
-
-    return outcome
-
-
-def set_frozen(name: str, frozen: bool) -> Change:
-    return lambda view: _set_frozen(view, view.node(name), frozen)
-
-
-def _set_frozen(view: LabView, node: LabNode, frozen: bool) -> Outcome:
-    names = view.state.frozen | {node.name} if frozen else view.state.frozen - {node.name}
-    return view.state.model_copy(update={"frozen": names}), commands.freeze_steps(node, view.site, frozen)
-
-
-def cut_off(one: str, other: str | None, one_way: bool) -> Change:
-    def outcome(view: LabView) -> Outcome:
-        if one == other:
-            raise UsageError(f"{one} cannot be cut off from itself", fix=f"shoal lab cut {one}, from all others")
-        state = cut(view.state, one, other, one_way)
-        return state, view.filters(state)
-
-    return outcome
-
-
-def heal_cuts(one: str | None, other: str | None) -> Change:
-    def outcome(view: LabView) -> Outcome:
-        state = heal(view.state, one, other)
-        return state, view.filters(state)
-
-    return outcome
-
-
-def set_firewall(name: str, ports: tuple[str, ...] | None) -> Change:
-    def outcome(view: LabView) -> Outcome:
-        node = view.node(name, alive=False)
-        firewalls = {key: value for key, value in view.state.firewalls.items() if key != node.name}
-        if ports is not None:
-            firewalls[node.name] = ports
-        state = view.state.model_copy(update={"firewalls": firewalls})
-        return state, view.filters(state)
-
-    return outcome
 
 
 # Apply steps, and explain the one that failed
