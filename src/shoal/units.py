@@ -134,7 +134,7 @@ def parse_rate(text: str) -> float:
     rate_bps = float(match[1]) * _RATE_SCALES[match[2].lower()] if match else 0.0
     if rate_bps <= 0:
         raise UsageError(
-            f"{text!r} is no link rate",
+            f"{text!r} is not a link rate",
             why="a rate is a number above zero with its unit: kbit, mbit or gbit (bits a second)",
             fix="write for example: 100mbit, 1gbit or 2.5gbit",
         )
@@ -154,7 +154,9 @@ def parse_delay(text: str) -> float:
     match = _TIME.fullmatch(text.strip())
     if match is None:
         raise UsageError(
-            f"{text!r} is no delay", why="a delay is a number with its unit: us, ms or s", fix="write for example: 2ms"
+            f"{text!r} is not a delay",
+            why="a delay is a number with its unit: us, ms or s",
+            fix="write for example: 2ms",
         )
     return float(match[1]) * _TIME_SCALES[match[2].lower()]
 

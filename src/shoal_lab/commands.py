@@ -39,7 +39,7 @@ Word = str | PidOf
 @dataclass(frozen=True)
 class RunCommand:
     words: tuple[Word, ...]
-    log: Path | None = None  # output of a command that stays: it must not hold our own pipes open
+    log: Path | None = None  # output of a command that stays: it must not hold the pipes of this process open
 
 
 @dataclass(frozen=True)
@@ -138,49 +138,6 @@ class ControlGroups:
         return list(dict.fromkeys(group for group in (self.cpu, self.freezer) if group))
 
 
-def lab_group_steps(groups: ControlGroups, lab: str) -> list[Step]:
-    steps: list[Step] = []
-    for group in groups.all():
-        steps.append(RunCommand(("mkdir", "-p", str(group.of_lab(lab)))))
-        if group.version == 2 and group == groups.cpu:
-            folders = (group.parent, group.of_lab(lab))
-            steps += [WriteFile(folder / "cgroup.subtree_control", "+cpu") for folder in folders]
-    return steps
-
-
-def cpu_steps(node: NodeSpec, site: LabSite) -> list[Step]:
-    return limit_cpu(site.groups, site.name, node.name, node.cpu)
-
-
-def limit_cpu(groups: ControlGroups, lab: str, node: str, cpu: float | None) -> list[Step]:
-    if groups.cpu is None:
-        return []
-    folder = groups.cpu.of_node(lab, node)
-    period_us = _PERIOD_US if cpu is None or cpu >= _SHORT_PERIOD_FROM else _LONG_PERIOD_US
-    quota_us = None if cpu is None else round(cpu * period_us)
-    if groups.cpu.version == 2:
-        return [WriteFile(folder / "cpu.max", f"{'max' if quota_us is None else quota_us} {period_us}")]
-    return [
-        WriteFile(folder / "cpu.cfs_period_us", str(period_us)),
-        WriteFile(folder / "cpu.cfs_quota_us", str(-1 if quota_us is None else quota_us)),
-    ]
-
-
-def freeze(groups: ControlGroups, lab: str, node: str, frozen: bool) -> list[Step]:
-    if groups.freezer is None:
-        return []
-    folder = groups.freezer.of_node(lab, node)
-    if groups.freezer.version == 2:
-        return [WriteFile(folder / "cgroup.freeze", str(int(frozen)))]
-    return [WriteFile(folder / "freezer.state", "FROZEN" if frozen else "THAWED")]
-
-
-def node_groups_on_disk(groups: ControlGroups, lab: str) -> list[str]:
-    """Return the nodes for which groups exist, whatever the lab's state file says."""
-    folders = [folder for group in groups.all() if group.of_lab(lab).is_dir() for folder in group.of_lab(lab).iterdir()]
-    return sorted({folder.name for folder in folders if folder.is_dir()})
-
-
 @dataclass(frozen=True)
 class LabSite:
     """Where a lab is built, and what the kernel there can do."""
@@ -210,6 +167,45 @@ class LabSite:
         return RunCommand((*self.inside(node, "--net"), *command.split()))
 
 
+def lab_group_steps(site: LabSite) -> list[Step]:
+    steps: list[Step] = []
+    for group in site.groups.all():
+        steps.append(RunCommand(("mkdir", "-p", str(group.of_lab(site.name)))))
+        if group.version == 2 and group == site.groups.cpu:
+            folders = (group.parent, group.of_lab(site.name))
+            steps += [WriteFile(folder / "cgroup.subtree_control", "+cpu") for folder in folders]
+    return steps
+
+
+def cpu_steps(node: NodeSpec, site: LabSite) -> list[Step]:
+    if site.groups.cpu is None:
+        return []
+    folder, cpu = site.groups.cpu.of_node(site.name, node.name), node.cpu
+    period_us = _PERIOD_US if cpu is None or cpu >= _SHORT_PERIOD_FROM else _LONG_PERIOD_US
+    quota_us = None if cpu is None else round(cpu * period_us)
+    if site.groups.cpu.version == 2:
+        return [WriteFile(folder / "cpu.max", f"{'max' if quota_us is None else quota_us} {period_us}")]
+    return [
+        WriteFile(folder / "cpu.cfs_period_us", str(period_us)),
+        WriteFile(folder / "cpu.cfs_quota_us", str(-1 if quota_us is None else quota_us)),
+    ]
+
+
+def freeze(node: str, site: LabSite, frozen: bool) -> list[Step]:
+    if site.groups.freezer is None:
+        return []
+    folder = site.groups.freezer.of_node(site.name, node)
+    if site.groups.freezer.version == 2:
+        return [WriteFile(folder / "cgroup.freeze", str(int(frozen)))]
+    return [WriteFile(folder / "freezer.state", "FROZEN" if frozen else "THAWED")]
+
+
+def node_groups_on_disk(site: LabSite) -> list[str]:
+    """Return the nodes for which groups exist, whatever the lab's state file says."""
+    labs = [group.of_lab(site.name) for group in site.groups.all()]
+    return sorted({folder.name for lab in labs if lab.is_dir() for folder in lab.iterdir() if folder.is_dir()})
+
+
 # Build the switch and the nodes
 
 
@@ -218,7 +214,7 @@ def lab_steps(spec: LabSpec, site: LabSite) -> list[Step]:
         RunCommand(("mkdir", "-p", str(site.folder))),
         WriteFile(site.folder / "hosts", hosts_file(spec)),
         *_switch_steps(site),
-        *lab_group_steps(site.groups, site.name),
+        *lab_group_steps(site),
     ]
     for node in spec.nodes:
         folders = [str(group.of_node(site.name, node.name)) for group in site.groups.all()]
@@ -325,7 +321,7 @@ def freeze_steps(node: NodeSpec, site: LabSite, frozen: bool) -> list[Step]:
     """Freeze or thaw a node. The freezer stops it between two instructions; without one, a signal to all processes in
     it comes close."""
     if site.groups.freezer:
-        return freeze(site.groups, site.name, node.name, frozen)
+        return freeze(node.name, site, frozen)
     script = f"kill -{'STOP' if frozen else 'CONT'} -1 2> /dev/null || true"
     return [RunCommand((*site.inside(node.name, "--pid", "--mount"), "sh", "-c", script))]
 
@@ -356,7 +352,7 @@ def _unplug(node: NodeSpec, site: LabSite) -> RunCommand:
 
 def removal_steps(nodes: list[str], site: LabSite) -> list[Step]:
     """Remove a lab. Nodes are thawed first: a frozen process of a version 1 control group cannot even be killed."""
-    thaw = [step for node in nodes for step in freeze(site.groups, site.name, node, frozen=False)]
+    thaw = [step for node in nodes for step in freeze(node, site, frozen=False)]
     groups = [group.of_node(site.name, node) for group in site.groups.all() for node in nodes]
     groups += [group.of_lab(site.name) for group in site.groups.all()]
     remove_groups = [RemoveControlGroup(path) for path in groups]
@@ -517,7 +513,7 @@ def parse_ports(text: str) -> tuple[str, ...]:
         bounds = [int(part) for part in word.split("-")] if _PORTS.fullmatch(word) else [0]
         if bounds != sorted(bounds) or not all(1 <= port <= _LAST_PORT for port in bounds):
             raise LabUsageError(
-                f"{word!r} is no TCP port",
+                f"{word!r} is not a TCP port",
                 why=f"ports are numbers from 1 to {_LAST_PORT}, or a range of them",
                 fix="write for example: --allow 22,29500-29600",
             )

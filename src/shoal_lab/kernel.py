@@ -56,7 +56,7 @@ def with_tools(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def path_line() -> str:
-    """Return the line that a printed script needs so that a shell like ours finds the tools; empty where it does."""
+    """Return the line that a printed script needs so that a shell with this PATH finds the tools; empty if it does."""
     missing = _missing_folders(_path(os.environ))
     return f'export PATH="$PATH:{os.pathsep.join(missing)}"\n' if missing else ""
 
@@ -137,7 +137,7 @@ def _must_be_rootless() -> bool:
         paths = {name: Path("/proc/sys") / name.replace(".", "/") for name in _SETTINGS}
         settings = {name: path.read_text(encoding="utf-8").strip() for name, path in paths.items() if path.exists()}
         why, fix = why_forbidden(settings, message, os.geteuid() == 0)
-        raise LabError("this machine lets us make no network namespaces", why=why, fix=fix)
+        raise LabError("no network namespaces can be made on this machine", why=why, fix=fix)
     return True
 
 
@@ -250,7 +250,7 @@ def lacks(spec: LabSpec, features: Features) -> tuple[str, ...]:
         notes.append("no loss: neither netem nor nft")
     if features.groups.cpu is None and any(node.cpu for node in spec.nodes):
         why = "no control group with a cpu controller can be made here"
-        why = "without root no control group is ours; run as root for them" if features.rootless else why
+        why = "without root no control group can be changed; run as root for them" if features.rootless else why
         notes.append(f"no CPU limits: {why}")
     if spec.sshd and not features.can_serve_ssh:
         notes.append("no SSH servers: they need root" if features.sshd else "no SSH servers: openssh-server is missing")

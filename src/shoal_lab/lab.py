@@ -85,7 +85,25 @@ class Lab:
 
         An owned lab must be exactly as asked for: what its owner measures is recorded as measured on that lab.
         """
-        build_lab(spec, owner)
+        features = find_features()
+        if owner is not None and (missing := lacks(spec, features)):
+            raise LabError(
+                f"this machine cannot build that lab: {'; '.join(missing)}",
+                why="a run in a lab without it would be recorded as one with it",
+                fix="leave that setting out of --on, or build the lab yourself and see what it lacks: shoal lab up",
+            )
+        state = plan_state(spec, features, owner)
+        with lab_state.locked():
+            _remove_stale(spec.name)
+            lab_state.make_folder(spec.name)
+            try:
+                lab_state.write_state(state)
+                _start_watcher(state)
+                apply(build_steps(state))
+                lab_state.write_state(replace(state, ready=True))
+            except BaseException:
+                remove_locked(spec.name)
+                raise
         return cls(spec.name)
 
     @classmethod
@@ -94,7 +112,7 @@ class Lab:
         lab = cls(check_name(name) if name else choose_lab(lab_state.list_labs()))
         if not lab.folder.is_dir():
             raise _missing(lab.name)
-        if fault := why_stale(lab.folder, lab_state.read_state(lab.name)):
+        if fault := why_stale(lab.name):
             raise LabError(f"lab {lab.name!r} is broken: {fault}", fix=f"shoal lab down --name {lab.name}")
         return lab
 
@@ -256,13 +274,14 @@ def has_owner(name: str) -> bool:
     return state is not None and state.owner is not None
 
 
-def why_stale(folder: Path, state: LabState | None) -> str:
-    """Return why the lab of this folder does not work; an empty text when it does."""
+def why_stale(name: str) -> str:
+    """Return why the lab of this name does not work; an empty text when it does."""
+    state = lab_state.read_state(name)
     if state is None:
         return "its state file is missing or unreadable"
     if not state.ready:
         return "it is still being built, or building it was interrupted"
-    if first_process(folder, SWITCH) is None:
+    if first_process(lab_state.lab_folder(name), SWITCH) is None:
         return "its switch is gone, because the machine was restarted or its process was killed"
     if state.owner and start_ticks(state.owner.pid) != state.owner.started:
         return f"the run it belonged to (process {state.owner.pid}) is gone"
@@ -278,29 +297,7 @@ def _missing(name: str) -> LabUsageError:
     )
 
 
-# Build a lab: all of it or nothing
-
-
-def build_lab(spec: LabSpec, owner: int | None = None) -> None:
-    features = find_features()
-    if owner is not None and (missing := lacks(spec, features)):
-        raise LabError(
-            f"this machine cannot build that lab: {'; '.join(missing)}",
-            why="a run in a lab without it would be recorded as one with it",
-            fix="leave that setting out of --on, or build the lab yourself and see what it lacks: shoal lab up",
-        )
-    state = plan_state(spec, features, owner)
-    with lab_state.locked():
-        _remove_stale(spec.name)
-        lab_state.make_folder(spec.name)
-        try:
-            lab_state.write_state(state)
-            _start_watcher(state)
-            apply(build_steps(state))
-            lab_state.write_state(replace(state, ready=True))
-        except BaseException:
-            remove_locked(spec.name)
-            raise
+# Build a lab
 
 
 def plan_state(spec: LabSpec, features: Features, owner: int | None = None) -> LabState:
@@ -334,10 +331,9 @@ def build_steps(state: LabState) -> list[Step]:
 
 def _remove_stale(name: str) -> None:
     """Remove what an interrupted `up`, a reboot or a dead owner left; refuse when a lab of that name is up."""
-    folder = lab_state.lab_folder(name)
-    if not folder.exists():
+    if not lab_state.lab_folder(name).exists():
         return
-    if not why_stale(folder, lab_state.read_state(name)):
+    if not why_stale(name):
         raise LabUsageError(
             f"lab {name!r} is already up",
             why="every lab needs a name of its own",
@@ -388,7 +384,7 @@ def remove_locked(name: str) -> None:
     """Remove a lab; a second call does nothing. Its processes are found by the mark in their environment and not by pid
     files, of which a killed `up` leaves only some."""
     site, nodes = _find_remains(name)
-    apply(step for node in nodes for step in freeze(site.groups, name, node, frozen=False))
+    apply(step for node in nodes for step in freeze(node, site, frozen=False))
     end_all(site.folder)
     apply(commands.removal_steps(nodes, site))
 
@@ -404,7 +400,7 @@ def _find_remains(name: str) -> tuple[LabSite, list[str]]:
         site = state.site(folder)
     else:
         site = LabSite(name, folder, rootless=os.geteuid() != 0, netem=False, groups=read_groups())
-    return site, node_groups_on_disk(site.groups, name)
+    return site, node_groups_on_disk(site)
 
 
 # Apply steps, and explain the one that failed

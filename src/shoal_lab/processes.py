@@ -25,7 +25,7 @@ _EXITING = 0x4  # PF_EXITING
 _END_TIMEOUT_S = 10.0
 _EXEC_TIMEOUT_S = 0.5
 _ENTER_TIMEOUT_S = 20
-# Ties a program to its starter: both links of the chain are tied, us to the parent on the node, and it to the program.
+# Ties a program to its starter. It is used twice: for the parent on the node, and for the program that this starts.
 TIED = ("setpriv", "--pdeathsig", "KILL", "--")
 _LISTEN_AND_SEND_SOCKET = (
     "import socket, sys\n"

@@ -119,7 +119,7 @@ def check_name(name: str) -> str:
     """Refuse names with special characters: they become folders and control groups."""
     if not _NAME.fullmatch(name):
         raise LabUsageError(
-            f"{name!r} is no name for a lab",
+            f"{name!r} is not a name for a lab",
             why="a name has 1 to 31 small letters, digits or dashes and begins with a letter or digit",
             fix="write for example: --name slow-wifi",
         )
@@ -144,7 +144,7 @@ def parse_rate(text: str) -> float:
     rate_bps = float(match[1]) * _RATE_SCALES[match[2].lower()] if match else 0.0
     if rate_bps <= 0:
         raise LabUsageError(
-            f"{text!r} is no link rate",
+            f"{text!r} is not a link rate",
             why="a rate is a number above zero with its unit: kbit, mbit or gbit (bits a second)",
             fix="write for example: 100mbit, 1gbit or 2.5gbit",
         )
@@ -164,7 +164,9 @@ def parse_delay(text: str) -> float:
     match = _TIME.fullmatch(text.strip())
     if match is None:
         raise LabUsageError(
-            f"{text!r} is no delay", why="a delay is a number with its unit: us, ms or s", fix="write for example: 2ms"
+            f"{text!r} is not a delay",
+            why="a delay is a number with its unit: us, ms or s",
+            fix="write for example: 2ms",
         )
     return float(match[1]) * _TIME_SCALES[match[2].lower()]
 
@@ -180,7 +182,7 @@ def parse_loss(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", text.strip())
     if match is None or not 0 <= float(match[1]) < 100:
         raise LabUsageError(
-            f"{text!r} is no packet loss", why="a loss is a percentage below 100%", fix="write for example: 1%"
+            f"{text!r} is not a packet loss", why="a loss is a percentage below 100%", fix="write for example: 1%"
         )
     return float(match[1]) / 100
 
@@ -195,7 +197,7 @@ def parse_cpu(text: str) -> float | None:
         share = 0.0
     if not 0.01 <= share <= 1024:
         raise LabUsageError(
-            f"{text!r} is no CPU share",
+            f"{text!r} is not a CPU share",
             why="a share is a number of cores from 0.01 up: 0.5 is half of one core",
             fix="write for example: 0.5, or none for no limit",
         )
@@ -205,7 +207,7 @@ def parse_cpu(text: str) -> float | None:
 def _slots(word: str) -> int:
     if not re.fullmatch(r"[1-9]\d?", word) or int(word) > MOST_SLOTS:
         raise LabUsageError(
-            f"{word!r} is no number of slots",
+            f"{word!r} is not a number of slots",
             why=f"a node takes 1 to {MOST_SLOTS} ranks",
             fix="write for example: slots=2, or slots=2/1/1 for each node its own",
         )

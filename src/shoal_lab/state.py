@@ -280,6 +280,8 @@ def _own_folder(folder: Path) -> Path:
         ) from error
     if not stats or any(status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode) for status in stats):
         raise LabUsageError(
-            f"{folder} is not ours", why="another user made it", fix="set XDG_RUNTIME_DIR to a folder of yours"
+            f"{folder} belongs to another user",
+            why="labs are kept there",
+            fix="set XDG_RUNTIME_DIR to a folder of yours",
         )
     return folder

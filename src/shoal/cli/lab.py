@@ -129,7 +129,7 @@ def exec_(
 
 
 def split_exec_words(name: str | None, words: list[str]) -> tuple[str | None, list[str]]:
-    """Return the lab's name and the command. `--name NAME` may stand before the command, as after other verbs."""
+    """Return the lab's name and the command. `--name NAME` may stand before the command, as after other commands."""
     if words and words[0].startswith("--name="):
         name, words = words[0].removeprefix("--name="), words[1:]
     elif words and words[0] == "--name":
@@ -282,7 +282,7 @@ def down(
         raise UsageError("--all and --name contradict each other", fix="shoal lab down --all")
     chosen = state.list_labs() if all_ else [check_name(name) if name else _lab_to_remove()]
     for lab_name in chosen:
-        if all_ and has_owner(lab_name) and not why_stale(state.lab_folder(lab_name), state.read_state(lab_name)):
+        if all_ and has_owner(lab_name) and not why_stale(lab_name):
             typer.echo(f"lab {lab_name!r} is kept: it belongs to a running run, which will remove it", err=True)
             continue
         if dry_run:
@@ -343,12 +343,10 @@ def _lab_document(lab: Lab) -> dict[str, Any]:
 
 def _any_lab_document(name: str) -> dict[str, Any]:
     """Return a lab's document or, for a broken lab, its name and what is wrong."""
-    from shoal_lab import state
     from shoal_lab.lab import Lab, why_stale
 
     lab = Lab(name)
-    reason = why_stale(lab.folder, state.read_state(name))
-    if reason:
+    if reason := why_stale(name):
         return {"name": name, "folder": str(lab.folder), "broken": reason}
     return _lab_document(lab)
 

@@ -15,8 +15,8 @@ from shoal_lab.commands import (
     ControlGroup,
     ControlGroups,
     LabSite,
+    cpu_steps,
     lab_group_steps,
-    limit_cpu,
     parse_ports,
     render,
     ruleset,
@@ -121,11 +121,13 @@ def test_packet_loss_disables_segmentation_offload() -> None:
 
 
 def test_cpu_limits_are_written_for_both_versions_of_control_groups() -> None:
-    assert render(limit_cpu(V2, "a", "node1", 0.3)) == "echo '3000 10000' > /cg/shoal-a/node1/cpu.max\n"
-    assert render(limit_cpu(V2, "a", "node1", 0.05)) == "echo '5000 100000' > /cg/shoal-a/node1/cpu.max\n"
-    assert render(limit_cpu(V2, "a", "node1", None)) == "echo 'max 10000' > /cg/shoal-a/node1/cpu.max\n"
-    assert "echo -1 > /cg/cpu/shoal-a/node1/cpu.cfs_quota_us" in render(limit_cpu(V1, "a", "node1", None))
-    assert "echo +cpu > /cg/shoal-a/cgroup.subtree_control" in render(lab_group_steps(V2, "a"))
+    third, twentieth, unlimited = make_spec(3, cpu="0.3/0.05/none").nodes
+    place = "/cg/shoal-default"
+    assert render(cpu_steps(third, site(groups=V2))) == f"echo '3000 10000' > {place}/node1/cpu.max\n"
+    assert render(cpu_steps(twentieth, site(groups=V2))) == f"echo '5000 100000' > {place}/node2/cpu.max\n"
+    assert render(cpu_steps(unlimited, site(groups=V2))) == f"echo 'max 10000' > {place}/node3/cpu.max\n"
+    assert "echo -1 > /cg/cpu/shoal-default/node3/cpu.cfs_quota_us" in render(cpu_steps(unlimited, site(groups=V1)))
+    assert f"echo +cpu > {place}/cgroup.subtree_control" in render(lab_group_steps(site(groups=V2)))
 
 
 def test_control_groups_are_found_in_the_mounts() -> None:
