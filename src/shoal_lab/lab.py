@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import socket
 import subprocess
 import sys
 import time
@@ -47,8 +46,6 @@ from shoal_lab.processes import (
     end_all,
     end_node,
     first_process,
-    listening_program,
-    receive_listener,
     running_in,
     start_in_node,
     start_ticks,
@@ -159,15 +156,8 @@ class Lab:
         self, node: str, argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int] = ()
     ) -> NodeProcess:
         """Start a process on a node; it ends with this process. `env` is added to the environment, output goes to
-        `log`. A socket passed to it must come from that node, see `listen`."""
+        `log`."""
         return start_in_node(self.command(node, [*TIED, *argv]), env, log, pass_fds)
-
-    def listen(self, node: str) -> socket.socket:
-        """Return a listening socket at a free port of the node's address: to serve there, or to pass on."""
-        local, remote = socket.socketpair()
-        with local, remote:
-            program = listening_program(self.state.spec.node(node).address, remote.fileno())
-            return receive_listener(local, remote, self.command(node, program))
 
     def plan(self, change: Change) -> tuple[LabState, list[Step]]:
         state = self.state

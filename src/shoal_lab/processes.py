@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,14 +22,8 @@ _STATE, _PARENT, _FLAGS, _START_TICKS = 0, 1, 6, 19
 _EXITING = 0x4  # PF_EXITING
 _END_TIMEOUT_S = 10.0
 _EXEC_TIMEOUT_S = 0.5
-_ENTER_TIMEOUT_S = 20
 # Ties a program to its starter. It is used twice: for the parent on the node, and for the program that this starts.
 TIED = ("setpriv", "--pdeathsig", "KILL", "--")
-_LISTEN_AND_SEND_SOCKET = (
-    "import socket, sys\n"
-    "with socket.create_server((sys.argv[1], 0)) as server, socket.socket(fileno=int(sys.argv[2])) as back:\n"
-    "    socket.send_fds(back, [b'.'], [server.fileno()])"
-)
 
 
 # Read /proc; what is missing, unreadable or of an ended process is empty
@@ -204,17 +196,3 @@ def _default_signals() -> None:
     for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(signum, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
-def listening_program(address: str, socket_fd: int) -> list[str]:
-    """Return a program that listens at a free port of its node and sends the socket through an inherited descriptor."""
-    return [sys.executable, "-I", "-S", "-c", _LISTEN_AND_SEND_SOCKET, address, str(socket_fd)]
-
-
-def receive_listener(local: socket.socket, remote: socket.socket, argv: Sequence[str]) -> socket.socket:
-    """Run that program and return its socket, which stays in the network namespace where it was made."""
-    done = subprocess.run(argv, pass_fds=(remote.fileno(),), capture_output=True, text=True, timeout=_ENTER_TIMEOUT_S)
-    if done.returncode:
-        raise LabError("cannot listen on a node", why=done.stderr.strip(), fix="shoal lab status")
-    _, descriptors, _, _ = socket.recv_fds(local, 1, 1)
-    return socket.socket(fileno=descriptors[0])

@@ -74,7 +74,6 @@ class ShoalLab(Lab):
     node = translate_errors()(Lab.node)
     command = translate_errors()(Lab.command)
     start = translate_errors()(Lab.start)
-    listen = translate_errors()(Lab.listen)
     perform = translate_errors()(Lab.perform)
     close = translate_errors()(Lab.close)
 

@@ -42,6 +42,17 @@ LEFT = f"   4: 02004D0A:A312 01004D0A:B045 06 {REST} 0 3 0\n"
 IPV6 = f"   5: 000000FD000000000000000002000000:A312 000000FD000000000000000001000000:B045 01 {REST} 105 1 0 20 4\n"
 OTHER_PORT = f"   6: 02004D0A:A316 01004D0A:1F90 01 {REST} 106 1 0 20 4 16 18 -1\n"
 
+# Listens in the namespace of a node, and becomes the program that gets the socket.
+_LISTEN = """
+import os, socket, sys
+address, port, fd, *program = sys.argv[1:]
+server = socket.create_server((address, int(port)))
+os.dup2(server.fileno(), int(fd))
+print("listening", flush=True)
+os.execvp(program[0], program)
+"""
+_STORE_PORT, _STORE_FD = 29500, 9
+
 JOINS = """
 import os, sys, time
 from pathlib import Path
@@ -325,10 +336,11 @@ def two_local_ranks(folder: Path, text: str, *words: str) -> Iterator[tuple[Join
 @contextlib.contextmanager
 def three_lab_ranks(folder: Path, text: str) -> Iterator[tuple[JoinWatch, dict[int, int]]]:
     with running_lab(3) as lab:
-        with lab.listen("node1") as listener:
-            meeting = Rendezvous(*listener.getsockname())
-            words = script_store_command(meeting.address, meeting.port, listener.fileno())
-            store = lab.start("node1", words, {}, folder / "store.log", (listener.fileno(),))
+        meeting = Rendezvous(lab.node("node1").address, _STORE_PORT)
+        words = script_store_command(meeting.address, meeting.port, _STORE_FD)
+        listen = (sys.executable, "-c", _LISTEN, meeting.address, str(meeting.port), str(_STORE_FD))
+        store = lab.start("node1", (*listen, *words), {}, folder / "store.log")
+        wait_for(lambda: "listening" in (folder / "store.log").read_text(), folder)
 
         def start(command: RankCommand, log: Path) -> subprocess.Popen[bytes]:
             return lab.start(command.node.name, command.argv, command.env, log)

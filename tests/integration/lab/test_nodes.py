@@ -244,17 +244,6 @@ def test_an_open_file_is_passed_on(lab: Lab, tmp_path: Path) -> None:
     os.close(reading)
 
 
-def test_a_socket_that_listens_on_a_node_can_be_used_outside_it(lab: Lab) -> None:
-    send = "import socket, sys\nsocket.create_connection(('10.77.0.2', int(sys.argv[1])), timeout=5).sendall(b'hello')"
-    with lab.listen("node2") as server:
-        address, port = server.getsockname()
-        assert address == "10.77.0.2"
-        output_of(lab, "node1", sys.executable, "-c", send, str(port))
-        peer, (sender, _) = server.accept()
-        with peer:
-            assert (peer.recv(9), sender) == (b"hello", "10.77.0.1")
-
-
 def test_a_process_on_a_node_dies_with_the_process_that_started_it(lab: Lab, tmp_path: Path) -> None:
     script = (
         "import sys, time\nfrom pathlib import Path\nfrom shoal_lab.lab import Lab\n"

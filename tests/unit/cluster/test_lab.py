@@ -31,7 +31,6 @@ def test_methods_of_a_lab_raise_errors_of_shoal() -> None:
         lambda: missing.state,
         lambda: missing.node("node1"),
         lambda: missing.command("node1", ["true"]),
-        lambda: missing.listen("node1"),
     ):
         with pytest.raises(UsageError, match="there is no lab 'not-there'") as caught:
             call()
