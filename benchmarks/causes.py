@@ -29,18 +29,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from _common import options, wait_until
-from shoal.cluster.lab.lab import Lab, build_lab, remove_lab, set_cpu, set_frozen, set_link
-from shoal.cluster.lab.spec import make_spec
 from shoal.control.processes import find_processes
 from shoal.events import Event, EventTail
 from shoal.host.topology import this_topology
 from shoal.run_folder import RunFolder
+from shoal_lab.lab import Lab, remove_lab
+from shoal_lab.spec import make_spec
 
 VERDICT_S = 90.0
 # Stragglers count as gone after a hundred steps without them.
 CALM_STEPS = 140
 SLOW_NODE = "node2"
-SLOW_BPS = 20e6
+SLOW_RATE = "20mbit"
 
 SCRIPT = """
 import gc, mmap, os, pathlib, random, sys, threading, time
@@ -172,9 +172,9 @@ class Bench:
 
 @contextmanager
 def quota(bench: Bench) -> Iterator[None]:
-    bench.lab.perform(set_cpu(SLOW_NODE, 0.2))
+    bench.lab.node(SLOW_NODE).set_cpu(0.2)
     yield
-    bench.lab.perform(set_cpu(SLOW_NODE, None))
+    bench.lab.node(SLOW_NODE).set_cpu(None)
 
 
 @contextmanager
@@ -197,14 +197,14 @@ def neighbour(bench: Bench) -> Iterator[None]:
                     os.kill(pid, 9)
 
 
-def _link(nodes: tuple[str, ...], **change: float) -> Callable[[Bench], AbstractContextManager[None]]:
+def _link(nodes: tuple[str, ...], **change: str) -> Callable[[Bench], AbstractContextManager[None]]:
     @contextmanager
     def inject(bench: Bench) -> Iterator[None]:
         for node in nodes:
-            bench.lab.perform(set_link(node, lambda link: link.model_copy(update=change)))
+            bench.lab.node(node).set_link(**change)
         yield
         for node in nodes:
-            bench.lab.perform(set_link(node, lambda link: link.model_copy(update={"rate_bps": 1e9, "loss": 0.0})))
+            bench.lab.node(node).set_link(rate="1gbit", loss="0%")
 
     return inject
 
@@ -231,9 +231,9 @@ def freezes(bench: Bench) -> Iterator[None]:
 
     def freeze() -> None:
         while not end.wait(1.2):
-            bench.lab.perform(set_frozen(SLOW_NODE, True))
+            bench.lab.node(SLOW_NODE).freeze()
             time.sleep(0.7)
-            bench.lab.perform(set_frozen(SLOW_NODE, False))
+            bench.lab.node(SLOW_NODE).thaw()
 
     thread = threading.Thread(target=freeze)
     thread.start()
@@ -278,11 +278,11 @@ TROUBLES = {
     "memory": Trouble("memory pressure", memory, ("memory",)),
     # The first rank writes the checkpoints of a folder that all nodes share.
     "disk": Trouble("slow disk at checkpoints", _inside("disk"), ("disk",), rank=0, place="node1"),
-    "link": Trouble("slow link", _link((SLOW_NODE,), rate_bps=SLOW_BPS), ("link",), rank=None, nodes=3),
-    "loss": Trouble("packet loss", _link((SLOW_NODE,), loss=0.02), ("packet loss",), rank=None, nodes=3),
+    "link": Trouble("slow link", _link((SLOW_NODE,), rate=SLOW_RATE), ("link",), rank=None, nodes=3),
+    "loss": Trouble("packet loss", _link((SLOW_NODE,), loss="2%"), ("packet loss",), rank=None, nodes=3),
     "switch": Trouble(
         "overloaded switch",
-        _link(("node1", "node2", "node3"), rate_bps=SLOW_BPS),
+        _link(("node1", "node2", "node3"), rate=SLOW_RATE),
         ("link",),
         rank=None,
         place="the whole network",
@@ -294,7 +294,7 @@ TROUBLES = {
 @contextmanager
 def training(nodes: int, threads: int = 1) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory() as folder:
-        lab = build_lab(make_spec(nodes, name=f"causes-{os.getpid()}", link="1gbit"), owner=os.getpid())
+        lab = Lab.build(make_spec(nodes, name=f"causes-{os.getpid()}", link="1gbit"), owner=os.getpid())
         bench = None
         try:
             bench = Bench(Path(folder), lab, nodes, threads)

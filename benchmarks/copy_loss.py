@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from _common import NotInTime, options, wait_until
-from shoal.cluster.lab.lab import build_lab
-from shoal.cluster.lab.spec import make_spec
+from shoal.cluster.lab import ShoalLab
 from shoal.config.load import build_config
 from shoal.cost.model_size import parameter_count
 from shoal.errors import ShoalError
@@ -37,6 +36,7 @@ from shoal.tools.chaos.judge import compare_digests, newest_generation
 from shoal.tools.chaos.run import ScenarioWatch
 from shoal.tools.chaos.scenario import ScenarioRecord
 from shoal.tools.chaos.testbed import TestBed
+from shoal_lab.spec import make_spec
 
 NODES = 3
 _DEADLINE_S = 240.0
@@ -142,7 +142,7 @@ def play(name: str, sets: Sequence[str], rounds: int) -> Result:
     rate_mbit = max(4, round(8 * copied_bytes / _COPY_S / 1e6))
     draw = random.Random(1)
     with tempfile.TemporaryDirectory() as folder:
-        lab = build_lab(make_spec(NODES, name=f"copy-{os.getpid()}", link=f"{rate_mbit}mbit"), owner=os.getpid())
+        lab = ShoalLab.build(make_spec(NODES, name=f"copy-{os.getpid()}", link=f"{rate_mbit}mbit"), owner=os.getpid())
         try:
             training = Training(Path(folder) / "run", f"lab:{lab.name}", sets)
             injector = Injector("benchmark", training.run, TestBed(f"lab:{lab.name}", lab), draw)

@@ -26,13 +26,13 @@ from itertools import pairwise
 from pathlib import Path
 
 from _common import options, wait_until
-from shoal.cluster.lab.lab import build_lab
-from shoal.cluster.lab.spec import make_spec
+from shoal.cluster.lab import ShoalLab
 from shoal.events import EventTail
 from shoal.run_folder import RunFolder
 from shoal.tools.chaos.actions import Action, Cut, Freeze, Heal, KillAgent, KillNode, KillRank, PowerOn, Thaw
 from shoal.tools.chaos.inject import Injector
 from shoal.tools.chaos.testbed import TestBed
+from shoal_lab.spec import make_spec
 
 TINY = ("model.layers=1", "model.heads=2", "model.width=16", "model.seq_len=16", "data.sentences=400")
 _DEADLINE_S = 90.0
@@ -192,7 +192,7 @@ def show(key: str, fault: Fault, rounds: Sequence[Round]) -> None:
 @contextmanager
 def trained(nodes: int, draw: random.Random) -> Iterator[tuple[Training, Injector]]:
     with tempfile.TemporaryDirectory() as folder:
-        lab = build_lab(make_spec(nodes, name=f"faults-{os.getpid()}"), owner=os.getpid())
+        lab = ShoalLab.build(make_spec(nodes, name=f"faults-{os.getpid()}"), owner=os.getpid())
         try:
             training = Training(Path(folder) / "run", f"lab:{lab.name}", nodes)
             injector = Injector("benchmark", training.run, TestBed(f"lab:{lab.name}", lab), draw)

@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 from _common import options
-from shoal.cluster.lab.lab import Lab, build_lab
-from shoal.cluster.lab.spec import make_spec
+from shoal_lab.lab import Lab
+from shoal_lab.spec import make_spec
 
 SIZE_BYTES = 64 * 2**20
 
@@ -70,7 +70,7 @@ def main() -> None:
         return
     if not shutil.which("iperf3"):
         raise SystemExit("iperf3 is not installed, and there is nothing to compare with; next: sudo apt install iperf3")
-    lab = build_lab(make_spec(2, name=f"bench-{os.getpid()}", link="1gbit"), owner=os.getpid())
+    lab = Lab.build(make_spec(2, name=f"bench-{os.getpid()}", link="1gbit"), owner=os.getpid())
     try:
         with tempfile.TemporaryDirectory() as folder:
             pairs = []

@@ -28,10 +28,10 @@ from pathlib import Path
 
 from _common import options
 from rivals.images_task import SPOILED
-from shoal.cluster.lab.lab import Lab, cut_off, kill_node
 from shoal.control.processes import find_processes, find_supervisor
 from shoal.run_folder import RunFolder
 from shoal.runs.manage import end_processes
+from shoal_lab.lab import Lab
 
 LOOPS = Path(__file__).parent / "rivals"
 RIVALS = ("session", "accelerate", "torchft")
@@ -147,8 +147,8 @@ class LoopRun:
 
 FAULTS: dict[str, Callable[[LoopRun], object]] = {
     "rank": LoopRun.kill_rank,
-    "node": lambda loop: loop.lab().perform(kill_node("node3", silent=False)),
-    "silent": lambda loop: loop.lab().perform(cut_off("node3", None, one_way=False)),
+    "node": lambda loop: loop.lab().node("node3").kill(),
+    "silent": lambda loop: loop.lab().node("node3").cut(),
 }
 
 

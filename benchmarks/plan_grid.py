@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from _common import options
-from shoal.cluster.lab.lab import Lab, build_lab
-from shoal.cluster.lab.spec import make_spec
 from shoal.tools.draw.palette import IDEAL, SERIES
 from shoal.tools.draw.pictures import new_figure, save_figure, set_log_ticks
+from shoal_lab.lab import Lab
+from shoal_lab.spec import make_spec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,7 +96,7 @@ def on_lab(nodes: int, link: str, levers: list[tuple[str, int, str]], budget_s: 
     # Three nodes on two cores: each gets its part of them, so that every step has the same.
     cores = os.cpu_count() or 1
     cpu = None if nodes <= cores else f"{cores / nodes:.2f}"
-    lab = build_lab(make_spec(nodes, name=f"grid-{os.getpid()}", link=link, cpu=cpu), owner=os.getpid())
+    lab = Lab.build(make_spec(nodes, name=f"grid-{os.getpid()}", link=link, cpu=cpu), owner=os.getpid())
     try:
         profile = folder / "profile.toml"
         names = [word for name in dict.fromkeys(model for model, _, _ in levers) for word in ("--model", name)]

@@ -22,13 +22,13 @@ from pathlib import Path
 
 from _common import options
 from shoal.cluster.cluster import start_on_nodes
-from shoal.cluster.lab.lab import Lab, build_lab
-from shoal.cluster.lab.spec import make_spec
 from shoal.config.load import read_profile
 from shoal.config.profile import CollectiveProfile, Profile
 from shoal.cost.network import fit_alpha_beta
 from shoal.tools.probe.links import LINK_METER, STREAMS, FlowPlan, measure_links
 from shoal.units import parse_rate
+from shoal_lab.lab import Lab
+from shoal_lab.spec import make_spec
 
 LINKS = ("100mbit", "1gbit", "none")
 PAYLOAD = 1448 / 1500
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def one_round(link: str, nodes: int, budget_s: int) -> dict[str, float]:
-    lab = build_lab(make_spec(nodes, name=f"bench-{os.getpid()}", link=link), owner=os.getpid())
+    lab = Lab.build(make_spec(nodes, name=f"bench-{os.getpid()}", link=link), owner=os.getpid())
     try:
         raw = {"iperf3": _iperf3_gbps(lab), "shoal": _own_gbps(lab)}
         profile = _probe(lab, budget_s)

@@ -27,8 +27,8 @@ from rivals.faults import FAULTS, Fault
 from rivals.jobs import Job, Shoal, ShoalSession, Torchft, Torchrun, TunedTorchrun
 from rivals.journal import Recovery, Return, coming_back, last_before, recovery
 from rivals.torchft_venv import PUBLISHED, Unavailable, torchft_python
-from shoal.cluster.lab.lab import Lab, build_lab
-from shoal.cluster.lab.spec import make_spec
+from shoal_lab.lab import Lab
+from shoal_lab.spec import make_spec
 
 RIVALS: dict[str, type[Job]] = {
     "torchrun": Torchrun,
@@ -149,7 +149,7 @@ def _until(done: Callable[[], bool], seconds: float) -> bool:
 @contextmanager
 def _lab() -> Iterator[Lab]:
     """It goes with us, also when we are killed."""
-    lab = build_lab(make_spec(_NODES, name=f"recovery-{os.getpid()}", link="1gbit"), owner=os.getpid())
+    lab = Lab.build(make_spec(_NODES, name=f"recovery-{os.getpid()}", link="1gbit"), owner=os.getpid())
     try:
         yield lab
     finally:

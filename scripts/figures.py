@@ -28,8 +28,11 @@ def module_name(path: Path) -> str:
 
 
 def package_of(module: str) -> str:
-    """Return the package below `shoal` that has the module; modules beside the packages are `base`."""
-    parts = module.split(".")[1:]
+    """Return the package below `shoal` that has the module; modules beside the packages are `base`, and `shoal_lab` is
+    `lab`."""
+    top, *parts = module.split(".")
+    if top == "shoal_lab":
+        return "lab"
     return parts[0] if len(parts) > 1 else "base"
 
 

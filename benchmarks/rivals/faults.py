@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rivals.jobs import LEADER, Job
-from shoal.cluster.lab.lab import cut_off, kill_node, set_frozen
 
 _OTHER = "node3"
 FROZEN_S = 30.0
@@ -43,19 +42,19 @@ def _kill_leader(job: Job) -> None:
 
 
 def _kill_node(job: Job) -> None:
-    job.lab.perform(kill_node(_OTHER, silent=False))
+    job.lab.node(_OTHER).kill()
 
 
 def _cut_node(job: Job) -> None:
-    job.lab.perform(cut_off(_OTHER, None, one_way=False))
+    job.lab.node(_OTHER).cut()
 
 
 def _freeze(job: Job) -> None:
-    job.lab.perform(set_frozen(_OTHER, frozen=True))
+    job.lab.node(_OTHER).freeze()
 
 
 def _thaw(job: Job) -> None:
-    job.lab.perform(set_frozen(_OTHER, frozen=False))
+    job.lab.node(_OTHER).thaw()
 
 
 FAULTS = {

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from rivals.journal import Done, read_journals, read_run
 from rivals.workload import SHOAL_SETTINGS
-from shoal.cluster.lab.lab import Lab
-from shoal.cluster.lab.processes import NodeProcess
 from shoal.events import read_events
 from shoal.run_folder import RunFolder
+from shoal_lab.lab import Lab
+from shoal_lab.processes import NodeProcess
 
 LEADER = "node1"
 _BENCHMARKS = Path(__file__).resolve().parents[1]

@@ -134,7 +134,7 @@ def parse_rate(text: str) -> float:
     rate_bps = float(match[1]) * _RATE_SCALES[match[2].lower()] if match else 0.0
     if rate_bps <= 0:
         raise UsageError(
-            f"{text!r} is no link rate",
+            f"{text!r} is not a link rate",
             why="a rate is a number above zero with its unit: kbit, mbit or gbit (bits a second)",
             fix="write for example: 100mbit, 1gbit or 2.5gbit",
         )
@@ -154,16 +154,11 @@ def parse_delay(text: str) -> float:
     match = _TIME.fullmatch(text.strip())
     if match is None:
         raise UsageError(
-            f"{text!r} is no delay", why="a delay is a number with its unit: us, ms or s", fix="write for example: 2ms"
+            f"{text!r} is not a delay",
+            why="a delay is a number with its unit: us, ms or s",
+            fix="write for example: 2ms",
         )
     return float(match[1]) * _TIME_SCALES[match[2].lower()]
-
-
-def format_delay(seconds: float) -> str:
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= scale:
-            return f"{seconds / scale:.6g}{unit}"
-    return f"{seconds * 1e6:.6g}us"
 
 
 # The first and the last number, both included.

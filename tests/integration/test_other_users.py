@@ -391,7 +391,7 @@ def test_no_python_is_started_without_a_safe_path() -> None:
     start = re.compile(r"(?:\bsys\.executable|\.python)\)?,\s*[\x27\"]-[mc][\x27\"]")
     unprotected = {
         path.name: starts
-        for path in sorted(SOURCE.rglob("*.py"))
+        for path in sorted([*SOURCE.rglob("*.py"), *SOURCE.with_name("shoal_lab").rglob("*.py")])
         if path.name not in MAY_OMIT_SAFE_PATH and (starts := start.findall(path.read_text()))
     }
     assert unprotected == {}

@@ -48,8 +48,9 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
-    package = ROOT / "src" / "shoal"
-    files = {path.relative_to(ROOT / "src").as_posix() for path in package.rglob("*") if path.is_file()}
+    packages = (ROOT / "src" / "shoal", ROOT / "src" / "shoal_lab")
+    paths = [path for package in packages for path in package.rglob("*") if path.is_file()]
+    files = {path.relative_to(ROOT / "src").as_posix() for path in paths}
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     missing = sorted(name for name in files - names if "__pycache__" not in name)

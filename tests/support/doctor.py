@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.lab.lab import Lab
+from shoal_lab.lab import Lab
 from tests.support.programs import shoal
 
 Findings = list[dict[str, Any]]

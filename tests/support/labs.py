@@ -14,14 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.lab import state as lab_state
-from shoal.cluster.lab.commands import read_groups
-from shoal.cluster.lab.kernel import find_features
-from shoal.cluster.lab.lab import Lab, build_lab
-from shoal.cluster.lab.processes import first_process, holders
-from shoal.cluster.lab.spec import SWITCH, make_spec
-from shoal.errors import ShoalError
-from shoal.host.proc import is_dead
+from shoal_lab import state as lab_state
+from shoal_lab.errors import LabError
+from shoal_lab.kernel import find_features
+from shoal_lab.lab import Lab
+from shoal_lab.processes import first_process, holders, is_dead
+from shoal_lab.spec import SWITCH, make_spec
 from tests.support.needs import need_library, need_tool
 from tests.support.waiting import wait_until
 
@@ -35,9 +33,9 @@ def need_lab() -> None:
     need_tool("nft")
     try:
         find_features()
-    except ShoalError as error:
+    except LabError as error:
         if os.environ.get("SHOAL_REQUIRE_ALL") == "1":
-            pytest.fail(error.render())
+            pytest.fail(str(error))
         pytest.skip(error.seen)
 
 
@@ -68,11 +66,10 @@ class Traces:
         self.noted_ticks = float(Path("/proc/uptime").read_text().split()[0]) * os.sysconf("SC_CLK_TCK")
 
     def found(self) -> list[str]:
-        folder = lab_state.lab_folder(self.name)
-        groups = [group.of_lab(self.name) for group in read_groups().all()]
+        lab = Lab(self.name)
         return [
-            *(f"process {pid}" for pid in holders(folder)),
-            *(f"folder {path}" for path in (folder, *groups) if path.exists()),
+            *(f"process {pid}" for pid in holders(lab.folder)),
+            *(f"folder {path}" for path in lab.places if path.exists()),
             *(f"namespace {name}" for name in self.namespaces & living_namespaces(self.noted_ticks)),
         ]
 
@@ -119,7 +116,7 @@ def running_lab(
     """Run a lab and check afterwards that it is gone, including its interfaces on the host."""
     need_lab()
     before = interfaces()
-    lab = build_lab(make_spec(count, name=new_name(), link=link, delay=delay, cpu=cpu, sshd=sshd))
+    lab = Lab.build(make_spec(count, name=new_name(), link=link, delay=delay, cpu=cpu, sshd=sshd))
     traces = Traces(lab.name)
     traces.note()
     own = {SWITCH, *(node.name for node in lab.nodes)}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.cluster.lab.kernel import find_tool
+from shoal_lab.kernel import find_tool
 
 
 def need_tool(*names: str) -> str:

@@ -13,16 +13,19 @@ import pytest
 import typer.main
 
 import shoal
+import shoal_lab
 from shoal.cli.help import VERBS
 from shoal.cli.main import load_verb
 
 SOURCE = Path(shoal.__file__).parent
-MODULES = sorted(SOURCE.rglob("*.py"))
+MODULES = sorted([*SOURCE.rglob("*.py"), *Path(shoal_lab.__file__).parent.rglob("*.py")])
 
 # docs/design.md, section 3: a package may import itself and the packages to its right.
 CHAINS = (
-    "cli → tools/chaos → tools/bench, tools/doctor, tools/probe, tools/plan → tools/watch → tools/report → tools/draw"
-    " → runs → explain, records → launch → agent → cluster → data → cost → control → config → host → base",
+    "cli/lab → cli → tools/chaos → tools/bench, tools/doctor, tools/probe, tools/plan → tools/watch → tools/report"
+    " → tools/draw → runs → explain, records → launch → agent → cluster → data → cost → control → config → host → base",
+    # The lab is a package for any software; only its own command line and the clusters use it.
+    "cli/lab → cluster → shoal_lab",
     "worker programs of tools → train → engine → sync → cost → control → config → host → base",
     "worker programs of tools → train → model → data → cost → control → config → host → base",
 )
@@ -36,6 +39,10 @@ def package_of(module: str) -> str:
     """Map a module to its package: `shoal.cli.main` to cli, `__main__` to cli, other top-level modules to base."""
     if module in WORKER_PROGRAMS:
         return "worker programs of tools"
+    if module.split(".")[0] == "shoal_lab":
+        return "shoal_lab"
+    if module == "shoal.cli.lab":
+        return "cli/lab"
     parts = module.split(".")[1:]
     name = "/".join(parts[:2] if parts[:1] == ["tools"] else parts[:1]) or "__init__"
     if name in BASE:
@@ -73,8 +80,13 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 def wrong_imports(module: str, source: str) -> list[str]:
     rules = allowed()
-    own_imports = [name for name in imports(ast.parse(source)) if name.split(".")[0] == "shoal"]
-    return [name for name in own_imports if package_of(name) not in rules[package_of(module)] and not is_version(name)]
+    own_imports = [name for name in imports(ast.parse(source)) if name.split(".")[0] in ("shoal", "shoal_lab")]
+    package = package_of(module)
+    return [
+        name
+        for name in own_imports
+        if package_of(name) not in rules[package] and (package == "shoal_lab" or not is_version(name))
+    ]
 
 
 def is_version(name: str) -> bool:
@@ -100,6 +112,10 @@ def test_imports_point_one_way() -> None:
         ("shoal.records.summary", "from shoal.runs.follow import RunEvents"),
         ("shoal.launch.launcher", "from shoal.records.summary import summarize"),
         ("shoal.events", "from shoal.config import load"),
+        ("shoal.tools.chaos.inject", "from shoal_lab.lab import Lab"),
+        ("shoal.cli.chaos", "from shoal_lab.spec import LabSpec"),
+        ("shoal_lab.lab", "from shoal.host import proc"),
+        ("shoal_lab.errors", "from shoal import __version__"),
         ("shoal.sync.gradients", "from shoal.model.gpt import GPT"),
         ("shoal.sync.outer", "from shoal.engine.training_state import StateTree"),
         ("shoal.engine.session", "from shoal.model.gpt import GPT"),

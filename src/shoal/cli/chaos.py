@@ -155,7 +155,7 @@ def soak(
     figures after every fault.
     Exit code 0: all assertions held. Exit code 1: at least one did not.
     """
-    from shoal.cluster.lab.spec import LabSpec
+    from shoal.cluster.lab import LabSpec
     from shoal.cluster.target import parse_on
     from shoal.tools.chaos.run import new_folder
     from shoal.tools.chaos.soak import FIGURES as SOAK_FIGURES

@@ -8,25 +8,36 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 from rich.markup import escape
 
 from shoal.cli.output import print_json, print_paragraph, print_table, print_with_command, stdout_console
-from shoal.config.defaults import LAB_LINKS, LAB_NAME
 from shoal.control.processes import find_processes
 from shoal.errors import UsageError
 from shoal.terminal import end_stage, printable_line
-from shoal.units import parse_delay, parse_rate
+from shoal_lab.spec import DEFAULT_NAME, PROFILES
 
 if TYPE_CHECKING:
-    from shoal.cluster.lab.commands import Step
-    from shoal.cluster.lab.lab import Change, Lab
-    from shoal.cluster.lab.spec import LabLink, LabNode
-    from shoal.cluster.lab.state import LabState
+    from shoal_lab.commands import Step
+    from shoal_lab.lab import Lab
+    from shoal_lab.spec import NodeSpec
+    from shoal_lab.state import Change, LabState
 
 
 _LONGEST_COMMAND = 80
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
+
+class LabCommands(typer.core.TyperGroup):
+    """The commands call `shoal_lab` directly; its errors become shoal's in this one place."""
+
+    def invoke(self, ctx: Any) -> Any:
+        from shoal.cluster.lab import translate_errors
+
+        with translate_errors():
+            return super().invoke(ctx)
+
+
+app = typer.Typer(cls=LabCommands, add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
 
 NodeName = Annotated[str, typer.Argument(metavar="NODE", help="node1, node2, …")]
 Name = Annotated[str | None, typer.Option("--name", help="Which lab.", show_default="the default lab, or the only one")]
@@ -50,17 +61,17 @@ def up_(
     cpu: Annotated[str | None, typer.Option(help="Cores of each node: 0.5, or 1/1/0.5.")] = None,
     slots: Annotated[str | None, typer.Option(help="Ranks on each node: 2, or 2/1/1.", show_default="1")] = None,
     profile: Annotated[
-        str | None, typer.Option("--kind", "--profile", help=f"A kind of link: {', '.join(LAB_LINKS)}.")
+        str | None, typer.Option("--kind", "--profile", help=f"A kind of link: {', '.join(PROFILES)}.")
     ] = None,
-    name: Annotated[str, typer.Option(help="The lab's name, if you have several.")] = LAB_NAME,
+    name: Annotated[str, typer.Option(help="The lab's name, if you have several.")] = DEFAULT_NAME,
     sshd: Annotated[bool, typer.Option("--sshd", help="Run a real SSH server on each node (needs root).")] = False,
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
     """Build a lab: N nodes on one switch, each with its own eth0, address, host name and processes."""
-    from shoal.cluster.lab.kernel import find_features
-    from shoal.cluster.lab.lab import build_lab, build_steps, plan_state
-    from shoal.cluster.lab.spec import make_spec
+    from shoal_lab.kernel import find_features
+    from shoal_lab.lab import Lab, build_steps, plan_state
+    from shoal_lab.spec import make_spec
 
     spec = make_spec(
         nodes, name=name, link=link, delay=delay, loss=loss, cpu=cpu, slots=slots, profile=profile, sshd=sshd
@@ -70,14 +81,14 @@ def up_(
     if dry_run:
         _print_script(build_steps(plan_state(spec, find_features())))
         return
-    _show(build_lab(spec), json)
+    _show(Lab.build(spec), json)
 
 
 @app.command()
 def status(name: Name = None, json: Json = False) -> None:
     """Show a lab's nodes, links and processes; without --name, those of every lab and its owner."""
-    from shoal.cluster.lab import state
-    from shoal.cluster.lab.lab import Lab
+    from shoal_lab import state
+    from shoal_lab.lab import Lab
 
     if name is not None:
         _show(Lab.open(name), json)
@@ -106,7 +117,7 @@ def exec_(
     name: Name = None,
 ) -> None:
     """Run a command on a node and return its exit code."""
-    from shoal.cluster.lab.lab import Lab
+    from shoal_lab.lab import Lab
 
     name, words = split_exec_words(name, command)
     if not words:
@@ -118,7 +129,7 @@ def exec_(
 
 
 def split_exec_words(name: str | None, words: list[str]) -> tuple[str | None, list[str]]:
-    """Return the lab's name and the command. `--name NAME` may stand before the command, as after other verbs."""
+    """Return the lab's name and the command. `--name NAME` may stand before the command, as after other commands."""
     if words and words[0].startswith("--name="):
         name, words = words[0].removeprefix("--name="), words[1:]
     elif words and words[0] == "--name":
@@ -138,25 +149,13 @@ def link(
     dry_run: DryRun = False,
 ) -> None:
     """Change a node's link, in both directions, while everything runs."""
-    from shoal.cluster.lab import lab as lab_changes
-    from shoal.cluster.lab.spec import parse_loss
+    from shoal_lab.spec import Link, change_link
 
-    changes: dict[str, float | None] = {}
-    if rate is not None:
-        changes["rate_bps"] = None if rate == "none" else parse_rate(rate)
-    if delay is not None:
-        changes["delay_s"] = parse_delay(delay)
-    if loss is not None:
-        changes["loss"] = parse_loss(loss)
-    if not changes:
+    if rate is delay is loss is None:
         raise UsageError("nothing to change", fix=f"shoal lab link {node} 100mbit")
-
-    def update(link: LabLink) -> LabLink:
-        return link.model_copy(update=changes)
-
-    _perform(
-        name, lab_changes.set_link(node, update), dry_run, f"the link of {node} is {_link_text(rate, delay, loss)}"
-    )
+    change_link(Link(), rate, delay, loss)  # refuse wrong words before a lab is looked for
+    done = f"the link of {node} is {_link_text(rate, delay, loss)}"
+    _perform(name, lambda view: view.set_link(node, lambda link: change_link(link, rate, delay, loss)), dry_run, done)
 
 
 def _link_text(rate: str | None, delay: str | None, loss: str | None) -> str:
@@ -173,11 +172,11 @@ def cpu(
     dry_run: DryRun = False,
 ) -> None:
     """Set a node's CPU limit."""
-    from shoal.cluster.lab import lab as lab_changes
-    from shoal.cluster.lab.spec import parse_cpu
+    from shoal_lab.spec import parse_cpu
 
     done = f"{node} has no CPU limit" if cores == "none" else f"{node} may keep {cores} cores busy"
-    _perform(name, lab_changes.set_cpu(node, parse_cpu(cores)), dry_run, done)
+    share = parse_cpu(cores)
+    _perform(name, lambda view: view.set_cpu(node, share), dry_run, done)
 
 
 @app.command()
@@ -188,35 +187,27 @@ def kill(
     dry_run: DryRun = False,
 ) -> None:
     """End every process of a node and take it off the network."""
-    from shoal.cluster.lab import lab as lab_changes
-
     done = f"{node} is killed; start it again: {_hint(name, 'start', node)}"
-    _perform(name, lab_changes.kill_node(node, silent), dry_run, done)
+    _perform(name, lambda view: view.kill_node(node, silent), dry_run, done)
 
 
 @app.command()
 def start(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
     """Start a killed node again, without processes, with the link and limits it had."""
-    from shoal.cluster.lab import lab as lab_changes
-
-    _perform(name, lab_changes.restart_node(node), dry_run, f"{node} is up again, without processes")
+    _perform(name, lambda view: view.restart_node(node), dry_run, f"{node} is up again, without processes")
 
 
 @app.command()
 def freeze(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
     """Pause all processes of a node, as closing a laptop's lid does."""
-    from shoal.cluster.lab import lab as lab_changes
-
     done = f"{node} is frozen; continue it: {_hint(name, 'thaw', node)}"
-    _perform(name, lab_changes.set_frozen(node, frozen=True), dry_run, done)
+    _perform(name, lambda view: view.set_frozen(node, frozen=True), dry_run, done)
 
 
 @app.command()
 def thaw(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
     """Continue a frozen node."""
-    from shoal.cluster.lab import lab as lab_changes
-
-    _perform(name, lab_changes.set_frozen(node, frozen=False), dry_run, f"{node} continues")
+    _perform(name, lambda view: view.set_frozen(node, frozen=False), dry_run, f"{node} continues")
 
 
 @app.command()
@@ -228,15 +219,14 @@ def cut(
     dry_run: DryRun = False,
 ) -> None:
     """Drop every packet between two nodes, silently."""
-    from shoal.cluster.lab import lab as lab_changes
-    from shoal.cluster.lab.kernel import need_tools
+    from shoal_lab.kernel import need_tools
 
     need_tools({"nft": "nftables"})
     others = other or "all others"
     receive = "receives" if other else "receive"
     done = f"{others} {receive} nothing from {node}" if one_way else f"{node} is cut off from {others}"
     done += f"; undo it: {_hint(name, 'heal', node)}"
-    _perform(name, lab_changes.cut_off(node, other, one_way), dry_run, done)
+    _perform(name, lambda view: view.cut_off(node, other, one_way), dry_run, done)
 
 
 @app.command()
@@ -247,10 +237,8 @@ def heal(
     dry_run: DryRun = False,
 ) -> None:
     """Undo cuts."""
-    from shoal.cluster.lab import lab as lab_changes
-
     done = f"the cuts of {node}{f' and {other}' if other else ''} are undone" if node else "all cuts are undone"
-    _perform(name, lab_changes.heal_cuts(node, other), dry_run, done)
+    _perform(name, lambda view: view.heal_cuts(node, other), dry_run, done)
 
 
 @app.command()
@@ -262,9 +250,8 @@ def firewall(
     dry_run: DryRun = False,
 ) -> None:
     """Block incoming connections, as a home firewall does that makes a run hang."""
-    from shoal.cluster.lab import lab as lab_changes
-    from shoal.cluster.lab.commands import parse_ports
-    from shoal.cluster.lab.kernel import need_tools
+    from shoal_lab.commands import parse_ports
+    from shoal_lab.kernel import need_tools
 
     if off and allow:
         raise UsageError(
@@ -276,7 +263,8 @@ def firewall(
     ports = f"only at {allow}" if allow else "at no port"
     done = f"{node} accepts connections {ports}; undo it: {_hint(name, 'firewall', node, '--off')}"
     done = f"{node} has no firewall" if off else done
-    _perform(name, lab_changes.set_firewall(node, None if off else parse_ports(allow)), dry_run, done)
+    allowed = None if off else parse_ports(allow)
+    _perform(name, lambda view: view.set_firewall(node, allowed), dry_run, done)
 
 
 @app.command()
@@ -286,15 +274,15 @@ def down(
     dry_run: DryRun = False,
 ) -> None:
     """Remove a lab and all its processes; also the remains of a crashed one."""
-    from shoal.cluster.lab import state
-    from shoal.cluster.lab.lab import has_owner, removal_steps, remove_lab, why_stale
-    from shoal.cluster.lab.spec import check_name
+    from shoal_lab import state
+    from shoal_lab.lab import has_owner, removal_steps, remove_lab, why_stale
+    from shoal_lab.spec import check_name
 
     if all_ and name:
         raise UsageError("--all and --name contradict each other", fix="shoal lab down --all")
     chosen = state.list_labs() if all_ else [check_name(name) if name else _lab_to_remove()]
     for lab_name in chosen:
-        if all_ and has_owner(lab_name) and not why_stale(state.lab_folder(lab_name), state.read_state(lab_name)):
+        if all_ and has_owner(lab_name) and not why_stale(lab_name):
             typer.echo(f"lab {lab_name!r} is kept: it belongs to a running run, which will remove it", err=True)
             continue
         if dry_run:
@@ -307,16 +295,16 @@ def down(
 
 def _lab_to_remove() -> str:
     """Return the only lab without an owner, or the default name: remains of the default lab are removed too."""
-    from shoal.cluster.lab import state
-    from shoal.cluster.lab.lab import choose_lab, has_owner
+    from shoal_lab import state
+    from shoal_lab.lab import choose_lab, has_owner
 
     names = state.list_labs()
-    return choose_lab(names) if any(not has_owner(name) for name in names) else LAB_NAME
+    return choose_lab(names) if any(not has_owner(name) for name in names) else DEFAULT_NAME
 
 
 def _perform(name: str | None, change: Change, dry_run: bool, done: str) -> None:
     """Change a lab and print what was done, or print only the commands."""
-    from shoal.cluster.lab.lab import Lab
+    from shoal_lab.lab import Lab
 
     opened = Lab.open(name)
     if dry_run:
@@ -332,8 +320,8 @@ def _hint(name: str | None, *words: str) -> str:
 
 
 def _print_script(steps: Iterable[Step]) -> None:
-    from shoal.cluster.lab.commands import render
-    from shoal.cluster.lab.kernel import path_line
+    from shoal_lab.commands import render
+    from shoal_lab.kernel import path_line
 
     typer.echo(path_line() + render(steps), nl=False)
 
@@ -355,12 +343,10 @@ def _lab_document(lab: Lab) -> dict[str, Any]:
 
 def _any_lab_document(name: str) -> dict[str, Any]:
     """Return a lab's document or, for a broken lab, its name and what is wrong."""
-    from shoal.cluster.lab import state
-    from shoal.cluster.lab.lab import Lab, why_stale
+    from shoal_lab.lab import Lab, why_stale
 
     lab = Lab(name)
-    reason = why_stale(lab.folder, state.read_state(name))
-    if reason:
+    if reason := why_stale(name):
         return {"name": name, "folder": str(lab.folder), "broken": reason}
     return _lab_document(lab)
 
@@ -395,7 +381,7 @@ def _command_of(pid: int) -> str:
     return f" ({printable_line(' '.join(words).strip(), _LONGEST_COMMAND)})" if words else ""
 
 
-def _node_document(lab: Lab, state: LabState, node: LabNode) -> dict[str, Any]:
+def _node_document(lab: Lab, state: LabState, node: NodeSpec) -> dict[str, Any]:
     return {
         "name": node.name,
         "address": node.address,
@@ -428,7 +414,7 @@ def _print_lab(document: dict[str, Any]) -> None:
     for line in _remarks(document):
         print_paragraph(line, console)
     if document["ssh_config"]:
-        ssh = _hint(None, "exec", *([] if document["name"] == LAB_NAME else ["--name", document["name"]]), "switch")
+        ssh = _hint(None, "exec", *([] if document["name"] == DEFAULT_NAME else ["--name", document["name"]]), "switch")
         # A command to paste stays on one line.
         console.print(f"ssh: {escape(ssh)} -- ssh -F {escape(document['ssh_config'])} node1", soft_wrap=True)
 

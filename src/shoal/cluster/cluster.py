@@ -6,12 +6,11 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from shoal.cluster.hosts.spec import HostsSpec
-from shoal.cluster.lab.spec import LabSpec
 from shoal.cluster.node import (
     LocalProgram,
     Node,
@@ -24,12 +23,12 @@ from shoal.cluster.node import (
 )
 from shoal.cluster.target import ExistingLab, JoinSpec, LocalSpec, parse_on
 from shoal.errors import ShoalError, UsageError
+from shoal_lab.spec import LabSpec
 
 if TYPE_CHECKING:
     from shoal.cluster.agent_link import AgentLink
     from shoal.cluster.join import Confirm
-    from shoal.cluster.lab.lab import Lab
-    from shoal.cluster.lab.template import LabTemplate
+    from shoal.cluster.lab import LabTemplate, ShoalLab
 
 
 class Cluster(Protocol):
@@ -89,13 +88,13 @@ def open_cluster(
     """
     from shoal.cluster.hosts.cluster import HostsCluster
     from shoal.cluster.join import JoinCluster
-    from shoal.cluster.lab.lab import Lab, LabCluster
+    from shoal.cluster.lab import LabCluster, ShoalLab
 
     match parse_on(on):
         case LocalSpec(ranks=ranks):
             yield LocalCluster(ranks, stdin)
         case ExistingLab(name=name):
-            yield LabCluster(Lab.open(name), template)
+            yield LabCluster(ShoalLab.open(name), template)
         case LabSpec() as spec:
             with _own_lab(spec) as lab:
                 yield LabCluster(lab, template)
@@ -107,15 +106,12 @@ def open_cluster(
 
 
 @contextmanager
-def _own_lab(spec: LabSpec) -> Iterator[Lab]:
+def _own_lab(spec: LabSpec) -> Iterator[ShoalLab]:
     """Build a lab that is removed when this process ends, however that happens."""
-    from shoal.cluster.lab.lab import build_lab
+    from shoal.cluster.lab import ShoalLab
 
-    lab = build_lab(spec.model_copy(update={"name": f"run-{os.getpid()}"}), owner=os.getpid())
-    try:
+    with ShoalLab.build(replace(spec, name=f"run-{os.getpid()}"), owner=os.getpid()) as lab:
         yield lab
-    finally:
-        lab.close()
 
 
 def planned_nodes(on: str) -> list[Node]:
@@ -125,11 +121,11 @@ def planned_nodes(on: str) -> list[Node]:
         case LocalSpec(ranks=ranks):
             return [local_node(ranks)]
         case ExistingLab(name=name):
-            from shoal.cluster.lab.lab import Lab
+            from shoal.cluster.lab import ShoalLab, as_nodes
 
-            return Lab.open(name).nodes
+            return as_nodes(ShoalLab.open(name).state.spec)
         case LabSpec() as spec:
-            from shoal.cluster.lab.lab import as_nodes
+            from shoal.cluster.lab import as_nodes
 
             return as_nodes(spec)
         case HostsSpec() as hosts:
@@ -155,7 +151,7 @@ def start_on_nodes(on: str, module: str) -> Iterator[NodePrograms]:
     """Start a torch-free module of shoal, which reads JSON lines, on every node at once; for checks before a run."""
     from shoal.cluster.hosts.cluster import hosts_as_nodes
     from shoal.cluster.hosts.cluster import visit as visit_hosts
-    from shoal.cluster.lab.lab import Lab
+    from shoal.cluster.lab import ShoalLab, as_nodes
 
     with ExitStack() as stack:
         started: Mapping[str, RemoteProgram | ShoalError]
@@ -163,11 +159,11 @@ def start_on_nodes(on: str, module: str) -> Iterator[NodePrograms]:
             case HostsSpec() as hosts:
                 nodes, started = hosts_as_nodes(hosts), visit_hosts(hosts, module)
             case ExistingLab(name=name):
-                lab = Lab.open(name)
-                nodes, started = lab.nodes, _visit_lab(lab, module)
+                lab = ShoalLab.open(name)
+                nodes, started = as_nodes(lab.state.spec), _visit_lab(lab, module)
             case LabSpec() as spec:
                 lab = stack.enter_context(_own_lab(spec))
-                on, nodes, started = f"lab:{lab.name}", lab.nodes, _visit_lab(lab, module)
+                on, nodes, started = f"lab:{lab.name}", as_nodes(lab.state.spec), _visit_lab(lab, module)
             case LocalSpec(ranks=ranks):
                 nodes = [local_node(ranks)]
                 started = {nodes[0].name: RemoteProgram(nodes[0].name, LocalProgram(module_command(module)))}
@@ -182,7 +178,7 @@ def start_on_nodes(on: str, module: str) -> Iterator[NodePrograms]:
         yield NodePrograms(on, nodes, programs, unreached)
 
 
-def _visit_lab(lab: Lab, module: str) -> dict[str, RemoteProgram | ShoalError]:
+def _visit_lab(lab: ShoalLab, module: str) -> dict[str, RemoteProgram | ShoalError]:
     """Start the module on every node; a killed or frozen node gives an error, the others a program."""
     programs: dict[str, RemoteProgram | ShoalError] = {}
     for node in lab.nodes:

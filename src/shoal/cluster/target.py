@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.cluster.hosts.spec import HostsSpec, is_file, read_hosts
-from shoal.cluster.lab.spec import LabNode, LabSpec, parse_lab, per_node
+from shoal.cluster.lab import ShoalLab, parse_lab, per_node
 from shoal.config.load import AnyConfig
 from shoal.config.presets import did_you_mean
 from shoal.config.schema import DEVICES, EngineConfig
 from shoal.errors import ConfigError, UsageError
-from shoal.units import format_delay, format_rate, pluralize
+from shoal.units import pluralize
+from shoal_lab.spec import LabSpec, NodeSpec, format_delay, format_rate
 
 _LOCAL = re.compile(r"local(?::(-?\d{1,9}))?(?:,(?P<settings>.*))?")
 _STANDING = re.compile(r"lab(?::([a-z][a-z0-9-]*))?")
@@ -179,13 +180,11 @@ def _choose_devices(config: EngineConfig, on: On) -> str | None:
 
 def rank_count(on: On) -> int:
     """Count ranks: as many as there are slots on the nodes of a lab or of a hosts file."""
-    from shoal.cluster.lab.lab import Lab
-
     match on:
         case LocalSpec():
             return on.ranks
         case ExistingLab():
-            return sum(node.slots for node in Lab.open(on.name).nodes)
+            return sum(node.slots for node in ShoalLab.open(on.name).state.spec.nodes)
         case LabSpec():
             return sum(node.slots for node in on.nodes)
         case HostsSpec():
@@ -210,13 +209,11 @@ def first_nodes(on: On, count: int, folder: Path) -> str | None:
 
     A file that this needs is written into `folder`. None for `join`, whose machines are not known beforehand.
     """
-    from shoal.cluster.lab.lab import Lab
-
     match on:
         case LocalSpec():
             return "local:1" + (f",device={on.devices[0]}" if on.devices else "")
         case ExistingLab():
-            return _smaller_lab(Lab.open(on.name).state.spec.nodes[:count])
+            return _smaller_lab(ShoalLab.open(on.name).state.spec.nodes[:count])
         case HostsSpec():
             name = "first-host.toml" if count == 1 else f"first-{count}-hosts.toml"
             return str(_write_first_hosts(on, count, folder / name))
@@ -226,7 +223,7 @@ def first_nodes(on: On, count: int, folder: Path) -> str | None:
             return _smaller_lab(on.nodes[:count])
 
 
-def _smaller_lab(nodes: Sequence[LabNode]) -> str:
+def _smaller_lab(nodes: Sequence[NodeSpec]) -> str:
     """Keep the nodes' links, CPU shares and slots. The link of a single node does not matter: nothing is sent over it.
 
     Nodes of a lab that was changed while it was up may have delays and losses of their own; a smaller lab gives all

@@ -30,18 +30,6 @@ ASK_S = 60.0
 # What the ranks of a script have to end once they are asked to; torchrun gives as much between SIGTERM and SIGKILL.
 GRACE_S = 30.0
 
-LAB_NAME = "default"
-# Bits a second, one-way delay in seconds and share of lost packets of a lab's links. Wi-Fi and WAN figures are what
-# iperf3 and ping show in an ordinary flat and between two homes.
-LAB_LINKS = {
-    "100mbit": (100e6, 0.0, 0.0),
-    "1gbe": (1e9, 0.0, 0.0),
-    "2.5gbe": (2.5e9, 0.0, 0.0),
-    "10gbe": (10e9, 0.0, 0.0),
-    "wifi": (150e6, 2e-3, 0.0005),
-    "wan": (50e6, 15e-3, 0.001),
-}
-
 # The volume of a Kubernetes job: where the pods mount it, and its claim; and the least memory of a pod, in GiB.
 MOUNT = Path("/data")
 DEFAULT_CLAIM = "shoal"

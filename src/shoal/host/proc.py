@@ -28,8 +28,7 @@ _COMMAND_CHARACTERS = 200
 _SUBREAPERS = {"systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "conmon", "containerd-shim"}
 _SHELLS = {"sh", "bash", "dash", "zsh", "fish", "ksh"}
 # Indices into `stat_fields`.
-_STATE, _PARENT, _SESSION, _FLAGS, _START_TICKS = 0, 1, 3, 6, 19
-_EXITING = 0x4  # PF_EXITING
+_STATE, _PARENT, _SESSION, _START_TICKS = 0, 1, 3, 19
 _LISTEN = 0x0A  # TCP_LISTEN
 
 
@@ -111,27 +110,6 @@ def stat_fields(pid: int) -> list[str]:
 
 def parent_of(pid: int) -> int:
     return int(stat_fields(pid)[_PARENT])
-
-
-def start_ticks(pid: int) -> int | None:
-    """Return when the process started, in kernel ticks since boot. With its number this identifies a process."""
-    try:
-        return int(stat_fields(pid)[_START_TICKS])
-    except ProcessLookupError:
-        return None
-
-
-def is_dead(pid: int) -> bool:
-    """Tell whether the process is gone, a zombie or exiting.
-
-    The first process of a pid namespace stays until all others in it are reaped, which takes long where the machine's
-    own first process is slow (seen: 3 s).
-    """
-    try:
-        fields = stat_fields(pid)
-    except ProcessLookupError:
-        return True
-    return fields[_STATE] in ("Z", "X") or bool(int(fields[_FLAGS]) & _EXITING)
 
 
 def owner_of(pid: int) -> int | None:

@@ -27,8 +27,7 @@ from typing import Any, Protocol
 from shoal import __version__
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.hosts.spec import HostsSpec
-from shoal.cluster.lab.spec import LabSpec
-from shoal.cluster.lab.template import starting_template
+from shoal.cluster.lab import LabSpec, starting_template
 from shoal.cluster.node import Rendezvous
 from shoal.cluster.target import ExistingLab, JoinSpec, LocalSpec, absolute_on, parse_on, place_ranks, rank_count
 from shoal.config.load import (

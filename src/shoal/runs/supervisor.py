@@ -26,7 +26,7 @@ from pydantic import Field, TypeAdapter
 
 from shoal.cluster.cluster import open_cluster
 from shoal.cluster.hosts.copy import project_of
-from shoal.cluster.lab.template import LabTemplate
+from shoal.cluster.lab import LabTemplate
 from shoal.cluster.node import RunFiles
 from shoal.cluster.target import JoinSpec, parse_on
 from shoal.config.defaults import GRACE_S

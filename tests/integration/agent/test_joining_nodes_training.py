@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.lab.lab import Lab
 from shoal.control.processes import find_processes
 from shoal.runs.manage import end_processes
+from shoal_lab.lab import Lab
 from tests.support.labs import running_lab
 from tests.support.programs import TINY, events_of, set_flags, shoal, shoal_command, steps_of
 from tests.support.waiting import wait_until

@@ -20,6 +20,7 @@ from shoal.agent.agent import Agent
 from shoal.agent.unjoined_ranks import JoinWatch, is_at, no_rank_joined, observe, who_is_alone
 from shoal.cluster.agent_link import AgentLink
 from shoal.cluster.cluster import LocalCluster
+from shoal.cluster.lab import as_nodes
 from shoal.cluster.node import LOOPBACK, Node, Rendezvous, listen_at, local_node, start_process
 from shoal.config.schema import RunConfig
 from shoal.control.orders import MeetOrder
@@ -43,6 +44,17 @@ CONNECTING = f"   3: 02004D0A:A314 01004D0A:B045 02 {REST} 104 1 0 20 4 16 18 -1
 LEFT = f"   4: 02004D0A:A312 01004D0A:B045 06 {REST} 0 3 0\n"
 IPV6 = f"   5: 000000FD000000000000000002000000:A312 000000FD000000000000000001000000:B045 01 {REST} 105 1 0 20 4\n"
 OTHER_PORT = f"   6: 02004D0A:A316 01004D0A:1F90 01 {REST} 106 1 0 20 4 16 18 -1\n"
+
+# Listens in the namespace of a node, and becomes the program that gets the socket.
+_LISTEN = """
+import os, socket, sys
+address, port, fd, *program = sys.argv[1:]
+server = socket.create_server((address, int(port)))
+os.dup2(server.fileno(), int(fd))
+print("listening", flush=True)
+os.execvp(program[0], program)
+"""
+_STORE_PORT, _STORE_FD = 29500, 9
 
 JOINS = """
 import os, sys, time
@@ -327,15 +339,16 @@ def two_local_ranks(folder: Path, text: str, *words: str) -> Iterator[tuple[Join
 @contextlib.contextmanager
 def three_lab_ranks(folder: Path, text: str) -> Iterator[tuple[JoinWatch, dict[int, int]]]:
     with running_lab(3) as lab:
-        with lab.listen("node1") as listener:
-            meeting = Rendezvous(*listener.getsockname())
-            words = script_store_command(meeting.address, meeting.port, listener.fileno())
-            store = lab.start("node1", words, {}, folder / "store.log", (listener.fileno(),))
+        meeting = Rendezvous(lab.node("node1").address, _STORE_PORT)
+        words = script_store_command(meeting.address, meeting.port, _STORE_FD)
+        listen = (sys.executable, "-c", _LISTEN, meeting.address, str(meeting.port), str(_STORE_FD))
+        store = lab.start("node1", (*listen, *words), {}, folder / "store.log")
+        wait_for(lambda: "listening" in (folder / "store.log").read_text(), folder)
 
         def start(command: RankCommand, log: Path) -> subprocess.Popen[bytes]:
             return lab.start(command.node.name, command.argv, command.env, log)
 
-        with ended(store), running_ranks(lab.nodes, meeting, start, folder, text) as watch_and_pids:
+        with ended(store), running_ranks(as_nodes(lab.state.spec), meeting, start, folder, text) as watch_and_pids:
             yield watch_and_pids
 
 

@@ -155,11 +155,13 @@ def test_the_digest_depends_on_content_mode_and_names(project: Path) -> None:
     assert before.name.startswith("my project-")
 
 
-def test_the_code_bundle_has_the_whole_package() -> None:
+def test_the_code_bundle_has_the_whole_package_and_the_lab() -> None:
     package = Path(shoal.__file__).parent
     bundle = code_bundle()
     assert {"shoal/__init__.py", "shoal/py.typed", "shoal/tools/report/assets/page.js"} <= bundle.listing.keys()
-    assert len(bundle.pieces) == len([path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"])
+    assert "shoal_lab/spec.py" in bundle.listing
+    paths = [*package.rglob("*"), *package.with_name("shoal_lab").rglob("*")]
+    assert len(bundle.pieces) == len([path for path in paths if path.is_file() and path.suffix != ".pyc"])
     assert bundle.name == code_bundle().name
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from shoal.cluster.hosts.facts import wanted_here
-from shoal.cluster.lab.lab import Lab
+from shoal_lab.lab import Lab
 from tests.integration.cluster.test_hosts_copy import git
 from tests.integration.cluster.test_hosts_ssh import Site, bare_python, changed_at, error_in, refused
 from tests.support.labs import running_lab, shoal

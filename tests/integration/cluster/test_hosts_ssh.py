@@ -18,9 +18,8 @@ import pytest
 
 from shoal.cluster.hosts.spec import Host, HostsSpec
 from shoal.cluster.hosts.ssh import RemoteScript, run_script
-from shoal.cluster.lab import lab as lab_lab
-from shoal.cluster.lab.lab import Lab
 from shoal.errors import HostError
+from shoal_lab.lab import Lab
 from tests.support.labs import running_lab, shoal
 from tests.support.needs import need_tool
 from tests.support.waiting import wait_until
@@ -244,11 +243,11 @@ def test_a_host_without_ssh_server_is_an_error(site: Site) -> None:
 
 @pytest.mark.exhaustive
 def test_a_host_that_is_cut_off_is_an_error_after_10_s(site: Site) -> None:
-    site.lab.perform(lab_lab.cut_off("node1", "node2", one_way=False))
+    site.lab.node("node1").cut("node2")
     try:
         error_text = refused(site, site.host("node1"), site.host("node2"), at="node1")
     finally:
-        site.lab.perform(lab_lab.heal_cuts(None, None))
+        site.lab.heal()
     assert "node2 did not answer within 10 s" in error_text
 
 
@@ -348,15 +347,15 @@ def test_a_host_that_is_suspended_is_an_error(site: Site, begun: bool) -> None:
     """Before its reply and during a script: ssh notices it long before shoal's deadline."""
     mark = site.folder / "begun"
     words = [sys.executable, "-c", _SLEEP, str(site.hosts_file(site.host("node2"))), str(mark)]
-    freeze = lab_lab.set_frozen("node2", frozen=True)
+    freeze = site.lab.node("node2").freeze
     if not begun:
-        site.lab.perform(freeze)
+        freeze()
     with subprocess.Popen(site.lab.command("switch", words), stderr=subprocess.PIPE, text=True) as process:
         if begun:
             wait_until(mark.exists)
-            site.lab.perform(freeze)
+            freeze()
         try:
             error_text = error_in(process.communicate(timeout=40)[1])
         finally:
-            site.lab.perform(lab_lab.set_frozen("node2", frozen=False))
+            site.lab.node("node2").thaw()
     assert ("the connection to node2 was lost" if begun else "node2 did not answer within 10 s") in error_text

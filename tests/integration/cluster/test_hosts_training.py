@@ -18,11 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.cluster.lab import lab as lab_lab
-from shoal.cluster.lab.lab import Lab
 from shoal.config.load import load_config
 from shoal.control.processes import find_processes
 from shoal.runs.manage import end_processes
+from shoal_lab.lab import Lab
 from tests.integration.runs.test_run_script import LINE, loss_of_one_process
 from tests.support.labs import running_lab
 from tests.support.needs import need_tool
@@ -152,11 +151,11 @@ def test_a_host_that_is_lost_ends_the_run_within_seconds(lab: Lab, hosts: Path, 
     words = at(lab, "switch", "train", "--on", hosts, "--out", run, *LONG, *set_flags(*TINY, "members.on_loss=end"))
     with ended(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True), run) as training:
         wait_until(lambda: steps_of(run, 1))
-        lab.perform(lab_lab.kill_node("node2", silent=False))
+        lab.node("node2").kill()
         try:
             _, stderr = training.communicate(timeout=15)
         finally:
-            lab.perform(lab_lab.restart_node("node2"))
+            lab.node("node2").restart()
     assert training.returncode == 3
     assert "error: node2 is gone, and rank 1 with it" in stderr
     assert not [process for process in find_processes() if process.run.is_relative_to(tmp_path)]

@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 
 from shoal.cluster.cluster import planned_nodes
-from shoal.cluster.lab import state
-from shoal.cluster.lab.lab import set_frozen
 from shoal.cluster.node import Rendezvous
 from shoal.cluster.target import ExistingLab, LocalSpec, parse_on, rank_count
 from shoal.config.schema import RunConfig
@@ -24,6 +22,7 @@ from shoal.control.processes import find_processes, find_supervisor
 from shoal.errors import ConfigError, UsageError
 from shoal.launch.plan import plan_ranks
 from shoal.runs.manage import end_processes
+from shoal_lab import state
 from tests.support.labs import need_lab, new_labs, running_lab
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, train_tiny
 from tests.support.waiting import wait_until
@@ -112,9 +111,9 @@ def test_a_node_that_stands_still_while_its_rank_starts_is_awaited(tmp_path: Pat
         assert shoal("train", "--on", f"lab:{lab.name}", "--out", run, "--detach", *flags).returncode == 0
         try:
             wait_until(generations)
-            lab.perform(set_frozen("node2", frozen=True))
+            lab.node("node2").freeze()
             time.sleep(5)
-            lab.perform(set_frozen("node2", frozen=False))
+            lab.node("node2").thaw()
             wait_until(lambda: find_supervisor(run) is None, 90)
         finally:
             end_processes(find_processes(run))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.lab.lab import Lab
 from shoal.control.processes import find_processes
 from shoal.runs.manage import end_processes
+from shoal_lab.lab import Lab
 from tests.support.labs import running_lab
 from tests.support.needs import need_tool
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal_command, steps_of

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.lab.processes import start_in_node
 from shoal.cluster.node import start_process
 from shoal.control.processes import find_processes, restore_signals
 from shoal.runs.manage import end_processes
+from shoal_lab.processes import start_in_node
 from tests.support.programs import read_jsonl, shoal_command
 
 # The signal table of a starting program, read from the kernel before Python changes anything. Without signals 32 and

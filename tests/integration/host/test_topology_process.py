@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.lab.commands import read_groups
 from shoal.host.topology import this_topology
+from shoal_lab.kernel import read_groups
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal_command
 from tests.support.ranks import run_ranks
 from tests.support.runs import ended_afterwards

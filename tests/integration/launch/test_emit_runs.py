@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from shoal.cluster.lab.lab import Lab
-from shoal.cluster.lab.processes import NodeProcess
+from shoal.cluster.lab import as_nodes
 from shoal.config.load import build_config
 from shoal.launch.emit import EmitJob, Pods, k8s_text, make_job, slurm_text, torchrun_commands
+from shoal_lab.lab import Lab
+from shoal_lab.processes import NodeProcess
 from tests.integration.cluster.test_lab_training import wait_for_ledger
 from tests.support.labs import running_lab
 from tests.support.needs import need_tool
@@ -40,7 +41,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_lab_job(lab: Lab, slots: Sequence[int], *sets: str) -> EmitJob:
-    nodes = [replace(node, slots=count) for node, count in zip(lab.nodes, slots, strict=True)]
+    nodes = [replace(node, slots=count) for node, count in zip(as_nodes(lab.state.spec), slots, strict=True)]
     settings = (*TINY, "train.global_batch=12", f"train.steps={STEPS}", "train.checkpoint_every=2", *sets)
     return make_job(build_config(sets=settings), nodes, RUN, sys.executable)
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shoal.cluster.lab.lab import Lab, kill_node
-from shoal.cluster.lab.processes import NodeProcess
 from shoal.sync.world import agree_on_attempt
+from shoal_lab.lab import Lab
+from shoal_lab.processes import NodeProcess
 from tests.support.labs import running_lab
 from tests.support.programs import TINY, events_of, read_jsonl, set_flags, steps_of
 from tests.support.waiting import wait_until
@@ -117,7 +117,7 @@ def test_a_killed_worker_resumes_from_the_checkpoint(fault: str, tmp_path: Path)
         if fault == "rank":
             os.kill(rank_on(lab, "node3"), signal.SIGKILL)
         else:
-            lab.perform(kill_node("node3", silent=False))
+            lab.node("node3").kill()
         left = [torchruns[node] for node in ("node1", "node2")]
         wait_for(lambda: all(process.poll() is not None for process in left), "the rest of the training", tmp_path)
     assert [process.returncode for process in left] == [0, 0], (tmp_path / "node1.log").read_text()[-3000:]

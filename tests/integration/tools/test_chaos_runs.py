@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.lab import state
 from shoal.control.processes import find_processes
+from shoal_lab import state
 from tests.support.labs import need_lab, new_labs
 from tests.support.paths import ROOT
 from tests.support.programs import read_jsonl, shoal, shoal_command

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.lab.lab import Lab
+from shoal_lab.lab import Lab
 from tests.integration.cluster.test_hosts_setup import make_wheels
 from tests.integration.cluster.test_hosts_ssh import Site, bare_python
 from tests.support import programs

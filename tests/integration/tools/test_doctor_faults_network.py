@@ -13,12 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.lab import lab as lab_lab
-from shoal.cluster.lab.lab import Lab
-from shoal.cluster.lab.spec import LabLink
 from shoal.tools.doctor.checks.reach import open_command
+from shoal_lab.lab import Lab, Node
 from tests.integration.cluster.test_hosts_ssh import Site
-from tests.integration.cluster.test_lab_nodes import output_of
+from tests.integration.lab.test_nodes import output_of
 from tests.support.doctor import (
     Verdict,
     assert_alarms,
@@ -54,22 +52,19 @@ def sh(node: str, *commands: str) -> Inject:
 
 
 def cut(one: str, other: str, one_way: bool) -> Inject:
-    return lambda lab: lab.perform(lab_lab.cut_off(one, other, one_way))
+    return lambda lab: lab.node(one).cut(other, one_way)
 
 
 def firewalls(*nodes: str) -> Inject:
     def inject(lab: Lab) -> None:
         for node in nodes:
-            lab.perform(lab_lab.set_firewall(node, ()))
+            lab.node(node).set_firewall()
 
     return inject
 
 
-def slow(node: str, rate_bps: float) -> Inject:
-    def change(before: LabLink) -> LabLink:
-        return before.model_copy(update={"rate_bps": rate_bps})
-
-    return lambda lab: lab.perform(lab_lab.set_link(node, change))
+def slow(node: str, rate: str) -> Inject:
+    return lambda lab: lab.node(node).set_link(rate)
 
 
 def together(*injections: Inject) -> Inject:
@@ -122,7 +117,7 @@ FAULTS = {
         together(*(sh(node, "ip link set dev eth0 mtu 9000") for node in ("node1", "node2"))),
         (("mtu.path", "node1"), ("mtu.path", "node2")),
     ),
-    "a tenth of the speed": Fault(slow("node2", 100e6), (("link.slow", "node2"),), fixed=False),
+    "a tenth of the speed": Fault(slow("node2", "100mbit"), (("link.slow", "node2"),), fixed=False),
     "a name that means docker0": Fault(sh("node2", *DOCKER0, *OWN_NAMES), (("interface.internal", "node2"),)),
     "one address twice": Fault(
         sh("node3", "ip addr add 10.77.0.2/24 dev eth0"), (("reach.duplicate-address", "node3"),)
@@ -195,7 +190,7 @@ def test_a_firewall_on_the_highest_address_is_no_fault(lab: Lab) -> None:
 @pytest.mark.long
 def test_a_slow_link_is_distinguished_from_its_peers_beside_a_firewall(lab: Lab) -> None:
     """The firewall blocks node3 to node1, so the only measured traffic of node3 uses node2's slow link."""
-    together(slow("node2", 100e6), firewalls("node1"))(lab)
+    together(slow("node2", "100mbit"), firewalls("node1"))(lab)
     assert_alarms(run_doctor(lab, "--no-proof"), ("reach.pair", "node1"), ("link.slow", "node2"))
 
 
@@ -223,13 +218,10 @@ def test_the_command_for_users_without_root_opens_every_chain(lab: Lab, tmp_path
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "words"),
-    [
-        (lab_lab.set_frozen("node2", frozen=True), "node2 is frozen"),
-        (lab_lab.kill_node("node2", silent=False), "is not running"),
-    ],
+    [(Node.freeze, "node2 is frozen"), (Node.kill, "is not running")],
 )
-def test_a_frozen_or_dead_node_is_reported_and_restored(lab: Lab, change: lab_lab.Change, words: str) -> None:
-    lab.perform(change)
+def test_a_frozen_or_dead_node_is_reported_and_restored(lab: Lab, change: Callable[[Node], None], words: str) -> None:
+    change(lab.node("node2"))
     verdict = run_doctor(lab)
     assert_alarms(verdict, ("reach.host", "node2"))
     assert words in verdict.one("reach.host", "node2")["evidence"]
@@ -243,12 +235,12 @@ def test_a_node_that_freezes_during_the_check_is_reported(lab: Lab) -> None:
     words = shoal("doctor", "--on", f"lab:{lab.name}", "--json")
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         wait_until(lambda: any("doctor.collect" in command for _, command in lab.processes("node2")))
-        lab.perform(lab_lab.set_frozen("node2", frozen=True))
+        lab.node("node2").freeze()
         try:
             # The verdict comes while the node is still frozen.
             printed, errors = running.communicate(timeout=60)
         finally:
-            lab.perform(lab_lab.set_frozen("node2", frozen=False))
+            lab.node("node2").thaw()
     verdict = parse_verdict(subprocess.CompletedProcess(words, running.returncode, printed, errors))
     assert_alarms(verdict, ("reach.host", "node2"))
     assert "gave no answer" in verdict.one("reach.host", "node2")["evidence"]
@@ -322,7 +314,7 @@ def test_a_vpn_beside_a_direct_link_is_reported(site: Site) -> None:
 @pytest.mark.long
 def test_a_first_node_that_blocks_the_store_port_is_reported_and_fixed(site: Site, tmp_path: Path) -> None:
     """gloo connects from node2 to node1; a script's ranks use the store of the first node in the file."""
-    site.lab.perform(lab_lab.set_firewall("node2", ("22",)))
+    site.lab.node("node2").set_firewall("22")
     hosts = [site.host(f"node{number}") for number in (2, 1)]
     verdict = over_ssh(site, *hosts)
     assert_alarms(verdict, ("reach.store", "node2"))
@@ -341,10 +333,10 @@ def test_a_host_without_an_ssh_server_is_reported(site: Site) -> None:
 @pytest.mark.long
 def test_a_sleeping_host_is_reported_while_it_sleeps(site: Site) -> None:
     hosts = site.host("node1"), site.host("node2")
-    site.lab.perform(lab_lab.set_frozen("node2", frozen=True))
+    site.lab.node("node2").freeze()
     try:
         # It ends while the host is still frozen.
         verdict = over_ssh(site, *hosts)
     finally:
-        site.lab.perform(lab_lab.set_frozen("node2", frozen=False))
+        site.lab.node("node2").thaw()
     assert_alarms(verdict, ("reach.host", "node2"))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 
-from shoal.cluster.lab import lab as lab_lab
-from shoal.cluster.lab.lab import Lab
+from shoal_lab.lab import Lab
 from tests.support.failures.bench import (
     FIRST,
     NOTHING,
@@ -34,14 +33,14 @@ def store_not_started(bench: Bench, lab: Lab) -> None:
 
 @on_lab("store.dropped")
 def store_behind_firewall(bench: Bench, lab: Lab) -> None:
-    lab.perform(lab_lab.set_firewall(FIRST, ("22",)))
+    lab.node(FIRST).set_firewall("22")
     rank_one_alone(bench, lab, meeting_at(lab, FIRST)["MASTER_ADDR"])
 
 
 @on_lab("store.no-answer")
 def store_behind_firewall_in_few_words(bench: Bench, lab: Lab) -> None:
     """With a high log level only the traceback is printed, which does not show which of the two causes it was."""
-    lab.perform(lab_lab.set_firewall(FIRST, ("22",)))
+    lab.node(FIRST).set_firewall("22")
     rank_one_alone(bench, lab, meeting_at(lab, FIRST)["MASTER_ADDR"], env={"TORCH_CPP_LOG_LEVEL": "FATAL"})
 
 

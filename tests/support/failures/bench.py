@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from shoal.cluster.lab.lab import Lab, build_lab
-from shoal.cluster.lab.spec import make_spec
+from shoal_lab.lab import Lab
+from shoal_lab.spec import make_spec
 from tests.support.waiting import wait_until
 
 HERE = Path(__file__).parent
@@ -103,7 +103,7 @@ class Labs:
 
     def get(self) -> Lab:
         if self._lab is None:
-            self._lab = build_lab(make_spec(3, name=f"failures-{os.getpid()}", link="1gbit", sshd=True))
+            self._lab = Lab.build(make_spec(3, name=f"failures-{os.getpid()}", link="1gbit", sshd=True))
         return self._lab
 
     def close(self) -> None:

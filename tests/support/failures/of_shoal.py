@@ -7,8 +7,7 @@ import socket
 import subprocess
 import sys
 
-from shoal.cluster.lab import lab as lab_lab
-from shoal.cluster.lab.lab import Lab
+from shoal_lab.lab import Lab
 from tests.support.failures.bench import FIRST, SECOND, SHOAL, Bench, free_port, meeting_here, place
 from tests.support.failures.on_machine import memory_limit
 from tests.support.failures.registry import here, on_lab
@@ -71,14 +70,14 @@ def other_error(bench: Bench) -> None:
 def node_gone(bench: Bench, lab: Lab) -> None:
     train_on(bench, lab, "1000000")
     wait_for_commit(bench)
-    lab.perform(lab_lab.kill_node(SECOND, silent=False))
+    lab.node(SECOND).kill()
     bench.wait(40)
-    lab.perform(lab_lab.restart_node(SECOND))
+    lab.node(SECOND).restart()
 
 
 @on_lab("shoal.cannot-meet")
 def agents_behind_firewall(bench: Bench, lab: Lab) -> None:
-    lab.perform(lab_lab.set_firewall(FIRST, ("22",)))
+    lab.node(FIRST).set_firewall("22")
     train_on(bench, lab, "3")
     bench.wait(60)
 

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from shoal.cluster.lab import lab as lab_lab
-from shoal.cluster.lab.lab import Lab
+from shoal_lab.lab import Lab
 from tests.support.failures.bench import (
     FIRST,
     SECOND,
@@ -29,14 +28,14 @@ GLOO = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
 
 @on_lab("gloo.connect-timeout")
 def firewall_on_the_lower_address(bench: Bench, lab: Lab) -> None:
-    lab.perform(lab_lab.set_firewall(FIRST, (STORE_PORT,)))
+    lab.node(FIRST).set_firewall(STORE_PORT)
     bench.ranks_on(lab, [FIRST, SECOND], "work_for_ever")
     bench.wait(40)
 
 
 @on_lab("gloo.connect-timeout+second-is-master")
 def firewall_on_the_lower_address_again(bench: Bench, lab: Lab) -> None:
-    lab.perform(lab_lab.set_firewall(FIRST, (STORE_PORT,)))
+    lab.node(FIRST).set_firewall(STORE_PORT)
     bench.ranks_on(lab, [SECOND, FIRST], "work_for_ever")
     bench.wait(40)
 
@@ -44,7 +43,7 @@ def firewall_on_the_lower_address_again(bench: Bench, lab: Lab) -> None:
 @on_lab("gloo.connect-timeout+of-three")
 def firewall_in_the_middle(bench: Bench, lab: Lab) -> None:
     """The first rank has all its connections, starts, and times out before the others give up."""
-    lab.perform(lab_lab.set_firewall(SECOND, (STORE_PORT,)))
+    lab.node(SECOND).set_firewall(STORE_PORT)
     bench.ranks_on(lab, [FIRST, SECOND, THIRD], "work_for_ever")
     bench.wait(40)
 
@@ -165,16 +164,16 @@ def killed_peer(bench: Bench, lab: Lab) -> None:
 def frozen_peer(bench: Bench, lab: Lab) -> None:
     bench.ranks_on(lab, [FIRST, SECOND], "work_for_ever")
     bench.wait_for("is at work", 2)
-    lab.perform(lab_lab.set_frozen(SECOND, frozen=True))
+    lab.node(SECOND).freeze()
     time.sleep(6)
-    lab.perform(lab_lab.set_frozen(SECOND, frozen=False))
+    lab.node(SECOND).thaw()
     bench.wait(20)
 
 
 @on_lab("healthy+firewall")
 def firewall_on_the_higher_address(bench: Bench, lab: Lab) -> None:
     """Only the lower address of a pair is connected to, so this firewall blocks no connection."""
-    lab.perform(lab_lab.set_firewall(SECOND, ()))
+    lab.node(SECOND).set_firewall()
     for rank, node in enumerate((FIRST, SECOND)):
         start_named(bench, lab, node, rank, "healthy")
     bench.wait(40)

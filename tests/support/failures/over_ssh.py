@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 
-from shoal.cluster.lab import lab as lab_lab
-from shoal.cluster.lab.lab import Lab
-from shoal.cluster.lab.spec import SWITCH
+from shoal_lab.lab import Lab
+from shoal_lab.spec import SWITCH
 from tests.support.failures.bench import FIRST, Bench
 from tests.support.failures.registry import on_lab
 from tests.support.needs import need_tool
@@ -47,7 +46,7 @@ def refused(bench: Bench, lab: Lab) -> None:
 
 @on_lab("ssh.timeout")
 def timed_out(bench: Bench, lab: Lab) -> None:
-    lab.perform(lab_lab.set_firewall(FIRST, ()))
+    lab.node(FIRST).set_firewall()
     ssh(bench, lab, "-o", "ConnectTimeout=3")
 
 

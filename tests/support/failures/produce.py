@@ -15,8 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from shoal.cluster.lab import lab as lab_lab
-from shoal.cluster.lab.lab import Lab
+from shoal_lab.lab import Lab
 from tests.support.failures import at_store, of_shoal, on_gpu, on_lab, on_machine, over_ssh
 from tests.support.failures.bench import FIRST, HERE, SECOND, THIRD, Bench, Labs, older_python, older_pythons
 from tests.support.failures.registry import FAILURES, Failure
@@ -68,9 +67,9 @@ def produce(failure: Failure, labs: Labs) -> str:
 
 
 def heal(lab: Lab) -> None:
-    lab.perform(lab_lab.heal_cuts(None, None))
+    lab.heal()
     for node in (FIRST, SECOND, THIRD):
-        lab.perform(lab_lab.set_firewall(node, None))
+        lab.node(node).remove_firewall()
 
 
 def anonymous(text: str, folder: Path) -> str:

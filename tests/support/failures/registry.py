@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shoal.cluster.lab.lab import Lab
+from shoal_lab.lab import Lab
 from tests.support.failures.bench import Bench
 
 Provoke = Callable[[Bench], None]

@@ -8,8 +8,8 @@ import pytest
 
 from shoal.cli.lab import split_exec_words
 from shoal.cli.main import run
-from shoal.cluster.lab import kernel
-from shoal.cluster.lab import lab as labs
+from shoal_lab import kernel
+from shoal_lab import lab as labs
 
 
 class RecordingLab:

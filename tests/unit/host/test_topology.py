@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster.lab.lab import as_nodes
-from shoal.cluster.lab.spec import LabLink, LabNode, LabSpec
+from shoal.cluster.lab import as_nodes
 from shoal.cluster.node import Node, Rendezvous
 from shoal.config.schema import RunConfig
 from shoal.engine.machine_trial import CorePins, choose_cores
@@ -29,6 +28,7 @@ from shoal.host.topology import (
 )
 from shoal.launch.plan import plan_ranks
 from shoal.sync.world import World
+from shoal_lab.spec import LabSpec, Link, NodeSpec
 from tests.support.topology_trees import MACHINES, machine_topology, write_tree
 
 # What `read_topology` should find: cores, hardware threads, speeds with their numbers of cores, cores by NUMA node.
@@ -211,9 +211,9 @@ def test_emulated_nodes_divide_the_machine_and_keep_to_their_quota(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     topology = machine_topology(machine, tmp_path)
-    monkeypatch.setattr("shoal.cluster.lab.lab.this_topology", lambda: topology)
-    link = LabLink()
-    nodes = tuple(LabNode(name=f"node{i}", address=f"10.77.0.{i}", link=link, cpu=cpu) for i, cpu in enumerate(cpus))
+    monkeypatch.setattr("shoal.cluster.lab.this_topology", lambda: topology)
+    link = Link()
+    nodes = tuple(NodeSpec(name=f"node{i}", address=f"10.77.0.{i}", link=link, cpu=cpu) for i, cpu in enumerate(cpus))
     assert tuple(node.cores for node in as_nodes(LabSpec(nodes=nodes))) == cores
 
 

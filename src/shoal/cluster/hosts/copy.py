@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import shoal
+import shoal_lab
 from shoal.cluster.hosts.facts import HostFacts, HostQuery, program
 from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
 from shoal.cluster.hosts.ssh import run_script, variables
@@ -54,10 +55,14 @@ class FileBundle:
 
 
 def code_bundle() -> FileBundle:
-    """Return the running shoal package, named by its content."""
-    package = Path(shoal.__file__).parent
-    paths = sorted(path for path in package.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
-    pieces = tuple(make_piece(path, str(path.relative_to(package.parent))) for path in paths)
+    """Return the running packages of shoal, named by their content."""
+    packages = (Path(shoal.__file__).parent, Path(shoal_lab.__file__).parent)
+    pieces = tuple(
+        make_piece(path, str(path.relative_to(package.parent)))
+        for package in packages
+        for path in sorted(package.rglob("*"))
+        if path.is_file() and path.parent.name != "__pycache__"
+    )
     return FileBundle(FileBundle("", pieces).digest[:16], pieces)
 
 

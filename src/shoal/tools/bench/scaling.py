@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cluster.hosts.spec import HostsSpec
-from shoal.cluster.lab.lab import Lab
-from shoal.cluster.lab.spec import LabSpec
+from shoal.cluster.lab import LabSpec, ShoalLab
 from shoal.cluster.target import (
     ExistingLab,
     On,
@@ -160,7 +159,7 @@ def _count_machines(spec: On, on: str) -> int:
         case LabSpec():
             return len(spec.nodes)
         case ExistingLab():
-            return len(Lab.open(spec.name).nodes)
+            return len(ShoalLab.open(spec.name).nodes)
     raise UsageError(
         f"--nodes does not go with --on {on}",
         why="it measures the first machines of a lab or of a hosts file; local:N is one machine with N ranks",

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from shoal.cluster.lab.lab import Lab
+from shoal.cluster.lab import ShoalLab
 from shoal.control.processes import find_processes
 from shoal.errors import LabError
 from shoal.host.proc import tcp_sockets_of
@@ -172,7 +172,7 @@ print("done", sum(peer is not None for peer in opened), flush=True)
 _CONNECT_TIMEOUT_S = 180.0
 
 
-def prepare_connections(run: Path, lab: Lab | None, connections: int, idle: int) -> Callable[[], None]:
+def prepare_connections(run: Path, lab: ShoalLab | None, connections: int, idle: int) -> Callable[[], None]:
     """Find the open ports of a run; return the function that connects to all of them.
 
     The idle connections stay open until all attempts are done.

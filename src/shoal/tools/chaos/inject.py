@@ -19,8 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from shoal.cluster.lab import lab as lab_lab
-from shoal.cluster.lab.lab import Change
+from shoal.cluster.lab import LabNode
 from shoal.control.processes import AGENT, RunProcess, find_processes, find_supervisor
 from shoal.errors import LabError
 from shoal.events import EventLog
@@ -33,7 +32,6 @@ from shoal.tools.chaos import actions, damage
 from shoal.tools.chaos.actions import Action, describe
 from shoal.tools.chaos.scenario import CommandResult
 from shoal.tools.chaos.testbed import TestBed
-from shoal.units import parse_rate
 
 Injectable = Callable[[], object]
 _COMMAND_TIMEOUT_S = 120.0
@@ -104,7 +102,7 @@ class Injector:
             case actions.KillSourceInCopy(within_s=within_s):
                 return self._signal(self._source_in_copy(within_s), "SIGKILL")
             case actions.KillNode(node=node, silent=silent):
-                return self._change_lab(lab_lab.kill_node(node, silent=True)) if silent else self._kill_all(node)
+                return partial(self._node(node).kill, silent=True) if silent else self._kill_processes(node)
             case actions.KillRun():
                 return self._kill_run()
             case actions.KillAgent(node=node):
@@ -140,27 +138,24 @@ class Injector:
             case actions.PowerOn(node=node):
                 return partial(self._power_on, node)
             case actions.Freeze(node=node):
-                return self._change_lab(lab_lab.set_frozen(node, frozen=True))
+                return self._node(node).freeze
             case actions.Thaw(node=node):
-                return self._change_lab(lab_lab.set_frozen(node, frozen=False))
+                return self._node(node).thaw
             case actions.Cut(between=between, one_way=one_way):
                 other = between[1] if len(between) > 1 else None
-                return self._change_lab(lab_lab.cut_off(between[0], other, one_way))
+                return partial(self._node(between[0]).cut, other, one_way)
             case actions.Heal():
-                return self._change_lab(lab_lab.heal_cuts(None, None))
+                return self._testbed.need_lab().heal
             case actions.SetLink(node=node, rate=rate):
-                return self._change_link(node, rate_bps=parse_rate(rate))
+                return partial(self._node(node).set_link, rate=rate)
             case actions.Loss(node=node, percent=percent):
-                return self._change_link(node, loss=percent / 100)
+                return partial(self._node(node).set_link, loss=f"{percent:f}%")
             case actions.LimitCpu(node=node, share=share):
-                return self._change_lab(lab_lab.set_cpu(node, share))
+                return partial(self._node(node).set_cpu, share)
         raise AssertionError(f"no case for {describe(action)}")
 
-    def _change_lab(self, change: Change) -> Injectable:
-        return lambda: self._testbed.need_lab().perform(change)
-
-    def _change_link(self, node: str, **changes: float) -> Injectable:
-        return self._change_lab(lab_lab.set_link(node, lambda link: link.model_copy(update=changes)))
+    def _node(self, name: str) -> LabNode:
+        return self._testbed.need_lab().node(name)
 
     def _source_in_copy(self, within_s: float) -> RunProcess:
         """Return the sending rank once a receiving one has recorded that a copy begins.
@@ -190,7 +185,7 @@ class Injector:
 
         return send
 
-    def _kill_all(self, node: str) -> Injectable:
+    def _kill_processes(self, node: str) -> Injectable:
         """Kill all processes but keep the node: its kernel closes their connections, as a real one does.
 
         If the node went with them, these packets would sometimes be lost, and it would be a power cut.
@@ -243,7 +238,7 @@ class Injector:
     def _power_on(self, node: str) -> None:
         lab = self._testbed.need_lab()
         if not lab.is_alive(node):
-            lab.perform(lab_lab.restart_node(node))
+            lab.node(node).restart()
         words = (sys.executable, "-P", "-m", "shoal", "join", str(self._run.path), "--node", node)
         log = self._run.log(node, "join")
         self.joined.append(lab.start(node, words, {}, log))

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shoal.cluster.lab import state
-from shoal.cluster.lab.commands import read_groups
+from shoal.cluster.lab import ShoalLab
 from shoal.config.presets import did_you_mean
 from shoal.config.schema import SyncConfig
 from shoal.config.sync_choice import TRAINED_METHODS as SYNC_MODES
@@ -385,8 +384,7 @@ def _soak_mode(session: _Session, block: SoakBlock) -> ModeResult:
 
 def _traces(lab: str) -> list[str]:
     """Return folders and cgroups of a lab that should be gone."""
-    places = [state.lab_folder(lab), *(group.of_lab(lab) for group in read_groups().all())]
-    return [str(path) for path in places if path.exists()]
+    return [str(path) for path in ShoalLab(lab).places if path.exists()]
 
 
 @dataclass

@@ -7,12 +7,10 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shoal.cluster.lab.commands import read_groups
-from shoal.cluster.lab.lab import Lab, build_lab, set_frozen
-from shoal.cluster.lab.spec import LabSpec
+from shoal.cluster.lab import LabSpec, ShoalLab, can_limit_cpu
 from shoal.cluster.target import LocalSpec, parse_on
 from shoal.errors import LabError, UsageError
 from shoal.run_folder import RunFolder
@@ -24,11 +22,11 @@ class TestBed:
     """Where a scenario is played: a lab of its own or this machine, with a small disk if needed."""
 
     on: str  # for the training
-    lab: Lab | None = None  # None on this machine itself
+    lab: ShoalLab | None = None  # None on this machine itself
     disk: Path | None = None  # can be filled, or lose its power
     holds_run: bool = False  # the whole run folder is on the disk, not only the checkpoints
 
-    def need_lab(self) -> Lab:
+    def need_lab(self) -> ShoalLab:
         if self.lab is None:
             raise UsageError("this fault needs emulated nodes", fix="--on lab:3")
         return self.lab
@@ -37,7 +35,7 @@ class TestBed:
         """Thaw all nodes: the kernel ends no frozen process."""
         for name in sorted(self.lab.state.frozen) if self.lab is not None else ():
             with contextlib.suppress(LabError):
-                self.need_lab().perform(set_frozen(name, frozen=False))
+                self.need_lab().node(name).thaw()
 
     def before(self, run: RunFolder) -> None:
         """Put the run's checkpoints on the small disk."""
@@ -87,7 +85,7 @@ def why_not(scenario: ChaosScenario, on: str) -> str:
             return "faults are played on a lab made for them (--on lab:3) or on this machine (--on local:3)"
     if scenario.disk_mb and os.geteuid() != 0:
         return "it needs root, to make a disk that can be filled"
-    if scenario.limits_cpu and read_groups().cpu is None:
+    if scenario.limits_cpu and not can_limit_cpu():
         needs_root = "" if os.geteuid() == 0 else "; as root it usually can"
         return f"it needs a control group with a cpu controller, which this user cannot make here{needs_root}"
     return f"it needs {scenario.nodes} {kind}" if count < scenario.nodes else ""
@@ -106,9 +104,8 @@ def opened(scenario: ChaosScenario, on: str, folder: Path, number: int) -> Itera
             disk = stack.enter_context(_small_disk(place, scenario.disk_mb, scenario.cuts_power))
         match parse_on(on):
             case LabSpec() as spec:
-                own = {"name": f"chaos-{os.getpid()}-{number}", "nodes": spec.nodes[: scenario.nodes]}
-                lab = build_lab(spec.model_copy(update=own), owner=os.getpid())
-                stack.callback(lab.close)
+                own = replace(spec, name=f"chaos-{os.getpid()}-{number}", nodes=spec.nodes[: scenario.nodes])
+                lab = stack.enter_context(ShoalLab.build(own, owner=os.getpid()))
                 yield TestBed(f"lab:{lab.name}", lab, disk, holds_run)
             case _:
                 yield TestBed(f"local:{scenario.nodes}", None, disk, holds_run)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cluster.cluster import planned_nodes
-from shoal.cluster.lab.spec import LabSpec
+from shoal.cluster.lab import LabSpec
 from shoal.cluster.target import ExistingLab, parse_on
 from shoal.config.defaults import SIMILAR_SPEED
 from shoal.config.load import load_config, load_settings, merge, read_profile, to_toml, validate_session

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from shoal.cli.chaos import list_document, read_script, rows_without_scenario
-from shoal.cluster.lab.commands import ControlGroup, ControlGroups
 from shoal.config.load import validate_session
 from shoal.errors import ConfigError, UsageError
 from shoal.tools.chaos.actions import Cut, Flap, Freeze, KillNode, KillRank, action_names, describe
@@ -22,6 +21,7 @@ from shoal.tools.chaos.scenario import (
     parse_scenario,
 )
 from shoal.tools.chaos.testbed import why_not
+from shoal_lab.commands import ControlGroup, ControlGroups
 from tests.support.paths import ROOT
 
 CUSTOM: dict[str, Any] = {
@@ -41,10 +41,10 @@ def test_every_file_has_a_scenario_of_the_same_name() -> None:
 
 def test_a_scenario_that_limits_the_cpu_is_refused_where_that_is_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = find_scenario("slow-node")
-    monkeypatch.setattr("shoal.tools.chaos.testbed.read_groups", lambda: ControlGroups())
+    monkeypatch.setattr("shoal.cluster.lab.read_groups", lambda: ControlGroups())
     assert "control group with a cpu controller" in why_not(scenario, "lab:3")
     monkeypatch.setattr(
-        "shoal.tools.chaos.testbed.read_groups",
+        "shoal.cluster.lab.read_groups",
         lambda: ControlGroups(cpu=ControlGroup(parent=Path("/sys/fs/cgroup"), version=2)),
     )
     assert why_not(scenario, "lab:3") == ""

@@ -1,17 +1,13 @@
-"""The description of a lab: `shoal lab up 3 --link 1gbit`, or `--on lab:3,link=1gbit,cpu=1/1/0.5,slots=2`."""
+"""The description of a lab: its nodes, links and limits, made from words such as `100mbit`, `2ms` and `1%`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from pydantic import BaseModel, ConfigDict
+from shoal_lab.errors import LabUsageError, did_you_mean
 
-from shoal.config.defaults import LAB_LINKS, LAB_NAME
-from shoal.config.presets import did_you_mean
-from shoal.errors import UsageError
-from shoal.units import format_delay, format_rate, parse_delay, parse_rate
-
+DEFAULT_NAME = "default"
 SWITCH = "switch"
 INTERFACE = "eth0"
 NETWORK = "10.77.0"
@@ -20,13 +16,14 @@ SWITCH_ADDRESS = f"{NETWORK}.254"
 MOST_NODES = 64
 MOST_SLOTS = 64
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
+_RATE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)bit(?:/s)?", re.IGNORECASE)
+_RATE_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_TIME = re.compile(r"(\d+(?:\.\d+)?) ?(us|µs|ms|s)", re.IGNORECASE)
+_TIME_SCALES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
-class FrozenModel(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class LabLink(FrozenModel):
+@dataclass(frozen=True)
+class Link:
     """One node's cable, the same in both directions."""
 
     rate_bps: float | None = None  # None: unlimited
@@ -40,34 +37,41 @@ class LabLink(FrozenModel):
         return ", ".join(parts)
 
 
-class LabNode(FrozenModel):
+@dataclass(frozen=True)
+class NodeSpec:
     name: str
     address: str
-    link: LabLink
+    link: Link
     cpu: float | None = None  # cores it may keep busy; None: unlimited
-    slots: int = 1  # ranks it takes
+    slots: int = 1  # how many processes of a distributed program it takes; the lab itself does not use it
 
 
-class LabSpec(FrozenModel):
-    name: str = LAB_NAME
-    nodes: tuple[LabNode, ...]
-    sshd: bool = False
+@dataclass(frozen=True)
+class LabSpec:
+    nodes: tuple[NodeSpec, ...]
+    name: str = DEFAULT_NAME
+    sshd: bool = False  # run an SSH server on each node
 
-    def node(self, name: str) -> LabNode:
+    def node(self, name: str) -> NodeSpec:
         for node in self.nodes:
             if node.name == name:
                 return node
         names = [node.name for node in self.nodes]
-        raise UsageError(
+        raise LabUsageError(
             f"lab {self.name!r} has no node {name!r}",
             why=did_you_mean(name, names),
             fix=f"use one of: {', '.join(names)}",
         )
 
 
+# Wi-Fi and WAN figures are what iperf3 and ping show in an ordinary flat and between two homes.
 PROFILES = {
-    name: LabLink(rate_bps=rate_bps, delay_s=delay_s, loss=loss)
-    for name, (rate_bps, delay_s, loss) in LAB_LINKS.items()
+    "100mbit": Link(100e6),
+    "1gbe": Link(1e9),
+    "2.5gbe": Link(2.5e9),
+    "10gbe": Link(10e9),
+    "wifi": Link(150e6, delay_s=2e-3, loss=0.0005),
+    "wan": Link(50e6, delay_s=15e-3, loss=0.001),
 }
 DEFAULT_PROFILE = "1gbe"
 
@@ -75,7 +79,7 @@ DEFAULT_PROFILE = "1gbe"
 def make_spec(
     count: int,
     *,
-    name: str = LAB_NAME,
+    name: str = DEFAULT_NAME,
     link: str | None = None,
     delay: str | None = None,
     loss: str | None = None,
@@ -86,60 +90,24 @@ def make_spec(
 ) -> LabSpec:
     """Make a spec from command line words. `link`, `cpu` and `slots` take one value for all nodes or one a node."""
     if not 1 <= count <= MOST_NODES:
-        raise UsageError(
+        raise LabUsageError(
             f"a lab of {count} nodes", why=f"a lab has 1 to {MOST_NODES} nodes", fix="write for example: shoal lab up 3"
         )
     base = profile_link(profile or DEFAULT_PROFILE)
-    changes = {
-        **({"delay_s": parse_delay(delay)} if delay is not None else {}),
-        **({"loss": parse_loss(loss)} if loss is not None else {}),
-    }
-    rates = [base.rate_bps] * count if link is None else [_rate(word) for word in per_node("--link", link, count)]
+    base = change_link(base, delay=delay, loss=loss)
     shares = [None] * count if cpu is None else [parse_cpu(word) for word in per_node("--cpu", cpu, count)]
     ranks = [1] * count if slots is None else [_slots(word) for word in per_node("--slots", slots, count)]
-    links = [base.model_copy(update={**changes, "rate_bps": rate}) for rate in rates]
+    links = [base] * count if link is None else [change_link(base, word) for word in per_node("--link", link, count)]
     nodes = tuple(
-        LabNode(name=f"node{i}", address=f"{NETWORK}.{i}", link=node_link, cpu=share, slots=rank_count)
+        NodeSpec(name=f"node{i}", address=f"{NETWORK}.{i}", link=node_link, cpu=share, slots=rank_count)
         for i, (node_link, share, rank_count) in enumerate(zip(links, shares, ranks, strict=True), start=1)
     )
     return LabSpec(name=check_name(name), nodes=nodes, sshd=sshd)
 
 
-_KEYS = ("link", "delay", "loss", "cpu", "slots", "profile", "name")
-_ON_FIX = "write for example: --on lab:3,link=1gbit,cpu=1/1/0.5"
-
-
-def parse_lab(text: str) -> LabSpec:
-    """Parse `lab:3`, or `lab:3,link=1gbit,delay=2ms,cpu=1/1/0.5,slots=2,profile=wifi,sshd`, of `--on`."""
-    kind, _, rest = text.strip().partition(":")
-    count, *settings = rest.split(",")
-    if kind != "lab" or not re.fullmatch(r"-?\d{1,9}", count):
-        raise UsageError(f"--on {text!r} names no lab", why="a lab is written lab:NODES[,setting=value…]", fix=_ON_FIX)
-    words: dict[str, str] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if key == "sshd" and not equals:
-            continue
-        if key not in _KEYS or not value or key in words:
-            raise UsageError(f"--on {text}: cannot use {setting!r}", why=_setting_fault(key, value, words), fix=_ON_FIX)
-        words[key] = value
-    name = words.pop("name", LAB_NAME)
-    return make_spec(int(count), name=name, sshd="sshd" in settings, **words)
-
-
-def _setting_fault(key: str, value: str, seen: Iterable[str]) -> str:
-    if key in seen:
-        return f"{key} is given twice"
-    if key in _KEYS and not value:
-        return f"{key} has no value"
-    if key == "device":
-        return "emulated nodes share the devices of this machine; --set run.devices=cuda/cpu gives each rank one"
-    return did_you_mean(key, (*_KEYS, "sshd")) or f"the settings of a lab are {', '.join(_KEYS)} and sshd"
-
-
-def profile_link(name: str) -> LabLink:
+def profile_link(name: str) -> Link:
     if name not in PROFILES:
-        raise UsageError(
+        raise LabUsageError(
             f"there is no link profile {name!r}",
             why=did_you_mean(name, PROFILES),
             fix=f"use one of: {', '.join(PROFILES)}",
@@ -150,19 +118,71 @@ def profile_link(name: str) -> LabLink:
 def check_name(name: str) -> str:
     """Refuse names with special characters: they become folders and control groups."""
     if not _NAME.fullmatch(name):
-        raise UsageError(
-            f"{name!r} is no name for a lab",
+        raise LabUsageError(
+            f"{name!r} is not a name for a lab",
             why="a name has 1 to 31 small letters, digits or dashes and begins with a letter or digit",
             fix="write for example: --name slow-wifi",
         )
     return name
 
 
+def change_link(link: Link, rate: str | None = None, delay: str | None = None, loss: str | None = None) -> Link:
+    """Return the link with what is given: a rate such as `100mbit` or `none`, a delay `2ms`, a loss `1%`."""
+    if rate is not None:
+        link = replace(link, rate_bps=None if rate == "none" else parse_rate(rate))
+    if delay is not None:
+        link = replace(link, delay_s=parse_delay(delay))
+    return link if loss is None else replace(link, loss=parse_loss(loss))
+
+
+# shoal.units reads rates and delays in the same way, for programs that have no lab; this package imports nothing of it.
+
+
+def parse_rate(text: str) -> float:
+    """Return bits per second from `100mbit` or `2.5gbit`. `bps` is refused: tc reads it as bytes, others as bits."""
+    match = _RATE.fullmatch(text.strip())
+    rate_bps = float(match[1]) * _RATE_SCALES[match[2].lower()] if match else 0.0
+    if rate_bps <= 0:
+        raise LabUsageError(
+            f"{text!r} is not a link rate",
+            why="a rate is a number above zero with its unit: kbit, mbit or gbit (bits a second)",
+            fix="write for example: 100mbit, 1gbit or 2.5gbit",
+        )
+    return rate_bps
+
+
+def format_rate(rate_bps: float) -> str:
+    """Return `1gbit` for `1e9`, as `parse_rate` and tc read it."""
+    for prefix in "tgmk":
+        if rate_bps >= _RATE_SCALES[prefix]:
+            return f"{rate_bps / _RATE_SCALES[prefix]:.6g}{prefix}bit"
+    return f"{rate_bps:.6g}bit"
+
+
+def parse_delay(text: str) -> float:
+    """Return seconds from `2ms`, `500us` or `0.1s`."""
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
+        raise LabUsageError(
+            f"{text!r} is not a delay",
+            why="a delay is a number with its unit: us, ms or s",
+            fix="write for example: 2ms",
+        )
+    return float(match[1]) * _TIME_SCALES[match[2].lower()]
+
+
+def format_delay(seconds: float) -> str:
+    for unit in ("s", "ms"):
+        if seconds >= _TIME_SCALES[unit]:
+            return f"{seconds / _TIME_SCALES[unit]:.6g}{unit}"
+    return f"{seconds * 1e6:.6g}us"
+
+
 def parse_loss(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", text.strip())
     if match is None or not 0 <= float(match[1]) < 100:
-        raise UsageError(
-            f"{text!r} is no packet loss", why="a loss is a percentage below 100%", fix="write for example: 1%"
+        raise LabUsageError(
+            f"{text!r} is not a packet loss", why="a loss is a percentage below 100%", fix="write for example: 1%"
         )
     return float(match[1]) / 100
 
@@ -176,8 +196,8 @@ def parse_cpu(text: str) -> float | None:
     except ValueError:
         share = 0.0
     if not 0.01 <= share <= 1024:
-        raise UsageError(
-            f"{text!r} is no CPU share",
+        raise LabUsageError(
+            f"{text!r} is not a CPU share",
             why="a share is a number of cores from 0.01 up: 0.5 is half of one core",
             fix="write for example: 0.5, or none for no limit",
         )
@@ -186,22 +206,18 @@ def parse_cpu(text: str) -> float | None:
 
 def _slots(word: str) -> int:
     if not re.fullmatch(r"[1-9]\d?", word) or int(word) > MOST_SLOTS:
-        raise UsageError(
-            f"{word!r} is no number of slots",
+        raise LabUsageError(
+            f"{word!r} is not a number of slots",
             why=f"a node takes 1 to {MOST_SLOTS} ranks",
             fix="write for example: slots=2, or slots=2/1/1 for each node its own",
         )
     return int(word)
 
 
-def _rate(word: str) -> float | None:
-    return None if word == "none" else parse_rate(word)
-
-
 def per_node(option: str, text: str, count: int, what: str = "nodes") -> list[str]:
     words = text.split("/")
     if len(words) not in (1, count):
-        raise UsageError(
+        raise LabUsageError(
             f"{option} {text}: {len(words)} values for {count} {what}",
             why=f"give one value for all {what}, or one for each, separated by /",
             fix=f"write for example: {option} {'/'.join([words[0]] * count)}",

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster.lab import commands, lab
-from shoal.cluster.lab.commands import (
+from shoal_lab import commands
+from shoal_lab.commands import (
     ControlGroup,
     ControlGroups,
     LabSite,
-    find_groups,
+    cpu_steps,
     lab_group_steps,
-    limit_cpu,
     parse_ports,
     render,
     ruleset,
     segment_limit,
     shape,
 )
-from shoal.cluster.lab.kernel import (
+from shoal_lab.errors import LabUsageError
+from shoal_lab.kernel import (
     Features,
+    find_groups,
     find_tool,
     lacks,
     path_line,
@@ -34,10 +36,8 @@ from shoal.cluster.lab.kernel import (
     substitutes,
     why_forbidden,
 )
-from shoal.cluster.lab.spec import LabLink, LabSpec, make_spec, parse_lab
-from shoal.cluster.lab.state import LabState
-from shoal.errors import UsageError
-from shoal.units import format_delay, format_rate, parse_delay, parse_rate
+from shoal_lab.spec import LabSpec, Link, format_delay, format_rate, make_spec, parse_delay, parse_rate
+from shoal_lab.state import LabState, LabView
 
 V1 = ControlGroups(
     cpu=ControlGroup(parent=Path("/cg/cpu"), version=1), freezer=ControlGroup(parent=Path("/cg/freezer"), version=1)
@@ -49,10 +49,10 @@ def site(rootless: bool = False, netem: bool = True, groups: ControlGroups = V1)
     return LabSite("default", Path("/run/lab"), rootless, netem, groups)
 
 
-def view_of(spec: LabSpec, lab_site: LabSite, **state_fields: object) -> lab.LabView:
-    state = LabState(spec=spec, rootless=lab_site.rootless, netem=lab_site.netem, groups=lab_site.groups)
+def view_of(spec: LabSpec, lab_site: LabSite, **state_fields: Any) -> LabView:
+    before = LabState(spec=spec, rootless=lab_site.rootless, netem=lab_site.netem, groups=lab_site.groups)
     alive = frozenset(node.name for node in spec.nodes)
-    return lab.LabView(state.model_copy(update=state_fields), lab_site, alive)
+    return LabView(replace(before, **state_fields), lab_site, alive)
 
 
 def test_the_exact_commands_that_start_a_node() -> None:
@@ -93,8 +93,8 @@ def test_without_root_every_command_enters_the_user_namespace() -> None:
 
 
 def test_delay_and_loss_come_from_netem_on_the_switch_side_only() -> None:
-    link = LabLink(rate_bps=1e9, delay_s=0.02, loss=0.01)
-    assert shape("node1", link, netem=True, was=LabLink()) == [
+    link = Link(rate_bps=1e9, delay_s=0.02, loss=0.01)
+    assert shape("node1", link, netem=True, was=Link()) == [
         "tc qdisc replace dev node1 root handle 2: netem limit 3333 delay 20ms loss 1%",
         "tc qdisc replace dev node1 parent 2:1 handle 3: tbf rate 1.00933gbit burst 250000 latency 50ms",
     ]
@@ -103,7 +103,7 @@ def test_delay_and_loss_come_from_netem_on_the_switch_side_only() -> None:
 
 @pytest.mark.parametrize(("delay_s", "place", "handle"), [(0.0, "root", 1), (0.02, "parent 2:1", 3)])
 def test_another_rate_drops_the_queue(delay_s: float, place: str, handle: int) -> None:
-    fast, slow, unlimited = (LabLink(rate_bps=rate, delay_s=delay_s) for rate in (1e9, 20e6, None))
+    fast, slow, unlimited = (Link(rate_bps=rate, delay_s=delay_s) for rate in (1e9, 20e6, None))
     pfifo, tbf = (
         f"tc qdisc replace dev node1 {place} handle {number}: {kind}"
         for number, kind in ((4, "pfifo limit 1000"), (handle, "tbf rate 20.1867mbit burst 5000 latency 50ms"))
@@ -115,17 +115,19 @@ def test_another_rate_drops_the_queue(delay_s: float, place: str, handle: int) -
 
 
 def test_packet_loss_disables_segmentation_offload() -> None:
-    assert segment_limit("eth0", LabLink(loss=0.01), LabLink()) == ["ip link set eth0 gso_max_segs 1"]
-    assert segment_limit("eth0", LabLink(), LabLink(loss=0.01)) == ["ip link set eth0 gso_max_segs 65535"]
-    assert segment_limit("eth0", LabLink(), LabLink()) == []
+    assert segment_limit("eth0", Link(loss=0.01), Link()) == ["ip link set eth0 gso_max_segs 1"]
+    assert segment_limit("eth0", Link(), Link(loss=0.01)) == ["ip link set eth0 gso_max_segs 65535"]
+    assert segment_limit("eth0", Link(), Link()) == []
 
 
 def test_cpu_limits_are_written_for_both_versions_of_control_groups() -> None:
-    assert render(limit_cpu(V2, "a", "node1", 0.3)) == "echo '3000 10000' > /cg/shoal-a/node1/cpu.max\n"
-    assert render(limit_cpu(V2, "a", "node1", 0.05)) == "echo '5000 100000' > /cg/shoal-a/node1/cpu.max\n"
-    assert render(limit_cpu(V2, "a", "node1", None)) == "echo 'max 10000' > /cg/shoal-a/node1/cpu.max\n"
-    assert "echo -1 > /cg/cpu/shoal-a/node1/cpu.cfs_quota_us" in render(limit_cpu(V1, "a", "node1", None))
-    assert "echo +cpu > /cg/shoal-a/cgroup.subtree_control" in render(lab_group_steps(V2, "a"))
+    third, twentieth, unlimited = make_spec(3, cpu="0.3/0.05/none").nodes
+    place = "/cg/shoal-default"
+    assert render(cpu_steps(third, site(groups=V2))) == f"echo '3000 10000' > {place}/node1/cpu.max\n"
+    assert render(cpu_steps(twentieth, site(groups=V2))) == f"echo '5000 100000' > {place}/node2/cpu.max\n"
+    assert render(cpu_steps(unlimited, site(groups=V2))) == f"echo 'max 10000' > {place}/node3/cpu.max\n"
+    assert "echo -1 > /cg/cpu/shoal-default/node3/cpu.cfs_quota_us" in render(cpu_steps(unlimited, site(groups=V1)))
+    assert f"echo +cpu > {place}/cgroup.subtree_control" in render(lab_group_steps(site(groups=V2)))
 
 
 def test_control_groups_are_found_in_the_mounts() -> None:
@@ -142,21 +144,21 @@ def test_control_groups_are_found_in_the_mounts() -> None:
 
 def test_a_cut_drops_packets_at_the_receiver() -> None:
     view = view_of(make_spec(3), site())
-    after, steps = lab.cut_off("node1", "node2", one_way=True)(view)
+    after, steps = view.cut_off("node1", "node2", one_way=True)
     lines = render(steps).splitlines()
     assert len(lines) == 1
     assert "node2.pid" in lines[0]
     assert "ip saddr { 10.77.0.1 } drop" in lines[0]
     assert after.cuts == {("node1", "node2")}
-    assert len(lab.cut_off("node1", None, one_way=False)(view)[1]) == 3
+    assert len(view.cut_off("node1", None, one_way=False)[1]) == 3
 
 
 def test_healing_one_pair_leaves_the_other_cut() -> None:
     view = view_of(make_spec(3), site(), cuts=frozenset({("node1", "node2"), ("node2", "node1"), ("node1", "node3")}))
-    after, steps = lab.heal_cuts("node1", "node2")(view)
+    after, steps = view.heal_cuts("node1", "node2")
     assert after.cuts == {("node1", "node3")}
     assert len(steps) == 2
-    assert lab.heal_cuts(None, None)(view)[0].cuts == frozenset()
+    assert view.heal_cuts(None, None)[0].cuts == frozenset()
 
 
 def test_rules_replace_each_other_in_one_transaction() -> None:
@@ -169,7 +171,7 @@ def test_rules_replace_each_other_in_one_transaction() -> None:
 
 def test_a_silent_kill_removes_the_link_then_thaws_then_kills() -> None:
     view = view_of(make_spec(2), site(), frozen=frozenset({"node1"}))
-    after, steps = lab.kill_node("node1", silent=True)(view)
+    after, steps = view.kill_node("node1", silent=True)
     unplug, thaw, end = render(steps).splitlines()
     assert "ip link del node1" in unplug
     assert thaw == "echo THAWED > /cg/freezer/shoal-default/node1/freezer.state"
@@ -179,7 +181,7 @@ def test_a_silent_kill_removes_the_link_then_thaws_then_kills() -> None:
 
 def test_freezing_without_a_freezer_sends_a_signal_to_every_process() -> None:
     view = view_of(make_spec(1), site(groups=ControlGroups()))
-    assert "kill -STOP -1" in render(lab.set_frozen("node1", frozen=True)(view)[1])
+    assert "kill -STOP -1" in render(view.set_frozen("node1", frozen=True)[1])
 
 
 def test_tools_outside_the_users_path_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -260,64 +262,15 @@ def test_the_setting_that_forbids_namespaces_is_named(settings: dict[str, str], 
     assert "root" in fix
 
 
-def test_the_option_on_accepts_the_options_of_lab_up() -> None:
-    assert parse_lab("lab:3,link=1gbit,cpu=1/1/0.5") == make_spec(3, link="1gbit", cpu="1/1/0.5")
-    assert parse_lab("lab:2,profile=wifi,delay=5ms,loss=1%,name=a,sshd") == make_spec(
-        2, profile="wifi", delay="5ms", loss="1%", name="a", sshd=True
-    )
-    assert [node.slots for node in parse_lab("lab:3,slots=2/1/1").nodes] == [2, 1, 1]
-    assert {node.slots for node in parse_lab("lab:3,slots=2").nodes} == {2}
-    assert parse_lab("lab:1").nodes[0].link == LabLink(rate_bps=1e9)
-    assert make_spec(2, link="1gbit/none").nodes[1].link.rate_bps is None
-
-
-@pytest.mark.parametrize(
-    ("text", "seen"),
-    [
-        ("lab", "names no lab"),
-        ("lab:x", "names no lab"),
-        ("lab:0", "a lab of 0 nodes"),
-        ("lab:-1", "a lab of -1 nodes"),
-        ("lab:1000", "a lab of 1000 nodes"),
-        ("lab:2,link=fast", "'fast' is no link rate"),
-        ("lab:2,link=100", "'100' is no link rate"),
-        ("lab:2,link=0mbit", "no link rate"),
-        ("lab:2,link=1gbps", "no link rate"),
-        ("lab:3,cpu=1/1", "2 values for 3 nodes"),
-        ("lab:2,cpu=0", "no CPU share"),
-        ("lab:2,cpu=nan", "no CPU share"),
-        ("lab:2,slots=0", "no number of slots"),
-        ("lab:2,slots=65", "no number of slots"),
-        ("lab:2,slots=2/2/2", "3 values for 2 nodes"),
-        ("lab:2,delay=2", "no delay"),
-        ("lab:2,loss=0.1", "no packet loss"),
-        ("lab:2,loss=100%", "no packet loss"),
-        ("lab:2,profile=wiffi", "no link profile"),
-        ("lab:2,lnik=1gbit", "cannot use 'lnik=1gbit'"),
-        ("lab:2,link=", "cannot use"),
-        ("lab:2,link=1gbit,link=2gbit", "cannot use"),
-        ("lab:2,name=../x", "no name for a lab"),
-    ],
-)
-def test_an_invalid_lab_specification_is_refused(text: str, seen: str) -> None:
-    with pytest.raises(UsageError) as raised:
-        parse_lab(text)
-    assert seen in raised.value.seen
-    assert raised.value.fix
-
-
-def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    with pytest.raises(UsageError) as raised:
-        parse_lab("lab:2,profile=wiffi")
-    assert "'wifi'" in raised.value.why
-    with pytest.raises(UsageError) as raised:
+def test_an_unknown_node_is_refused_with_the_nearest() -> None:
+    with pytest.raises(LabUsageError) as raised:
         make_spec(3).node("nod2")
     assert "'node2'" in raised.value.why
 
 
 @pytest.mark.parametrize("text", ["x", "0", "70000", "30-20", "22,,a"])
 def test_invalid_ports_are_refused(text: str) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(LabUsageError):
         parse_ports(text)
 
 

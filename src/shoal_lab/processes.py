@@ -1,6 +1,6 @@
 """The processes of a lab: find, start and end them.
 
-shoal marks every process that holds a lab up with SHOAL_LAB and SHOAL_NODE in its environment. A pid file alone proves
+Every process that holds a lab up has the marks SHOAL_LAB and SHOAL_NODE in its environment. A pid file alone proves
 nothing: it may be older than a reboot.
 """
 
@@ -9,29 +9,68 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import psutil
+from shoal_lab.errors import LabError
 
-from shoal.control.processes import default_signals
-from shoal.errors import LabError
-from shoal.host.proc import all_pids, command_words, environment_of, is_dead, pid_namespace
-
+_PROC = Path("/proc")
+# Indices into `_stat_fields`.
+_STATE, _PARENT, _FLAGS, _START_TICKS = 0, 1, 6, 19
+_EXITING = 0x4  # PF_EXITING
 _END_TIMEOUT_S = 10.0
 _EXEC_TIMEOUT_S = 0.5
-_ENTER_TIMEOUT_S = 20
-# Ties a program to its starter: both links of the chain are tied, us to the parent on the node, and it to the program.
+# Ties a program to its starter. It is used twice: for the parent on the node, and for the program that this starts.
 TIED = ("setpriv", "--pdeathsig", "KILL", "--")
-_LISTEN_AND_SEND_SOCKET = (
-    "import socket, sys\n"
-    "with socket.create_server((sys.argv[1], 0)) as server, socket.socket(fileno=int(sys.argv[2])) as back:\n"
-    "    socket.send_fds(back, [b'.'], [server.fileno()])"
-)
+
+
+# Read /proc; what is missing, unreadable or of an ended process is empty
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return (_PROC / str(pid) / name).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _all_pids() -> Iterator[int]:
+    return (int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit())
+
+
+def _environment_of(pid: int) -> dict[str, str]:
+    entries = (entry.partition("=") for entry in _read(pid, "environ").split("\0"))
+    return {name: value for name, _, value in entries if name}
+
+
+def _pid_namespace(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return str((_PROC / str(pid) / "ns/pid").readlink())
+    return ""
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the process state on: the name before it may contain any character."""
+    fields = _read(pid, "stat").rpartition(")")[2].split()
+    return fields if len(fields) > _START_TICKS else []
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when the process started, in kernel ticks since boot. With its number this identifies a process."""
+    fields = _stat_fields(pid)
+    return int(fields[_START_TICKS]) if fields else None
+
+
+def is_dead(pid: int) -> bool:
+    """Tell whether the process is gone, a zombie or exiting.
+
+    The first process of a pid namespace stays until all others in it are reaped, which takes long where the machine's
+    own first process is slow (seen: 3 s).
+    """
+    fields = _stat_fields(pid)
+    return not fields or fields[_STATE] in ("Z", "X") or bool(int(fields[_FLAGS]) & _EXITING)
 
 
 # Find
@@ -39,7 +78,7 @@ _LISTEN_AND_SEND_SOCKET = (
 
 def holders(folder: Path) -> list[int]:
     """Return the processes that hold up the lab in this folder."""
-    return [pid for pid in all_pids() if environment_of(pid).get("SHOAL_LAB") == str(folder)]
+    return [pid for pid in _all_pids() if _environment_of(pid).get("SHOAL_LAB") == str(folder)]
 
 
 def first_process(folder: Path, node: str) -> int | None:
@@ -55,22 +94,22 @@ def first_process(folder: Path, node: str) -> int | None:
 def _await_variables(pid: int) -> dict[str, str]:
     """Read an empty environment again: a process has none for a moment while it becomes another program (seen)."""
     deadline = time.monotonic() + _EXEC_TIMEOUT_S
-    while not (marks := environment_of(pid)) and not is_dead(pid) and time.monotonic() < deadline:
+    while not (marks := _environment_of(pid)) and not is_dead(pid) and time.monotonic() < deadline:
         time.sleep(0.001)
     return marks
 
 
 def running_in(first: int) -> list[tuple[int, str]]:
     """Return the number (on the host) and command of every process of a node but its first."""
-    return [(pid, _command(pid)) for pid in _pids_in(pid_namespace(first)) if pid != first]
+    return [(pid, _command(pid)) for pid in _pids_in(_pid_namespace(first)) if pid != first]
 
 
 def _command(pid: int) -> str:
-    return " ".join(command_words(pid)).strip() or "?"
+    return _read(pid, "cmdline").replace("\0", " ").strip() or "?"
 
 
 def _pids_in(namespace: str) -> list[int]:
-    return [pid for pid in all_pids() if namespace and pid_namespace(pid) == namespace and not is_dead(pid)]
+    return [pid for pid in _all_pids() if namespace and _pid_namespace(pid) == namespace and not is_dead(pid)]
 
 
 # End
@@ -94,7 +133,7 @@ def _kill_all(pids: Iterable[int]) -> list[int]:
 
 def end_node(first: int) -> None:
     """Kill the first process of a pid namespace and wait until the kernel has ended all others in it."""
-    namespace = pid_namespace(first)
+    namespace = _pid_namespace(first)
     _kill_all([first])
     _await_end(lambda: _pids_in(namespace))
 
@@ -125,13 +164,12 @@ class NodeProcess(subprocess.Popen[bytes]):
                     os.kill(pid, sig)
 
     def inner(self) -> list[int]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return [child.pid for child in psutil.Process(self.pid).children()]
-        return []
+        return [pid for pid in _all_pids() if _stat_fields(pid)[_PARENT : _PARENT + 1] == [str(self.pid)]]
 
 
 def start_in_node(argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int] = ()) -> NodeProcess:
-    """Start a program in a session of its own; it dies with us. `argv` already has the prefix that enters the node."""
+    """Start a program in a session of its own, which ends with this process. `argv` has the prefix that enters the node
+    already."""
     log.parent.mkdir(parents=True, exist_ok=True)
     try:
         with log.open("ab") as output:
@@ -143,21 +181,18 @@ def start_in_node(argv: Sequence[str], env: Mapping[str, str], log: Path, pass_f
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=pass_fds,
-                preexec_fn=default_signals,
+                preexec_fn=_default_signals,
             )
     except OSError as error:
         raise LabError(f"cannot start {argv[-1]} on a node: {error.strerror}", fix="check: ulimit -u; df -h") from error
 
 
-def listening_program(address: str, socket_fd: int) -> list[str]:
-    """Return a program that listens at a free port of its node and sends the socket through an inherited descriptor."""
-    return [sys.executable, "-I", "-S", "-c", _LISTEN_AND_SEND_SOCKET, address, str(socket_fd)]
+def _default_signals() -> None:
+    """Give every signal its default action and unblock all, between fork and exec.
 
-
-def receive_listener(local: socket.socket, remote: socket.socket, argv: Sequence[str]) -> socket.socket:
-    """Run that program and return its socket, which stays in the network namespace where it was made."""
-    done = subprocess.run(argv, pass_fds=(remote.fileno(),), capture_output=True, text=True, timeout=_ENTER_TIMEOUT_S)
-    if done.returncode:
-        raise LabError("cannot listen on a node", why=done.stderr.strip(), fix="shoal lab status")
-    _, descriptors, _, _ = socket.recv_fds(local, 1, 1)
-    return socket.socket(fileno=descriptors[0])
+    A program inherits the signals that its parent ignores and blocks; one that a shell started in the background could
+    not be interrupted. `subprocess` restores only what Python itself changed.
+    """
+    for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.cluster.lab import lab as lab_lab
-from shoal.cluster.lab import state
-from shoal.cluster.lab.kernel import Features, find_features
-from shoal.cluster.lab.lab import Lab, kill_node, restart_node, set_link
-from shoal.cluster.lab.processes import first_process
-from shoal.cluster.lab.spec import make_spec
-from shoal.errors import LabError
+from shoal_lab import lab as lab_lab
+from shoal_lab import state
+from shoal_lab.errors import LabError
+from shoal_lab.kernel import Features, find_features
+from shoal_lab.lab import Lab
+from shoal_lab.processes import first_process
+from shoal_lab.spec import make_spec
 from tests.support.labs import need_lab, new_name, run_on, running_lab
 from tests.support.needs import need_tool
 
@@ -49,17 +49,17 @@ def test_a_delay_applies_can_be_changed_and_removed_and_survives_a_restart(lab: 
     assert "a process" in lab.state.notes[0]
     first_ms = shortest_ms(lab)
     assert first_ms >= 20
-    lab.perform(set_link("node2", lambda link: link.model_copy(update={"delay_s": 0.03})))
+    lab.node("node2").set_link(delay="30ms")
     longer_ms = shortest_ms(lab)
     assert longer_ms >= 40
     assert longer_ms > first_ms
     for name in ("node1", "node2"):
-        lab.perform(set_link(name, lambda link: link.model_copy(update={"delay_s": 0.0})))
+        lab.node(name).set_link(delay="0ms")
     assert shortest_ms(lab) < 20, "the delay is still there"
     assert first_process(lab.folder, "node2-delay") is None
-    lab.perform(set_link("node2", lambda link: link.model_copy(update={"delay_s": 0.02})))
-    lab.perform(kill_node("node2", silent=True))
-    lab.perform(restart_node("node2"))
+    lab.node("node2").set_link(delay="20ms")
+    lab.node("node2").kill(silent=True)
+    lab.node("node2").restart()
     assert 20 <= shortest_ms(lab) < longer_ms
 
 
@@ -90,6 +90,6 @@ def test_a_lab_of_a_run_that_cannot_be_built_as_specified_is_refused(monkeypatch
     monkeypatch.setattr(lab_lab, "find_features", lambda: poor)
     spec = make_spec(2, name=new_name(), delay="5ms")
     with pytest.raises(LabError, match="cannot build that lab: no delay") as refused:
-        lab_lab.build_lab(spec, owner=os.getpid())
-    assert "--on" in refused.value.render()
+        Lab.build(spec, owner=os.getpid())
+    assert "--on" in refused.value.fix
     assert not state.lab_folder(spec.name).exists()

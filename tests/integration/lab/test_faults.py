@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.lab import lab as lab_lab
-from shoal.cluster.lab.commands import ControlGroup, ControlGroups
-from shoal.cluster.lab.lab import Lab
-from shoal.errors import UsageError
-from tests.integration.cluster.test_lab_nodes import can_ping, on, output_of
+from shoal_lab.commands import ControlGroup, ControlGroups
+from shoal_lab.errors import LabUsageError
+from shoal_lab.lab import Lab
+from tests.integration.lab.test_nodes import can_ping, on, output_of
 from tests.support.labs import running_lab
 from tests.support.needs import need_tool
 from tests.support.waiting import wait_until
@@ -40,20 +39,20 @@ def lab() -> Iterator[Lab]:
 @pytest.fixture(autouse=True)
 def healed(lab: Lab) -> Iterator[None]:
     yield
-    lab.perform(lab_lab.heal_cuts(None, None))
+    lab.heal()
 
 
 def test_a_cut_in_both_directions_can_be_healed(lab: Lab) -> None:
-    lab.perform(lab_lab.cut_off("node1", "node2", one_way=False))
+    lab.node("node1").cut("node2")
     assert not can_ping(lab, "node1", "node2")
     assert not can_ping(lab, "node2", "node1")
     assert can_ping(lab, "node1", "node3")
-    lab.perform(lab_lab.heal_cuts("node1", "node2"))
+    lab.heal("node1", "node2")
     assert can_ping(lab, "node1", "node2")
 
 
 def test_a_one_way_cut_keeps_the_other_direction(lab: Lab) -> None:
-    lab.perform(lab_lab.cut_off("node1", "node2", one_way=True))
+    lab.node("node1").cut("node2", one_way=True)
     assert not received(lab, "node1", "node2")
     assert received(lab, "node2", "node1")
 
@@ -74,21 +73,21 @@ def received(lab: Lab, sender: str, receiver: str) -> bool:
 
 
 def test_a_node_can_be_cut_off_from_all_others(lab: Lab) -> None:
-    lab.perform(lab_lab.cut_off("node1", None, one_way=False))
+    lab.node("node1").cut()
     assert not can_ping(lab, "node1", "node2")
     assert not can_ping(lab, "node3", "node1")
     assert can_ping(lab, "node2", "node3")
 
 
 def test_a_firewall_blocks_new_connections_and_passes_replies(lab: Lab, tmp_path: Path) -> None:
-    lab.perform(lab_lab.set_firewall("node2", ("7001",)))
+    lab.node("node2").set_firewall("7001")
     reach = (sys.executable, "-c", _REACHES)
     servers = [lab.start(node, [sys.executable, "-c", _SERVE], {}, tmp_path / node) for node in ("node1", "node2")]
     wait_until(lambda: all((tmp_path / node).read_text() == "ready\n" for node in ("node1", "node2")))
     assert on(lab, "node1", *reach, "10.77.0.2", "7001").returncode == 0
     assert on(lab, "node1", *reach, "10.77.0.2", "7002").returncode != 0
     assert on(lab, "node2", *reach, "10.77.0.1", "7002").returncode == 0
-    lab.perform(lab_lab.set_firewall("node2", None))
+    lab.node("node2").remove_firewall()
     assert on(lab, "node1", *reach, "10.77.0.2", "7002").returncode == 0
     for server in servers:
         server.kill()
@@ -102,14 +101,14 @@ def test_freezing_stops_a_counter_and_thawing_resumes_it(lab: Lab, tmp_path: Pat
 def check_freezing(lab: Lab, log: Path, node: str) -> None:
     process = lab.start(node, [sys.executable, "-c", _COUNT], {}, log)
     wait_until(lambda: log.stat().st_size > 5)
-    lab.perform(lab_lab.set_frozen(node, frozen=True))
+    lab.node(node).freeze()
     time.sleep(0.1)
     frozen_size = log.stat().st_size
     time.sleep(0.3)
     assert log.stat().st_size == frozen_size
-    with pytest.raises(UsageError, match="frozen"):
+    with pytest.raises(LabUsageError, match="frozen"):
         lab.command(node, ["true"])
-    lab.perform(lab_lab.set_frozen(node, frozen=False))
+    lab.node(node).thaw()
     wait_until(lambda: log.stat().st_size > frozen_size + 5)
     process.kill()
     process.wait(30)
@@ -122,11 +121,11 @@ def test_the_version_2_freezer_freezes_a_node(monkeypatch: pytest.MonkeyPatch, t
     if not places:
         pytest.skip("no writable version 2 control groups are mounted")
     groups = ControlGroups(freezer=ControlGroup(parent=Path(places[0]), version=2))
-    monkeypatch.setattr("shoal.cluster.lab.kernel.read_groups", lambda: groups)
+    monkeypatch.setattr("shoal_lab.kernel.read_groups", lambda: groups)
     with running_lab(1) as lab:
         assert lab.state.groups == groups
         check_freezing(lab, tmp_path / "count", "node1")
-        lab.perform(lab_lab.set_frozen("node1", frozen=True))
+        lab.node("node1").freeze()
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -135,14 +134,14 @@ def test_a_killed_node_is_restarted_with_its_settings(lab: Lab, tmp_path: Path, 
     process = lab.start("node2", ["sleep", "60"], {}, tmp_path / "log")
     wait_until(lambda: any("sleep" in command for _, command in lab.processes("node2")))
     if frozen:
-        lab.perform(lab_lab.set_frozen("node2", frozen=True))
-    lab.perform(lab_lab.kill_node("node2", silent))
+        lab.node("node2").freeze()
+    lab.node("node2").kill(silent)
     assert process.wait(30) != 0
     assert not lab.is_alive("node2")
     assert not can_ping(lab, "node1", "node2")
-    with pytest.raises(UsageError, match="not running"):
-        lab.perform(lab_lab.kill_node("node2", silent))
-    lab.perform(lab_lab.restart_node("node2"))
+    with pytest.raises(LabUsageError, match="not running"):
+        lab.node("node2").kill(silent)
+    lab.node("node2").restart()
     assert can_ping(lab, "node1", "node2")
     assert "tbf" in output_of(lab, "node2", "tc", "qdisc", "show", "dev", "eth0")
 
@@ -167,9 +166,9 @@ def end_seen(lab: Lab, silent: bool) -> bool:
         with subprocess.Popen(next(commands), stdout=subprocess.PIPE, text=True) as watcher:
             assert watcher.stdout is not None
             watcher.stdout.readline()
-            lab.perform(lab_lab.kill_node("node2", silent))
+            lab.node("node2").kill(silent)
             seen = watcher.stdout.readline().strip()
-    lab.perform(lab_lab.restart_node("node2"))
+    lab.node("node2").restart()
     return seen == "end"
 
 

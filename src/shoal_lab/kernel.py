@@ -5,17 +5,18 @@ Debian keeps tc, nft and sshd in folders that an ordinary user's PATH does not h
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shoal.cluster.lab.commands import ControlGroups, read_groups
-from shoal.cluster.lab.spec import LabSpec
-from shoal.errors import LabError, UsageError
+from shoal_lab.commands import ControlGroup, ControlGroups
+from shoal_lab.errors import LabError, LabUsageError
+from shoal_lab.spec import LabSpec, NodeSpec
 
 _SYSTEM_FOLDERS = ("/usr/sbin", "/sbin")
 _TRY_NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--fork", "ip", "link", "set", "lo", "up")
@@ -55,7 +56,7 @@ def with_tools(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def path_line() -> str:
-    """Return the line that a printed script needs so that a shell like ours finds the tools; empty where it does."""
+    """Return the line that a printed script needs so that a shell with this PATH finds the tools; empty if it does."""
     missing = _missing_folders(_path(os.environ))
     return f'export PATH="$PATH:{os.pathsep.join(missing)}"\n' if missing else ""
 
@@ -80,7 +81,7 @@ def need_tools(packages: Mapping[str, str]) -> None:
     missing = [tool for tool in packages if find_tool(tool) is None]
     if missing:
         wanted = " ".join(dict.fromkeys(packages[tool] for tool in missing))
-        raise UsageError(
+        raise LabUsageError(
             f"a lab needs {', '.join(missing)}, not installed here", fix=f"for example: sudo apt-get install {wanted}"
         )
 
@@ -136,7 +137,7 @@ def _must_be_rootless() -> bool:
         paths = {name: Path("/proc/sys") / name.replace(".", "/") for name in _SETTINGS}
         settings = {name: path.read_text(encoding="utf-8").strip() for name, path in paths.items() if path.exists()}
         why, fix = why_forbidden(settings, message, os.geteuid() == 0)
-        raise LabError("this machine lets us make no network namespaces", why=why, fix=fix)
+        raise LabError("no network namespaces can be made on this machine", why=why, fix=fix)
     return True
 
 
@@ -177,6 +178,59 @@ def _try(*argv: str) -> str:
     return done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"{argv[0]} ended with {done.returncode}"
 
 
+# Control groups
+
+
+def read_groups() -> ControlGroups:
+    """Return the controllers that are mounted here and in which this user can make groups."""
+    mounted = find_groups(Path("/proc/self/mounts").read_text(encoding="utf-8"), os.geteuid())
+    return ControlGroups(
+        cpu=mounted.cpu if _has_cpu(mounted.cpu) and _is_usable(mounted.cpu) else None,
+        freezer=mounted.freezer if _is_usable(mounted.freezer) else None,
+    )
+
+
+def find_groups(mounts: str, uid: int) -> ControlGroups:
+    """Find controllers in the text of /proc/self/mounts. Version 1 goes first: a controller it holds is not in 2."""
+    v1: dict[str, ControlGroup] = {}
+    v2: ControlGroup | None = None
+    for fields in (line.split() for line in mounts.splitlines()):
+        if len(fields) > 3 and fields[2] == "cgroup":
+            v1.update({name: ControlGroup(parent=Path(fields[1]), version=1) for name in fields[3].split(",")})
+        elif len(fields) > 3 and fields[2] == "cgroup2":
+            # systemd delegates this group to an ordinary user.
+            delegated = Path() if uid == 0 else Path(f"user.slice/user-{uid}.slice/user@{uid}.service")
+            v2 = ControlGroup(parent=Path(fields[1]) / delegated, version=2)
+    return ControlGroups(cpu=v1.get("cpu", v2), freezer=v1.get("freezer", v2))
+
+
+def _is_usable(group: ControlGroup | None) -> bool:
+    """Try to make a group: permissions look right also for a read-only mount, a container or a missing controller."""
+    if group is None:
+        return False
+    probe = group.parent / f"shoal-probe-{os.getpid()}"
+    try:
+        probe.mkdir()
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):
+        probe.rmdir()
+    return True
+
+
+def _has_cpu(group: ControlGroup | None) -> bool:
+    """A version 2 place without the cpu controller can still freeze."""
+    if group is None or group.version == 1:
+        return group is not None
+    try:
+        return "cpu" in (group.parent / "cgroup.controllers").read_text(encoding="utf-8").split()
+    except OSError:
+        return False
+
+
+# What a spec asks for and this machine does not have
+
+
 def substitutes(spec: LabSpec, features: Features) -> tuple[str, ...]:
     """Describe what was asked for and is done in another way here."""
     notes = []
@@ -196,7 +250,7 @@ def lacks(spec: LabSpec, features: Features) -> tuple[str, ...]:
         notes.append("no loss: neither netem nor nft")
     if features.groups.cpu is None and any(node.cpu for node in spec.nodes):
         why = "no control group with a cpu controller can be made here"
-        why = "without root no control group is ours; run as root for them" if features.rootless else why
+        why = "without root no control group can be changed; run as root for them" if features.rootless else why
         notes.append(f"no CPU limits: {why}")
     if spec.sshd and not features.can_serve_ssh:
         notes.append("no SSH servers: they need root" if features.sshd else "no SSH servers: openssh-server is missing")
@@ -205,12 +259,12 @@ def lacks(spec: LabSpec, features: Features) -> tuple[str, ...]:
 
 def possible(spec: LabSpec, features: Features) -> LabSpec:
     """Remove from the spec what is impossible here, so that no later message names a delay that does not exist."""
-    without = {
-        **({} if features.can_delay else {"delay_s": 0.0}),
-        **({} if features.can_drop else {"loss": 0.0}),
-    }
-    no_cpu = {} if features.groups.cpu else {"cpu": None}
-    nodes = tuple(
-        node.model_copy(update={"link": node.link.model_copy(update=without), **no_cpu}) for node in spec.nodes
-    )
-    return spec.model_copy(update={"nodes": nodes, "sshd": spec.sshd and features.can_serve_ssh})
+
+    def reduced(node: NodeSpec) -> NodeSpec:
+        delay_s = node.link.delay_s if features.can_delay else 0.0
+        loss = node.link.loss if features.can_drop else 0.0
+        cpu = node.cpu if features.groups.cpu else None
+        return replace(node, link=replace(node.link, delay_s=delay_s, loss=loss), cpu=cpu)
+
+    nodes = tuple(reduced(node) for node in spec.nodes)
+    return replace(spec, nodes=nodes, sshd=spec.sshd and features.can_serve_ssh)

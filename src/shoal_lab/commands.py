@@ -7,8 +7,6 @@ ends, however that happens, the kernel ends every process of every node and remo
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import shlex
 import sys
@@ -16,9 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cluster.lab.spec import INTERFACE, SWITCH, SWITCH_ADDRESS, FrozenModel, LabLink, LabNode, LabSpec
-from shoal.errors import UsageError
-from shoal.units import format_delay, format_rate
+from shoal_lab.errors import LabUsageError
+from shoal_lab.spec import INTERFACE, SWITCH, SWITCH_ADDRESS, LabSpec, Link, NodeSpec, format_delay, format_rate
 
 _BRIDGE = "sw0"
 _NAMESPACES = ("--net", "--uts", "--mount", "--pid")
@@ -42,7 +39,7 @@ Word = str | PidOf
 @dataclass(frozen=True)
 class RunCommand:
     words: tuple[Word, ...]
-    log: Path | None = None  # output of a command that stays: it must not hold our own pipes open
+    log: Path | None = None  # output of a command that stays: it must not hold the pipes of this process open
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,8 @@ _LONG_PERIOD_US = 100_000
 _SHORT_PERIOD_FROM = 0.1
 
 
-class ControlGroup(FrozenModel):
+@dataclass(frozen=True)
+class ControlGroup:
     """A place in one hierarchy below which a lab may make groups."""
 
     parent: Path
@@ -128,7 +126,8 @@ class ControlGroup(FrozenModel):
         return self.of_lab(lab) / node
 
 
-class ControlGroups(FrozenModel):
+@dataclass(frozen=True)
+class ControlGroups:
     """A controller is None where this machine, or this user, has none."""
 
     cpu: ControlGroup | None = None
@@ -137,96 +136,6 @@ class ControlGroups(FrozenModel):
     def all(self) -> list[ControlGroup]:
         """Return the distinct places: in version 2 both controllers are in one."""
         return list(dict.fromkeys(group for group in (self.cpu, self.freezer) if group))
-
-
-def read_groups() -> ControlGroups:
-    """Return the controllers that are mounted here and in which this user can make groups."""
-    mounted = find_groups(Path("/proc/self/mounts").read_text(encoding="utf-8"), os.geteuid())
-    return ControlGroups(
-        cpu=mounted.cpu if _has_cpu(mounted.cpu) and _is_usable(mounted.cpu) else None,
-        freezer=mounted.freezer if _is_usable(mounted.freezer) else None,
-    )
-
-
-def find_groups(mounts: str, uid: int) -> ControlGroups:
-    """Find controllers in the text of /proc/self/mounts. Version 1 goes first: a controller it holds is not in 2."""
-    v1: dict[str, ControlGroup] = {}
-    v2: ControlGroup | None = None
-    for fields in (line.split() for line in mounts.splitlines()):
-        if len(fields) > 3 and fields[2] == "cgroup":
-            v1.update({name: ControlGroup(parent=Path(fields[1]), version=1) for name in fields[3].split(",")})
-        elif len(fields) > 3 and fields[2] == "cgroup2":
-            # systemd delegates this group to an ordinary user.
-            delegated = Path() if uid == 0 else Path(f"user.slice/user-{uid}.slice/user@{uid}.service")
-            v2 = ControlGroup(parent=Path(fields[1]) / delegated, version=2)
-    return ControlGroups(cpu=v1.get("cpu", v2), freezer=v1.get("freezer", v2))
-
-
-def _is_usable(group: ControlGroup | None) -> bool:
-    """Try to make a group: permissions look right also for a read-only mount, a container or a missing controller."""
-    if group is None:
-        return False
-    probe = group.parent / f"shoal-probe-{os.getpid()}"
-    try:
-        probe.mkdir()
-    except OSError:
-        return False
-    with contextlib.suppress(OSError):
-        probe.rmdir()
-    return True
-
-
-def _has_cpu(group: ControlGroup | None) -> bool:
-    """A version 2 place without the cpu controller can still freeze."""
-    if group is None or group.version == 1:
-        return group is not None
-    try:
-        return "cpu" in (group.parent / "cgroup.controllers").read_text(encoding="utf-8").split()
-    except OSError:
-        return False
-
-
-def lab_group_steps(groups: ControlGroups, lab: str) -> list[Step]:
-    steps: list[Step] = []
-    for group in groups.all():
-        steps.append(RunCommand(("mkdir", "-p", str(group.of_lab(lab)))))
-        if group.version == 2 and group == groups.cpu:
-            folders = (group.parent, group.of_lab(lab))
-            steps += [WriteFile(folder / "cgroup.subtree_control", "+cpu") for folder in folders]
-    return steps
-
-
-def cpu_steps(node: LabNode, site: LabSite) -> list[Step]:
-    return limit_cpu(site.groups, site.name, node.name, node.cpu)
-
-
-def limit_cpu(groups: ControlGroups, lab: str, node: str, cpu: float | None) -> list[Step]:
-    if groups.cpu is None:
-        return []
-    folder = groups.cpu.of_node(lab, node)
-    period_us = _PERIOD_US if cpu is None or cpu >= _SHORT_PERIOD_FROM else _LONG_PERIOD_US
-    quota_us = None if cpu is None else round(cpu * period_us)
-    if groups.cpu.version == 2:
-        return [WriteFile(folder / "cpu.max", f"{'max' if quota_us is None else quota_us} {period_us}")]
-    return [
-        WriteFile(folder / "cpu.cfs_period_us", str(period_us)),
-        WriteFile(folder / "cpu.cfs_quota_us", str(-1 if quota_us is None else quota_us)),
-    ]
-
-
-def freeze(groups: ControlGroups, lab: str, node: str, frozen: bool) -> list[Step]:
-    if groups.freezer is None:
-        return []
-    folder = groups.freezer.of_node(lab, node)
-    if groups.freezer.version == 2:
-        return [WriteFile(folder / "cgroup.freeze", str(int(frozen)))]
-    return [WriteFile(folder / "freezer.state", "FROZEN" if frozen else "THAWED")]
-
-
-def node_groups_on_disk(groups: ControlGroups, lab: str) -> list[str]:
-    """Return the nodes for which groups exist, whatever the lab's state file says."""
-    folders = [folder for group in groups.all() if group.of_lab(lab).is_dir() for folder in group.of_lab(lab).iterdir()]
-    return sorted({folder.name for folder in folders if folder.is_dir()})
 
 
 @dataclass(frozen=True)
@@ -258,6 +167,45 @@ class LabSite:
         return RunCommand((*self.inside(node, "--net"), *command.split()))
 
 
+def lab_group_steps(site: LabSite) -> list[Step]:
+    steps: list[Step] = []
+    for group in site.groups.all():
+        steps.append(RunCommand(("mkdir", "-p", str(group.of_lab(site.name)))))
+        if group.version == 2 and group == site.groups.cpu:
+            folders = (group.parent, group.of_lab(site.name))
+            steps += [WriteFile(folder / "cgroup.subtree_control", "+cpu") for folder in folders]
+    return steps
+
+
+def cpu_steps(node: NodeSpec, site: LabSite) -> list[Step]:
+    if site.groups.cpu is None:
+        return []
+    folder, cpu = site.groups.cpu.of_node(site.name, node.name), node.cpu
+    period_us = _PERIOD_US if cpu is None or cpu >= _SHORT_PERIOD_FROM else _LONG_PERIOD_US
+    quota_us = None if cpu is None else round(cpu * period_us)
+    if site.groups.cpu.version == 2:
+        return [WriteFile(folder / "cpu.max", f"{'max' if quota_us is None else quota_us} {period_us}")]
+    return [
+        WriteFile(folder / "cpu.cfs_period_us", str(period_us)),
+        WriteFile(folder / "cpu.cfs_quota_us", str(-1 if quota_us is None else quota_us)),
+    ]
+
+
+def freeze(node: str, site: LabSite, frozen: bool) -> list[Step]:
+    if site.groups.freezer is None:
+        return []
+    folder = site.groups.freezer.of_node(site.name, node)
+    if site.groups.freezer.version == 2:
+        return [WriteFile(folder / "cgroup.freeze", str(int(frozen)))]
+    return [WriteFile(folder / "freezer.state", "FROZEN" if frozen else "THAWED")]
+
+
+def node_groups_on_disk(site: LabSite) -> list[str]:
+    """Return the nodes for which groups exist, whatever the lab's state file says."""
+    labs = [group.of_lab(site.name) for group in site.groups.all()]
+    return sorted({folder.name for lab in labs if lab.is_dir() for folder in lab.iterdir() if folder.is_dir()})
+
+
 # Build the switch and the nodes
 
 
@@ -266,7 +214,7 @@ def lab_steps(spec: LabSpec, site: LabSite) -> list[Step]:
         RunCommand(("mkdir", "-p", str(site.folder))),
         WriteFile(site.folder / "hosts", hosts_file(spec)),
         *_switch_steps(site),
-        *lab_group_steps(site.groups, site.name),
+        *lab_group_steps(site),
     ]
     for node in spec.nodes:
         folders = [str(group.of_node(site.name, node.name)) for group in site.groups.all()]
@@ -288,7 +236,7 @@ def _switch_steps(site: LabSite) -> list[Step]:
     ]
 
 
-def node_steps(node: LabNode, site: LabSite) -> list[Step]:
+def node_steps(node: NodeSpec, site: LabSite) -> list[Step]:
     """Start a node's first process and connect its cable, a veth pair whose end in the switch has the node's name.
 
     It has no IPv6 addresses (addrgenmode none), so that a cut needs to know one family only. Its hardware address is
@@ -369,23 +317,23 @@ def _in_control_groups(words: tuple[Word, ...], node: str, site: LabSite) -> tup
 # Change, kill, restart and remove
 
 
-def freeze_steps(node: LabNode, site: LabSite, frozen: bool) -> list[Step]:
+def freeze_steps(node: NodeSpec, site: LabSite, frozen: bool) -> list[Step]:
     """Freeze or thaw a node. The freezer stops it between two instructions; without one, a signal to all processes in
     it comes close."""
     if site.groups.freezer:
-        return freeze(site.groups, site.name, node.name, frozen)
+        return freeze(node.name, site, frozen)
     script = f"kill -{'STOP' if frozen else 'CONT'} -1 2> /dev/null || true"
     return [RunCommand((*site.inside(node.name, "--pid", "--mount"), "sh", "-c", script))]
 
 
-def kill_steps(node: LabNode, site: LabSite, silent: bool) -> list[Step]:
+def kill_steps(node: NodeSpec, site: LabSite, silent: bool) -> list[Step]:
     """Kill a node. The kernel closes the sockets of killed processes, which their peers notice; `silent` removes the
     cable first, so that they do not."""
     steps: list[Step] = [KillNamespace(site.pid(node.name)), _unplug(node, site)]
     return steps[::-1] if silent else steps
 
 
-def restart_steps(node: LabNode, site: LabSite) -> list[Step]:
+def restart_steps(node: NodeSpec, site: LabSite) -> list[Step]:
     """Start a killed node as it was. Its pid file is removed first: the old number is not the new process's."""
     return [
         RunCommand(("rm", "-f", str(site.pid(node.name).file))),
@@ -395,7 +343,7 @@ def restart_steps(node: LabNode, site: LabSite) -> list[Step]:
     ]
 
 
-def _unplug(node: LabNode, site: LabSite) -> RunCommand:
+def _unplug(node: NodeSpec, site: LabSite) -> RunCommand:
     """Remove a node's cable: the kernel removes a network namespace late, and until then the dead node answers."""
     devices = (node.name, *([] if site.netem or not node.link.delay_s else [_delay_line_ends(node)[0]]))
     script = "; ".join(f"ip link del {device} 2> /dev/null || true" for device in devices)
@@ -404,7 +352,7 @@ def _unplug(node: LabNode, site: LabSite) -> RunCommand:
 
 def removal_steps(nodes: list[str], site: LabSite) -> list[Step]:
     """Remove a lab. Nodes are thawed first: a frozen process of a version 1 control group cannot even be killed."""
-    thaw = [step for node in nodes for step in freeze(site.groups, site.name, node, frozen=False)]
+    thaw = [step for node in nodes for step in freeze(node, site, frozen=False)]
     groups = [group.of_node(site.name, node) for group in site.groups.all() for node in nodes]
     groups += [group.of_lab(site.name) for group in site.groups.all()]
     remove_groups = [RemoveControlGroup(path) for path in groups]
@@ -426,8 +374,8 @@ _LEAST_QUEUE_PACKETS = 1000
 _MOST_SEGMENTS = 65535
 
 
-def link_steps(node: LabNode, site: LabSite, was: LabLink | None = None) -> list[Step]:
-    was = was or LabLink()
+def link_steps(node: NodeSpec, site: LabSite, was: Link | None = None) -> list[Step]:
+    was = was or Link()
     steps: list[Step] = []
     for place, device, netem in ((node.name, INTERFACE, False), (SWITCH, node.name, site.netem)):
         steps += [site.net(place, command) for command in shape(device, node.link, netem, was)]
@@ -435,7 +383,7 @@ def link_steps(node: LabNode, site: LabSite, was: LabLink | None = None) -> list
     return steps + ([] if site.netem else _delay_steps(node, site, was.delay_s))
 
 
-def shape(device: str, link: LabLink, netem: bool, was: LabLink) -> list[str]:
+def shape(device: str, link: Link, netem: bool, was: Link) -> list[str]:
     """Return the tc commands for one end. `netem` is for the switch's end only: on the sender's end it would take
     packets from TCP's own accounts, which then overfills the queue."""
     if not netem or not (link.delay_s or link.loss):
@@ -449,7 +397,7 @@ def shape(device: str, link: LabLink, netem: bool, was: LabLink) -> list[str]:
     return [delay_line, *(_limit(device, link, was, "parent 2:1", 3) if link.rate_bps or was.rate_bps else [])]
 
 
-def _limit(device: str, link: LabLink, was: LabLink, place: str, handle: int) -> list[str]:
+def _limit(device: str, link: Link, was: Link, place: str, handle: int) -> list[str]:
     """Return the commands that set the rate of a queue.
 
     A queue whose handle stays keeps its packets. One of them may have 64 kB, more than the new burst: tbf waits for it
@@ -465,7 +413,7 @@ def _limit(device: str, link: LabLink, was: LabLink, place: str, handle: int) ->
     return [limited] if was.rate_bps in (None, link.rate_bps) else [unlimited, limited]
 
 
-def segment_limit(device: str, link: LabLink, was: LabLink) -> list[str]:
+def segment_limit(device: str, link: Link, was: Link) -> list[str]:
     """Send single packets on a link with loss: the kernel hands up to 64 kB through a veth as one, and would lose them
     as one."""
     if bool(link.loss) == bool(was.loss):
@@ -473,7 +421,7 @@ def segment_limit(device: str, link: LabLink, was: LabLink) -> list[str]:
     return [f"ip link set {device} gso_max_segs {1 if link.loss else _MOST_SEGMENTS}"]
 
 
-def _delay_steps(node: LabNode, site: LabSite, was_s: float) -> list[Step]:
+def _delay_steps(node: NodeSpec, site: LabSite, was_s: float) -> list[Step]:
     """Start or end a process between the switch and the node's cable that delays packets, for kernels without netem.
 
     The node's own end stays as it is, so connections survive when a delay is added or removed.
@@ -506,15 +454,15 @@ def _delay_steps(node: LabNode, site: LabSite, was_s: float) -> list[Step]:
     return steps
 
 
-def _delay_line_name(node: LabNode) -> str:
+def _delay_line_name(node: NodeSpec) -> str:
     return f"{node.name}-delay"
 
 
-def _delay_line_ends(node: LabNode) -> tuple[str, str]:
+def _delay_line_ends(node: NodeSpec) -> tuple[str, str]:
     return f"{node.name}-b", f"{node.name}-w"
 
 
-def _end_delay_line(node: LabNode, site: LabSite) -> list[Step]:
+def _end_delay_line(node: NodeSpec, site: LabSite) -> list[Step]:
     pid = site.pid(_delay_line_name(node))
     return [KillNamespace(pid), RunCommand(("rm", "-f", str(pid.file)))]
 
@@ -530,7 +478,7 @@ _PORTS = re.compile(r"\d{1,5}(-\d{1,5})?")
 _LAST_PORT = 65_535
 
 
-def filter_steps(node: LabNode, site: LabSite, script: str) -> list[Step]:
+def filter_steps(node: NodeSpec, site: LabSite, script: str) -> list[Step]:
     return [RunCommand((*site.inside(node.name, "--net"), "nft", script))]
 
 
@@ -564,8 +512,8 @@ def parse_ports(text: str) -> tuple[str, ...]:
     for word in ports:
         bounds = [int(part) for part in word.split("-")] if _PORTS.fullmatch(word) else [0]
         if bounds != sorted(bounds) or not all(1 <= port <= _LAST_PORT for port in bounds):
-            raise UsageError(
-                f"{word!r} is no TCP port",
+            raise LabUsageError(
+                f"{word!r} is not a TCP port",
                 why=f"ports are numbers from 1 to {_LAST_PORT}, or a range of them",
                 fix="write for example: --allow 22,29500-29600",
             )
@@ -592,7 +540,7 @@ def ssh_key_steps(spec: LabSpec, site: LabSite) -> list[Step]:
     ]
 
 
-def sshd_steps(node: LabNode, site: LabSite) -> list[Step]:
+def sshd_steps(node: NodeSpec, site: LabSite) -> list[Step]:
     """Start a node's SSH server. Its sessions get an empty /run, as on another machine; sshd wants a folder there,
     which the host may not have and which must not be left behind."""
     folder = site.folder / "ssh"
