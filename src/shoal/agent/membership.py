@@ -15,6 +15,18 @@ from shoal.agent.local_ranks import LocalRank, LocalRanks
 from shoal.agent.mesh import Mesh
 from shoal.agent.rank_processes import RankEnvironment, RankExit
 from shoal.control import rank_messages
+from shoal.control.agent_events import (
+    AbandonRecorded,
+    AgentFinished,
+    AgentLeft,
+    GenerationEntered,
+    GroupFailed,
+    LineageAbandoned,
+    MembershipAnnounced,
+    RankRestarts,
+    StateLost,
+    TrainingPaused,
+)
 from shoal.control.channel import Message as ChannelMessage
 from shoal.control.membership.messages import Heartbeat, Message, decode, encode
 from shoal.control.membership.settings import (
@@ -155,19 +167,19 @@ class AgentMembership:
         self._perform_all(machine.tick(now))
         self._renew_leases(now)
         for rank in self._stopping.late(now):
-            self._environment.write("note", text=f"{rank.start.name} did not stop when it was told to, and was killed")
+            self._environment.note(f"{rank.start.name} did not stop when it was told to, and was killed")
             self._environment.kill(rank.start.name)
         self.start(self.ranks.due_restarts(now))
         is_outside = not machine.can_vote or machine.joins is not None
         if not self._is_ending and self.shutdown.is_late(is_outside, now):
-            self._environment.write("note", text="the others have finished the training without this machine")
+            self._environment.note("the others have finished the training without this machine")
             self.begin_shutdown()
             self._environment.kill_all()
         is_starting = machine.can_recover and not self.ranks.have_ended()
         if not self._is_ending and self.shutdown.is_stateless(
             machine.has_or_loads_state, machine.can_vote, now, is_starting
         ):
-            self._environment.write("state-lost", **_state_lost(self._environment.run_folder).as_dict())
+            self._environment.write(StateLost(_state_lost(self._environment.run_folder)))
             self.has_failed = self.may_return = True
 
     def _renew_leases(self, now: float) -> None:
@@ -204,8 +216,8 @@ class AgentMembership:
         if self._is_ending or not self._has_begun or is_alone:
             return False
         self.may_return = True
-        self._environment.write("note", text="this machine leaves: its agent was asked to end")
-        self._environment.write("left")
+        self._environment.note("this machine leaves: its agent was asked to end")
+        self._environment.write(AgentLeft())
         self._perform_all(self._machine.leave(boot_clock()))
         self._has_left = True
         self.begin_shutdown()
@@ -269,7 +281,7 @@ class AgentMembership:
                 if self.ranks.all_formed(message.generation):
                     if self._abandon is not None:
                         # Our ranks have it in their ledger: it need not be sent again.
-                        self._environment.write("given-up", lineage=str(self._abandon.lineage))
+                        self._environment.write(AbandonRecorded(str(self._abandon.lineage)))
                         self._abandon = None
                     self._machine.formed(message.generation, dict(message.history))
             case rank_messages.LeftGeneration() if rank.generation == message.generation:
@@ -277,9 +289,7 @@ class AgentMembership:
                 self._report_stopped()
             case rank_messages.GenerationBroken():
                 generation = message.generation
-                self._environment.write(
-                    "group-failed", name=rank.start.name, generation=str(generation), why=message.why
-                )
+                self._environment.write(GroupFailed(rank.start.name, str(generation), message.why))
                 if not self._machine.is_launching:
                     # The ranks of a launch end with their own error, unless a lost rank or node was its reason.
                     self._perform_all(self._machine.failed(generation, now))
@@ -340,7 +350,7 @@ class AgentMembership:
             self.shutdown.finished = True
             self.begin_shutdown()
             self._machine.finish()
-            self._environment.write("finished")
+            self._environment.write(AgentFinished())
             for rank in self.ranks.waiting():
                 self._environment.kill(rank.start.name)
 
@@ -365,7 +375,7 @@ class AgentMembership:
             self._actions.popleft()
 
     def _perform(self, action: Action) -> None:
-        write: Callable[..., None] = self._environment.write
+        write = self._environment.write
         match action:
             case SendMessage():
                 self._mesh.post(action.to, encode(action.message))
@@ -375,13 +385,13 @@ class AgentMembership:
             case StartGeneration():
                 self._enter(action)
             case PauseTraining():
-                write("pause", text=action.text)
+                write(TrainingPaused(action.text))
             case LogSentence():
-                write("announce", generation=action.generation and str(action.generation), text=action.text)
+                write(MembershipAnnounced(action.generation and str(action.generation), action.text))
             case AbandonLineage():
                 lineage, surviving, shared = action.lineage, action.surviving, action.shared_step
                 self._abandon = rank_messages.AbandonCommits(lineage=lineage, surviving=surviving, shared_step=shared)
-                write("abandon", lineage=str(lineage), surviving=str(surviving), shared_step=shared, text=action.text)
+                write(LineageAbandoned(str(lineage), str(surviving), shared, action.text))
 
     def _enter(self, action: StartGeneration) -> None:
         generation, me = action.generation, self._numbering.me
@@ -389,12 +399,13 @@ class AgentMembership:
         self._lease_at = 0.0
         self._keys.enter(generation)
         self._environment.write(
-            "generation",
-            id=str(generation.id),
-            lineage=str(generation.lineage.name),
-            members=[self.name(member) for member in generation.members],
-            ranks=generation.world_size,
-            step=generation.state.step,
+            GenerationEntered(
+                id=str(generation.id),
+                lineage=str(generation.lineage.name),
+                members=[self.name(member) for member in generation.members],
+                ranks=generation.world_size,
+                step=generation.state.step,
+            )
         )
         lower_members = [member for member in generation.members if member < me]
         keeps_files = not any(map(self._environment.shares_folder_with, lower_members))
@@ -417,7 +428,7 @@ def schedule_restart(rank: LocalRank, ranks: LocalRanks, environment: RankEnviro
     """Have a killed rank started again soon, and record it; return False after too many attempts in short order."""
     after_s = ranks.schedule_restart(rank, boot_clock())
     if after_s is not None:
-        environment.write("restart", name=rank.start.name, attempt=rank.attempts, after_s=after_s)
+        environment.write(RankRestarts(rank.start.name, rank.attempts, after_s))
     return after_s is not None
 
 
