@@ -24,7 +24,7 @@ from shoal.agent.invite_server import InviteServer
 from shoal.agent.kv_store import KvStoreClient
 from shoal.agent.local_ranks import LocalRank, LocalRanks
 from shoal.agent.membership import AgentMembership, schedule_restart
-from shoal.agent.mesh import Mesh
+from shoal.agent.mesh import BackgroundTasks, Mesh
 from shoal.agent.rank_processes import RankEnvironment, RankExit, RankProcesses
 from shoal.agent.sleep import awake, watch_for_sleep
 from shoal.agent.unjoined_ranks import UnjoinedRanks
@@ -101,14 +101,14 @@ class Agent:
         self._grace_s: float | None = None
         self._has_reported_started = self._has_reported_done = False
         self._done: set[int] = set()  # members whose ranks have ended
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
     async def work(self, lines: asyncio.StreamReader) -> int:
         async def begin() -> None:
             line = await lines.readline()
             if not line or read_request_line(line):
                 raise LauncherGone
-            self._spawn(self._read_requests(lines))
+            self._tasks.spawn(self._read_requests(lines))
             await self._begin(read_go(line))
 
         return await self._work(begin())
@@ -154,7 +154,7 @@ class Agent:
             if self._invites is not None:
                 self._invites.close()
             # A node that was switched off or reaches no other node may rejoin later: it keeps its orders.
-            if self._membership is not None and not self._membership.may_return:
+            if self._membership is not None and not self._membership.shutdown.may_return:
                 self._run.orders(self._orders.node).unlink(missing_ok=True)
             self._write(AgentDone(self._has_finished()))
         return 0
@@ -192,7 +192,9 @@ class Agent:
         if self._membership is None:
             self._mesh.watch()
         else:
-            self._mesh.keep_connected(self._roster, self._membership.connected, self._membership.silent_after_s)
+            self._mesh.keep_connected(
+                self._roster, self._membership.connected, self._membership.shutdown.silent_after_s
+            )
             self._membership.start_first_generation()
             await self._open_elastic(self._membership)
 
@@ -205,7 +207,7 @@ class Agent:
         self._membership.mark_begun()
         self._start_ranks(go)
         self._mesh.keep_connected(
-            go.places(), self._membership.connected, self._membership.silent_after_s, dial_all=True
+            go.places(), self._membership.connected, self._membership.shutdown.silent_after_s, dial_all=True
         )
         self._membership.join()
         await self._open_elastic(self._membership)
@@ -227,7 +229,7 @@ class Agent:
         self._save_orders(replace(go, members=members))
         self._write(SessionBegan())
         await self._mesh.broadcast({"type": "session", "max_ranks": max_ranks})
-        self._mesh.keep_connected(self._roster, membership.connected, membership.silent_after_s)
+        self._mesh.keep_connected(self._roster, membership.connected, membership.shutdown.silent_after_s)
         membership.start_first_generation()
         for member, message in self._early_messages:
             membership.received(member, message)
@@ -243,7 +245,7 @@ class Agent:
             if self._membership is not None:
                 self._membership.on_rank_message(rank, message)
 
-        self._spawn(handle())
+        self._tasks.spawn(handle())
 
     def _awaits_session(self) -> bool:
         """Whether the ranks of a script start and are about to begin a session: a loss does not end the run."""
@@ -253,7 +255,7 @@ class Agent:
 
     async def _open_elastic(self, membership: AgentMembership) -> None:
         """Watch for a suspend of this machine, and accept requests to invite nodes, where the disk has sockets."""
-        self._spawn(watch_for_sleep(membership.suspend, membership.wake))
+        self._tasks.spawn(watch_for_sleep(membership.suspend, membership.wake))
         self._invites = InviteServer(self._run.invite_socket(self._orders.node), membership, self._mesh.places)
         try:
             await self._invites.open()
@@ -329,9 +331,9 @@ class Agent:
                     self._save_orders(self._go.at(self._mesh.places.of_others(self._orders.member)))
             if self._membership is not None:
                 self._membership.tick()
-                if self._membership.has_failed and self._failed_at is None:
+                if self._membership.shutdown.has_failed and self._failed_at is None:
                     # An agent that gives up because it reaches no other must not end the run of those it may yet reach.
-                    await self._fail(report=not self._membership.may_return)
+                    await self._fail(report=not self._membership.shutdown.may_return)
             await self._report_when_done()
             self._journal.retry()
             await asyncio.sleep(AGENT_POLL_S)
@@ -396,7 +398,7 @@ class Agent:
     def _on_interrupt(self) -> None:
         """Stop; the second signal ends everything at once, whatever peers requested before the first."""
         self._signals += 1
-        self._spawn(self._stop_everywhere(at_once=self._signals > 1))
+        self._tasks.spawn(self._stop_everywhere(at_once=self._signals > 1))
 
     def _on_terminate(self) -> None:
         """Leave the run: a machine that is switched off sends SIGTERM to all its processes, and the others train on."""
@@ -466,11 +468,6 @@ class Agent:
         self._record_failure()
         if report:
             await self._mesh.broadcast({"type": "failed"})
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _write(self, event: AgentEvent) -> None:
         self._journal.write(event.kind, launch=self._orders.launch, **event.to_fields())

@@ -12,14 +12,14 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.agent.kv_store import KvStoreClient, read_request, to_frame
 from shoal.agent.local_ranks import LocalRank, RankConnection
-from shoal.agent.mesh import AgentAddresses
+from shoal.agent.mesh import AgentAddresses, BackgroundTasks
 from shoal.agent.rank_template import ForkedRank, RankTemplate
 from shoal.cluster.agent_link import STDIN_FD
 from shoal.cluster.node import start_process
@@ -228,7 +228,7 @@ class RankEnvironment:
         self._ranks = ranks
         self._keys = keys
         self._places = places
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._store: subprocess.Popen[bytes] | None = None
         self.write = write
 
@@ -274,7 +274,7 @@ class RankEnvironment:
             self._ranks.start(rank.start, env, fds, stdin)
             connection = RankConnection(agent_end, lambda message: on_message(rank, message), refuse)
             rank.begin(connection)
-            self._spawn(connection.listen())
+            self._tasks.spawn(connection.listen())
 
     def serve_script_store(self, listener: socket.socket) -> None:
         """Start the process that serves torch's own store: it needs torch, which the agent does not import.
@@ -363,7 +363,7 @@ class RankEnvironment:
     def _serve_keys(self, inherited: ExitStack) -> int:
         agent_end, rank_end = socket.socketpair()
         inherited.enter_context(rank_end)
-        self._spawn(self._answer_requests(agent_end))
+        self._tasks.spawn(self._answer_requests(agent_end))
         return rank_end.fileno()
 
     async def _answer_requests(self, agent_end: socket.socket) -> None:
@@ -379,11 +379,6 @@ class RankEnvironment:
             self.note(f"{error.seen}: {error.why}")
         finally:
             writer.close()
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     @contextmanager
     def _starting(self, start: StartProcess) -> Iterator[None]:
