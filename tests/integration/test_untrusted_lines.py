@@ -307,7 +307,9 @@ def test_an_invalid_journal_line_is_refused_and_the_supervisor_continues(data: d
     run = RunFolder.create(tmp_path / "run")
     nodes = [Node(f"node{number}", f"127.0.0.{number}", "lo", 1, 1) for number in (1, 2)]
     world = Launch(run, None, EventLog(run.supervisor, 0))  # type: ignore[arg-type]
-    world.commands = [RankCommand(f"rank-{rank}", node, (rank,), ("true",), {}) for rank, node in enumerate(nodes)]
+    world.ranks.commands = [
+        RankCommand(f"rank-{rank}", node, (rank,), ("true",), {}) for rank, node in enumerate(nodes)
+    ]
     world.agents = [AgentHandle(node, Silent(), EventTail(run.journal(node.name))) for node in nodes]
     journal = EventLog(run.journal("node2"), 1)
     for _ in range(3):
@@ -315,7 +317,7 @@ def test_an_invalid_journal_line_is_refused_and_the_supervisor_continues(data: d
     good = {"event": "ended", "name": "rank-1", "code": 0, "by_agent": False, "out_of_memory": False}
     journal.append({"launch": world.launch_id, **good})
     world._poll()
-    assert [ending.name for ending in world.ends] == ["rank-1"], "the valid line was not used"
+    assert [ending.name for ending in world.ranks.ends] == ["rank-1"], "the valid line was not used"
     notes = [event["text"] for event in read_events(run.supervisor) if event["event"] == "note"]
     assert len(notes) == 1
     assert notes[0].startswith("the journal of node2 has lines that cannot be used and are ignored")

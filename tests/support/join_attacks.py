@@ -9,6 +9,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ class MaliciousGuest:
     @classmethod
     async def dial(cls, port: int, code: str, **changes: Any) -> MaliciousGuest:
         channel = await dial("127.0.0.1", port, code)
-        facts = {"hello": make_hello(0, "den", "", "", "").as_dict(), "name": "den", "address": "127.0.0.1"}
+        facts = {"hello": asdict(make_hello(0, "den", "", "", "")), "name": "den", "address": "127.0.0.1"}
         await channel.send({**facts, "user": "anna", **changes})
         return cls(channel)
 

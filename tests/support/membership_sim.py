@@ -195,7 +195,7 @@ class Cluster:
         machine = self.machines[member]
         if machine.awake:
             assert machine.state_machine
-            self.obey(machine, machine.state_machine.suspend(self.now))
+            self.obey(machine, machine.state_machine.resign("suspend", self.now))
             self.run(2 * TICK_S)
             self.freeze(member)
 

@@ -129,9 +129,9 @@ def watch_all(content: bytes, folder: Path) -> None:
     with contextlib.closing(world.log), contextlib.suppress(ShoalError):
         world._poll()
     tails = [EventTail(run.events(0))]
-    diagnose(world.ends, _faults(tails), {})
+    diagnose(world.ranks.ends, _faults(tails), {})
     describe(run.path, [])
-    assert all(ending.name == "rank-0" for ending in world.ends)
+    assert all(ending.name == "rank-0" for ending in world.ranks.ends)
 
 
 class LiveLink(AgentLink):
@@ -153,7 +153,7 @@ def watching_world(run: RunFolder) -> Launch:
     node = Node("node1", "127.0.0.1", None, slots=1, cores=1)
     world = Launch(run, LocalCluster(1), EventLog(run.path / "launcher.jsonl", 0), launch_id="L")
     world.agents = [AgentHandle(node, LiveLink(), EventTail(run.journal("node1")))]
-    world.commands = [RankCommand("rank-0", node, (0,), ("python",), {})]
+    world.ranks.commands = [RankCommand("rank-0", node, (0,), ("python",), {})]
     return world
 
 

@@ -19,17 +19,32 @@ import traceback
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from shoal.agent.invite_server import InviteServer
 from shoal.agent.kv_store import KvStoreClient
 from shoal.agent.local_ranks import LocalRank, LocalRanks
 from shoal.agent.membership import AgentMembership, schedule_restart
-from shoal.agent.mesh import Mesh
+from shoal.agent.mesh import BackgroundTasks, Mesh
 from shoal.agent.rank_processes import RankEnvironment, RankExit, RankProcesses
 from shoal.agent.sleep import awake, watch_for_sleep
 from shoal.agent.unjoined_ranks import UnjoinedRanks
 from shoal.cluster.node import listen_at
+from shoal.control.agent_events import (
+    AgentDone,
+    AgentEvent,
+    AgentNote,
+    AgentReady,
+    AgentRefused,
+    NodeLost,
+    PeerClosed,
+    PeerEnded,
+    RankEnded,
+    RanksJoined,
+    RanksStarted,
+    ScriptStoreUsed,
+    SessionBegan,
+    StopAsked,
+)
 from shoal.control.channel import Message
 from shoal.control.handshake import make_hello
 from shoal.control.membership.settings import AGENT_POLL_S, FAILURE_GRACE_S, FOLDER_CHECK_S
@@ -86,14 +101,14 @@ class Agent:
         self._grace_s: float | None = None
         self._has_reported_started = self._has_reported_done = False
         self._done: set[int] = set()  # members whose ranks have ended
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
     async def work(self, lines: asyncio.StreamReader) -> int:
         async def begin() -> None:
             line = await lines.readline()
             if not line or read_request_line(line):
                 raise LauncherGone
-            self._spawn(self._read_requests(lines))
+            self._tasks.spawn(self._read_requests(lines))
             await self._begin(read_go(line))
 
         return await self._work(begin())
@@ -112,12 +127,12 @@ class Agent:
             # So that the launcher does not wait for a node that neither it nor this agent can see.
             for member in self._membership.shutdown.absent() if self._membership is not None else ():
                 how = "it is gone, or has fallen silent"
-                self._write("lost", member=member, node=self._mesh.places.name(member), how=how)
+                self._write(NodeLost(member, self._mesh.places.name(member), how))
         except ShoalError as error:
-            self._write("refused", **error.as_dict())
+            self._write(AgentRefused(error))
             return error.exit_code
         except LauncherGone:
-            self._write("note", text="the launcher left before the run began")
+            self._note("the launcher left before the run began")
             return Interrupted.exit_code
         except Exception as error:
             traceback.print_exc()
@@ -126,7 +141,7 @@ class Agent:
                 why="that is a bug in shoal, or the machine is in trouble",
                 fix=f"its log has the traceback: agents/{self._orders.node}.log in the run folder",
             )
-            self._write("refused", **bug.as_dict())
+            self._write(AgentRefused(bug))
             return RunFailed.exit_code
         finally:
             begin.close()
@@ -139,9 +154,9 @@ class Agent:
             if self._invites is not None:
                 self._invites.close()
             # A node that was switched off or reaches no other node may rejoin later: it keeps its orders.
-            if self._membership is not None and not self._membership.may_return:
+            if self._membership is not None and not self._membership.shutdown.may_return:
                 self._run.orders(self._orders.node).unlink(missing_ok=True)
-            self._write("done", finished=self._has_finished())
+            self._write(AgentDone(self._has_finished()))
         return 0
 
     # The beginning.
@@ -154,8 +169,8 @@ class Agent:
         if self._orders.expected is not None:
             # For the same reason.
             self._ranks.prepare(self._orders.expected)
-        self._orders = replace(self._orders, port=facts["port"])
-        self._write("ready", **facts)
+        self._orders = replace(self._orders, port=facts.port)
+        self._write(facts)
         if note := torch_caches().note:
             self._note(note)
 
@@ -177,7 +192,9 @@ class Agent:
         if self._membership is None:
             self._mesh.watch()
         else:
-            self._mesh.keep_connected(self._roster, self._membership.connected, self._membership.silent_after_s)
+            self._mesh.keep_connected(
+                self._roster, self._membership.connected, self._membership.shutdown.silent_after_s
+            )
             self._membership.start_first_generation()
             await self._open_elastic(self._membership)
 
@@ -190,7 +207,7 @@ class Agent:
         self._membership.mark_begun()
         self._start_ranks(go)
         self._mesh.keep_connected(
-            go.places(), self._membership.connected, self._membership.silent_after_s, dial_all=True
+            go.places(), self._membership.connected, self._membership.shutdown.silent_after_s, dial_all=True
         )
         self._membership.join()
         await self._open_elastic(self._membership)
@@ -210,9 +227,9 @@ class Agent:
             members = replace(members, settings=settings)
         membership = self._membership = self._make_membership(go, members, self._script_ranks.ranks)
         self._save_orders(replace(go, members=members))
-        self._write("session")
+        self._write(SessionBegan())
         await self._mesh.broadcast({"type": "session", "max_ranks": max_ranks})
-        self._mesh.keep_connected(self._roster, membership.connected, membership.silent_after_s)
+        self._mesh.keep_connected(self._roster, membership.connected, membership.shutdown.silent_after_s)
         membership.start_first_generation()
         for member, message in self._early_messages:
             membership.received(member, message)
@@ -228,7 +245,7 @@ class Agent:
             if self._membership is not None:
                 self._membership.on_rank_message(rank, message)
 
-        self._spawn(handle())
+        self._tasks.spawn(handle())
 
     def _awaits_session(self) -> bool:
         """Whether the ranks of a script start and are about to begin a session: a loss does not end the run."""
@@ -238,7 +255,7 @@ class Agent:
 
     async def _open_elastic(self, membership: AgentMembership) -> None:
         """Watch for a suspend of this machine, and accept requests to invite nodes, where the disk has sockets."""
-        self._spawn(watch_for_sleep(membership.suspend, membership.wake))
+        self._tasks.spawn(watch_for_sleep(membership.suspend, membership.wake))
         self._invites = InviteServer(self._run.invite_socket(self._orders.node), membership, self._mesh.places)
         try:
             await self._invites.open()
@@ -270,7 +287,7 @@ class Agent:
         self._unjoined = UnjoinedRanks(
             go.starts,
             self._report_joined,
-            lambda: self._write("script-store-used"),
+            lambda: self._write(ScriptStoreUsed()),
         )
         self._report_started()
 
@@ -279,13 +296,13 @@ class Agent:
         processes = self._ranks.alive()
         if not self._has_reported_started and all(processes.values()):
             self._has_reported_started = True
-            self._write("started", processes=processes)
+            self._write(RanksStarted(processes))
 
     def _report_joined(self, met: list[int], missing: list[int], after_s: float) -> None:
         # A session writes its configuration when it is made; its ranks meet when the loop begins, through the agents.
         is_measured = any(MEASURE in start.argv for start in (self._go.starts if self._go else ()))
         if met or is_measured or not self._run.config.is_file():
-            self._write("joined-group", met=met, missing=missing, after_s=after_s)
+            self._write(RanksJoined(met, missing, after_s))
 
     # The main loop.
 
@@ -314,9 +331,9 @@ class Agent:
                     self._save_orders(self._go.at(self._mesh.places.of_others(self._orders.member)))
             if self._membership is not None:
                 self._membership.tick()
-                if self._membership.has_failed and self._failed_at is None:
+                if self._membership.shutdown.has_failed and self._failed_at is None:
                     # An agent that gives up because it reaches no other must not end the run of those it may yet reach.
-                    await self._fail(report=not self._membership.may_return)
+                    await self._fail(report=not self._membership.shutdown.may_return)
             await self._report_when_done()
             self._journal.retry()
             await asyncio.sleep(AGENT_POLL_S)
@@ -361,9 +378,7 @@ class Agent:
             await self._fail()
 
     def _report_exit(self, ended: RankExit) -> None:
-        self._write(
-            "ended", name=ended.start.name, code=ended.code, by_agent=ended.by_agent, out_of_memory=ended.out_of_memory
-        )
+        self._write(RankEnded(ended.start.name, ended.code, ended.by_agent, ended.out_of_memory))
 
     # Requests to stop.
 
@@ -383,7 +398,7 @@ class Agent:
     def _on_interrupt(self) -> None:
         """Stop; the second signal ends everything at once, whatever peers requested before the first."""
         self._signals += 1
-        self._spawn(self._stop_everywhere(at_once=self._signals > 1))
+        self._tasks.spawn(self._stop_everywhere(at_once=self._signals > 1))
 
     def _on_terminate(self) -> None:
         """Leave the run: a machine that is switched off sends SIGTERM to all its processes, and the others train on."""
@@ -391,7 +406,7 @@ class Agent:
             self._on_interrupt()
 
     async def _stop_everywhere(self, at_once: bool) -> None:
-        self._write("stop-asked", at_once=at_once)
+        self._write(StopAsked(at_once))
         await self._stop(at_once)
         await self._mesh.broadcast({"type": "stopping", "at_once": at_once})
 
@@ -425,22 +440,22 @@ class Agent:
                 self._done.add(member)
                 if self._membership is not None:
                     self._membership.shutdown.record_done(member, bool(message.get("finished")), boot_clock())
-                self._write("peer-ended", node=self._mesh.places.name(member), failed=self._failed_at is not None)
+                self._write(PeerEnded(self._mesh.places.name(member), failed=self._failed_at is not None))
             case {"type": "ask" | "answer"}:
                 self._keys.on_message(member, message)
 
     def _on_lost(self, member: int, how: str) -> None:
         self._keys.lose(member, how)
         if self._membership is not None and self._membership.closed(member):
-            self._write("closed", node=self._mesh.places.name(member), how=how)
+            self._write(PeerClosed(self._mesh.places.name(member), how))
             return
         if member in self._done:
             return
         self._done.add(member)
         if self._awaits_session():
-            self._write("closed", node=self._mesh.places.name(member), how=how)
+            self._write(PeerClosed(self._mesh.places.name(member), how))
             return
-        self._write("lost", member=member, node=self._mesh.places.name(member), how=how)
+        self._write(NodeLost(member, self._mesh.places.name(member), how))
         self._record_failure()
 
     def _record_failure(self) -> None:
@@ -454,16 +469,11 @@ class Agent:
         if report:
             await self._mesh.broadcast({"type": "failed"})
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _write(self, event: str, **fields: Any) -> None:
-        self._journal.write(event, launch=self._orders.launch, **fields)
+    def _write(self, event: AgentEvent) -> None:
+        self._journal.write(event.kind, launch=self._orders.launch, **event.to_fields())
 
     def _note(self, text: str) -> None:
-        self._write("note", text=text)
+        self._write(AgentNote(text))
 
     def _now(self) -> float:
         """Return the launcher's clock at the launch plus our own seconds since: comparable between machines."""
@@ -474,7 +484,7 @@ def _asked_too_early() -> Interrupted:
     return Interrupted("asked to stop before the ranks were started")
 
 
-async def get_ready(orders: MeetOrder, run: RunFolder, mesh: Mesh) -> tuple[dict[str, Any], socket.socket | None]:
+async def get_ready(orders: MeetOrder, run: RunFolder, mesh: Mesh) -> tuple[AgentReady, socket.socket | None]:
     """Check this machine and begin to listen.
 
     Return the facts that the launcher needs, and the socket at which the store of a user's script will be served.
@@ -487,20 +497,20 @@ async def get_ready(orders: MeetOrder, run: RunFolder, mesh: Mesh) -> tuple[dict
     me = make_hello(orders.member, orders.node, mark, orders.config, orders.data, orders.life)
     port = await mesh.listen(orders.address, me, orders.token, orders.port)
     listener = None if orders.script_port is None else listen_at(orders.address, orders.script_port)
-    facts = {
-        "node": orders.node,
-        "address": orders.address,
-        "agent_mark": mark,
-        "pid": os.getpid(),
-        "port": port,
-        "script_port": listener and listener.getsockname()[1],
-        "interface": interface,
-        "cores": this_topology().usable,
-        "core_speeds": this_topology().core_speeds,
-        "cpu_only": this_machine_is_cpu_only(),
-        "incarnation": orders.life,
-        "highest_generation": VoteFile(run.votes(orders.node)).load().highest,
-    }
+    facts = AgentReady(
+        node=orders.node,
+        address=orders.address,
+        agent_mark=mark,
+        pid=os.getpid(),
+        port=port,
+        script_port=None if listener is None else listener.getsockname()[1],
+        interface=interface,
+        cores=this_topology().usable,
+        core_speeds=this_topology().core_speeds,
+        cpu_only=this_machine_is_cpu_only(),
+        incarnation=orders.life,
+        highest_generation=VoteFile(run.votes(orders.node)).load().highest,
+    )
     return facts, listener
 
 

@@ -106,6 +106,7 @@ class LocalRank:
 class LocalRanks:
     ranks: Sequence[LocalRank]
     restarts: int  # how often each may be restarted in short order
+    committed_at_start: int = 0  # the last step of this node in the ledger, as its ranks read it when they started
     _by_name: dict[str, LocalRank] = field(init=False)
 
     def __post_init__(self) -> None:

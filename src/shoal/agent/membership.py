@@ -15,6 +15,18 @@ from shoal.agent.local_ranks import LocalRank, LocalRanks
 from shoal.agent.mesh import Mesh
 from shoal.agent.rank_processes import RankEnvironment, RankExit
 from shoal.control import rank_messages
+from shoal.control.agent_events import (
+    AbandonRecorded,
+    AgentFinished,
+    AgentLeft,
+    GenerationEntered,
+    GroupFailed,
+    LineageAbandoned,
+    MembershipAnnounced,
+    RankRestarts,
+    StateLost,
+    TrainingPaused,
+)
 from shoal.control.channel import Message as ChannelMessage
 from shoal.control.membership.messages import Heartbeat, Message, decode, encode
 from shoal.control.membership.settings import (
@@ -71,28 +83,18 @@ class AgentMembership:
         self._numbering = RankNumbering(me, go.roster)
         # `ranks` are processes that were started before it was known that they take part.
         self.ranks = LocalRanks(list(ranks or map(LocalRank, go.starts)), members.restarts)
-        self.silent_after_s = members.settings.silent_after_s
-        self.shutdown = ShutdownTracker(me, len(go.roster), self.silent_after_s)
+        self.shutdown = ShutdownTracker(me, len(go.roster), members.settings.silent_after_s)
         self._machine = MembershipMachine(me, members.settings, votes, boot_clock(), self.name)
         self._stopping = RankStop(self.ranks, members.settings)
         self._actions: deque[Action] = deque()
-        # Messages of agents that began a moment before us; None once we have begun.
+        # Messages of agents that began a moment before this one; None once it has begun.
         self._early_messages: list[tuple[int, ChannelMessage]] | None = []
-        # Commits that our ranks must still mark as abandoned.
+        # Commits that the local ranks must still mark as abandoned.
         self._abandon: rank_messages.AbandonCommits | None = None
-        # The last step of this node in the ledger, as its ranks read it when they started.
-        self._committed_at_start = 0
-        self._ticked_at = boot_clock()
-        self._suspended_at: float | None = None
+        self._sleep = SleepClock(members.settings.slept_after_s, boot_clock())
         self._lease_at = 0.0
         # All agents have met, or the others train already: from then on no loss of a rank or a node ends the run.
         self._has_begun = False
-        self._is_ending = False
-        self._has_left = False
-        # The group of the launch did not form, or its state is lost.
-        self.has_failed = False
-        # The agent keeps its orders, so that this node can be started again later.
-        self.may_return = False
 
     # The beginning.
 
@@ -131,10 +133,10 @@ class AgentMembership:
         self._perform_all(self._machine.connected(member, boot_clock()))
 
     def closed(self, member: int) -> bool:
-        """Return whether the run can go on: not before all agents have met once."""
+        """Return whether the run can continue: not before all agents have met once."""
         self.shutdown.connected.discard(member)
         self._perform_all(self._machine.closed(member, boot_clock()))
-        return self._has_begun or self._is_ending
+        return self._has_begun or self.shutdown.is_ending
 
     def received(self, member: int, document: ChannelMessage) -> None:
         if self._early_messages is not None:
@@ -148,27 +150,25 @@ class AgentMembership:
 
     def tick(self) -> None:
         now, machine = boot_clock(), self._machine
-        has_slept = now - self._ticked_at > self._members.settings.slept_after_s
-        self._ticked_at = now
-        if has_slept or (self._suspended_at is not None and now - self._suspended_at > SUSPEND_LIMIT_S):
+        if self._sleep.has_woken(now):
             self.wake()
         self._perform_all(machine.tick(now))
         self._renew_leases(now)
         for rank in self._stopping.late(now):
-            self._environment.write("note", text=f"{rank.start.name} did not stop when it was told to, and was killed")
+            self._environment.note(f"{rank.start.name} did not stop when it was told to, and was killed")
             self._environment.kill(rank.start.name)
         self.start(self.ranks.due_restarts(now))
         is_outside = not machine.can_vote or machine.joins is not None
-        if not self._is_ending and self.shutdown.is_late(is_outside, now):
-            self._environment.write("note", text="the others have finished the training without this machine")
+        if not self.shutdown.is_ending and self.shutdown.is_late(is_outside, now):
+            self._environment.note("the others have finished the training without this machine")
             self.begin_shutdown()
             self._environment.kill_all()
         is_starting = machine.can_recover and not self.ranks.have_ended()
-        if not self._is_ending and self.shutdown.is_stateless(
+        if not self.shutdown.is_ending and self.shutdown.is_stateless(
             machine.has_or_loads_state, machine.can_vote, now, is_starting
         ):
-            self._environment.write("state-lost", **_state_lost(self._environment.run_folder).as_dict())
-            self.has_failed = self.may_return = True
+            self._environment.write(StateLost(_state_lost(self._environment.run_folder)))
+            self.shutdown.has_failed = self.shutdown.may_return = True
 
     def _renew_leases(self, now: float) -> None:
         generation = self._machine.generation
@@ -178,13 +178,13 @@ class AgentMembership:
                 rank.send(rank_messages.LeaseRenewed(generation=generation.id, at_s=now))
 
     def suspend(self) -> None:
-        """Resign: the machine is about to be suspended. The others go on; our ranks are offered again after waking."""
-        self._suspended_at = boot_clock()
-        self._perform_all(self._machine.suspend(self._suspended_at))
+        """Resign: the machine is about to be suspended. The others continue; its ranks are offered again afterwards."""
+        self._sleep.suspended_at = now = boot_clock()
+        self._perform_all(self._machine.resign("suspend", now))
 
     def wake(self) -> None:
         """Reconnect: connections may be dead without having been closed."""
-        self._suspended_at = None
+        self._sleep.suspended_at = None
         self._mesh.reconnect_all()
         self._stopping.restart(boot_clock())
         self._report_stopped()
@@ -194,38 +194,38 @@ class AgentMembership:
     def leave(self) -> bool:
         """Leave the run because this machine is about to be switched off; it can return later.
 
-        False where no other node would go on: the run has not begun, is ending, or is trained here alone.
+        False where no other node would continue: the run has not begun, is ending, or is trained here alone.
         """
-        if self._has_left:
-            # A shutdown signals every process of the machine, and some of them signal us again.
+        if self.shutdown.has_left:
+            # A shutdown signals every process of the machine, and some of them signal this agent again.
             return True
         generation = self._machine.generation
         is_alone = self._machine.can_vote and generation is not None and len(generation.members) < 2
-        if self._is_ending or not self._has_begun or is_alone:
+        if self.shutdown.is_ending or not self._has_begun or is_alone:
             return False
-        self.may_return = True
-        self._environment.write("note", text="this machine leaves: its agent was asked to end")
-        self._environment.write("left")
+        self.shutdown.may_return = True
+        self._environment.note("this machine leaves: its agent was asked to end")
+        self._environment.write(AgentLeft())
         self._perform_all(self._machine.leave(boot_clock()))
-        self._has_left = True
+        self.shutdown.has_left = True
         self.begin_shutdown()
         self._environment.kill_all()
         return True
 
     def begin_shutdown(self, failed: bool = False) -> None:
         """End the run here: restart no rank, and after a failure agree on nothing more."""
-        self._is_ending = True
+        self.shutdown.is_ending = True
         self._machine.begin_shutdown()
         self.ranks.cancel_restarts()
         if failed:
             self._machine.finish()
 
     def is_over(self) -> bool:
-        """Return whether our ranks have ended and no member that trained with us needs our keys or messages."""
+        """Return whether all local ranks have ended and no member of their training needs this agent any more."""
         if not self.ranks.have_ended():
             return False
-        if not self.shutdown.finished and not self._has_left:
-            self._has_left = True
+        if not self.shutdown.finished and not self.shutdown.has_left:
+            self.shutdown.has_left = True
             self._perform_all(self._machine.leave(boot_clock()))
         return not self.shutdown.awaits(self._machine.generation, boot_clock())
 
@@ -233,7 +233,7 @@ class AgentMembership:
 
     def why_closed(self) -> str:
         """Return why no new node can join; empty when one can."""
-        if self._is_ending:
+        if self.shutdown.is_ending:
             return "it is about to end"
         return "it has not begun yet" if self._early_messages is not None else ""
 
@@ -261,15 +261,15 @@ class AgentMembership:
         match message:
             case rank_messages.RankReady():
                 rank.is_ready = True
-                self._committed_at_start = max(self._committed_at_start, message.committed)
+                self.ranks.committed_at_start = max(self.ranks.committed_at_start, message.committed)
                 if rank.generation is None and self.ranks.all_ready():
-                    self._perform_all(self._machine.ready(self.ranks.ready(), now, self._committed_at_start))
+                    self._perform_all(self._machine.ready(self.ranks.ready(), now, self.ranks.committed_at_start))
             case rank_messages.GroupFormed() if rank.generation == message.generation:
                 rank.has_formed = rank.has_state = True
                 if self.ranks.all_formed(message.generation):
                     if self._abandon is not None:
                         # Our ranks have it in their ledger: it need not be sent again.
-                        self._environment.write("given-up", lineage=str(self._abandon.lineage))
+                        self._environment.write(AbandonRecorded(str(self._abandon.lineage)))
                         self._abandon = None
                     self._machine.formed(message.generation, dict(message.history))
             case rank_messages.LeftGeneration() if rank.generation == message.generation:
@@ -277,9 +277,7 @@ class AgentMembership:
                 self._report_stopped()
             case rank_messages.GenerationBroken():
                 generation = message.generation
-                self._environment.write(
-                    "group-failed", name=rank.start.name, generation=str(generation), why=message.why
-                )
+                self._environment.write(GroupFailed(rank.start.name, str(generation), message.why))
                 if not self._machine.is_launching:
                     # The ranks of a launch end with their own error, unless a lost rank or node was its reason.
                     self._perform_all(self._machine.failed(generation, now))
@@ -294,7 +292,7 @@ class AgentMembership:
                 pass  # about a generation that it has left
 
     def on_rank_exit(self, ended: RankExit) -> bool:
-        """Return whether the run can go on although this rank has ended."""
+        """Return whether the run can continue although this rank has ended."""
         rank = self.ranks.named(ended.start.name)
         generation = rank.generation
         rank.end()
@@ -309,7 +307,7 @@ class AgentMembership:
         if not (self._has_begun and (was_killed or generation is None)) or self._was_last(generation):
             return False
         self._continue_without(generation)
-        if was_killed and not self._is_ending:
+        if was_killed and not self.shutdown.is_ending:
             schedule_restart(rank, self.ranks, self._environment)
         return True
 
@@ -322,7 +320,7 @@ class AgentMembership:
         return is_alone and generation is not None and not self.ranks.members_of(generation)
 
     def _continue_without(self, generation: Ballot | None) -> None:
-        """Go on after the death of a local rank, in this generation or while it waited for one."""
+        """Continue after the death of a local rank, in this generation or while it waited for one."""
         now = boot_clock()
         if generation is None:
             self._perform_all(self._machine.ready(self.ranks.ready(), now))
@@ -340,12 +338,12 @@ class AgentMembership:
             self.shutdown.finished = True
             self.begin_shutdown()
             self._machine.finish()
-            self._environment.write("finished")
+            self._environment.write(AgentFinished())
             for rank in self.ranks.waiting():
                 self._environment.kill(rank.start.name)
 
     def _report_stopped(self) -> None:
-        if self._suspended_at is None and (generation := self._stopping.take_done()):
+        if self._sleep.suspended_at is None and (generation := self._stopping.take_done()):
             state, ranks = self.ranks.furthest_state(generation), self.ranks.ready()
             self._perform_all(self._machine.stopped(generation, state, ranks, boot_clock()))
 
@@ -365,7 +363,7 @@ class AgentMembership:
             self._actions.popleft()
 
     def _perform(self, action: Action) -> None:
-        write: Callable[..., None] = self._environment.write
+        write = self._environment.write
         match action:
             case SendMessage():
                 self._mesh.post(action.to, encode(action.message))
@@ -375,13 +373,13 @@ class AgentMembership:
             case StartGeneration():
                 self._enter(action)
             case PauseTraining():
-                write("pause", text=action.text)
+                write(TrainingPaused(action.text))
             case LogSentence():
-                write("announce", generation=action.generation and str(action.generation), text=action.text)
+                write(MembershipAnnounced(action.generation and str(action.generation), action.text))
             case AbandonLineage():
                 lineage, surviving, shared = action.lineage, action.surviving, action.shared_step
                 self._abandon = rank_messages.AbandonCommits(lineage=lineage, surviving=surviving, shared_step=shared)
-                write("abandon", lineage=str(lineage), surviving=str(surviving), shared_step=shared, text=action.text)
+                write(LineageAbandoned(str(lineage), str(surviving), shared, action.text))
 
     def _enter(self, action: StartGeneration) -> None:
         generation, me = action.generation, self._numbering.me
@@ -389,12 +387,13 @@ class AgentMembership:
         self._lease_at = 0.0
         self._keys.enter(generation)
         self._environment.write(
-            "generation",
-            id=str(generation.id),
-            lineage=str(generation.lineage.name),
-            members=[self.name(member) for member in generation.members],
-            ranks=generation.world_size,
-            step=generation.state.step,
+            GenerationEntered(
+                id=str(generation.id),
+                lineage=str(generation.lineage.name),
+                members=[self.name(member) for member in generation.members],
+                ranks=generation.world_size,
+                step=generation.state.step,
+            )
         )
         lower_members = [member for member in generation.members if member < me]
         keeps_files = not any(map(self._environment.shares_folder_with, lower_members))
@@ -417,8 +416,22 @@ def schedule_restart(rank: LocalRank, ranks: LocalRanks, environment: RankEnviro
     """Have a killed rank started again soon, and record it; return False after too many attempts in short order."""
     after_s = ranks.schedule_restart(rank, boot_clock())
     if after_s is not None:
-        environment.write("restart", name=rank.start.name, attempt=rank.attempts, after_s=after_s)
+        environment.write(RankRestarts(rank.start.name, rank.attempts, after_s))
     return after_s is not None
+
+
+@dataclass
+class SleepClock:
+    """Notices that this machine has slept: from a gap between ticks, or from a suspend that was announced. Pure."""
+
+    slept_after_s: float  # a longer gap between two ticks means that the machine slept
+    ticked_at: float
+    suspended_at: float | None = None
+
+    def has_woken(self, now: float) -> bool:
+        """Call at every tick. Return also true where an announced suspend does not come."""
+        has_slept, self.ticked_at = now - self.ticked_at > self.slept_after_s, now
+        return has_slept or (self.suspended_at is not None and now - self.suspended_at > SUSPEND_LIMIT_S)
 
 
 class RankStop:
@@ -471,7 +484,11 @@ class ShutdownTracker:
     me: int
     launch_size: int  # nodes of the launch
     silent_after_s: float  # a member that sent nothing for this long is not awaited
-    finished: bool = False  # our ranks have passed the last barrier, or were asked to stop and did
+    finished: bool = False  # the local ranks have passed the last barrier, or were asked to stop and did
+    is_ending: bool = False  # no rank is restarted any more
+    has_left: bool = False  # this agent has resigned for good
+    has_failed: bool = False  # the group of the launch did not form, or its state is lost
+    may_return: bool = False  # the agent keeps its orders, so that this node can be started again later
     connected: set[int] = field(default_factory=set)
     received_at: dict[int, float] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)

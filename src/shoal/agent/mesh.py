@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -41,6 +41,22 @@ OnConnected = Callable[[int], None]
 OnConnection = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
+class BackgroundTasks:
+    """Tasks that nothing awaits; asyncio itself keeps only weak references to them."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __iter__(self) -> Iterator[asyncio.Task[Any]]:
+        return iter(tuple(self._tasks))
+
+    def spawn(self, work: Coroutine[None, None, Any]) -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
 class Mesh:
     def __init__(
         self,
@@ -54,18 +70,13 @@ class Mesh:
         self._on_lost = on_lost
         self._on_connected: OnConnected | None = None
         self._note = note
-        self._channels: dict[int, list[Channel]] = {}
-        self._unsent: dict[int, int] = {}
-        self._received_at: dict[int, float] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = BackgroundTasks()
+        self._channels = MemberChannels(self._tasks)
         self._dialling: set[int] = set()
         self._noted: set[str] = set()
-        self._arrived = asyncio.Condition()
-        self._refused: ShoalError | None = None
+        self._meeting = Meeting()
         self._listeners = Listeners(self._on_connection, is_own_address)
-        self._has_met = False
         self._watching: asyncio.Task[Any] | None = None
-        self._redial_after_s = SILENT_AFTER_S
         self._guard = make_connection_guard(note)
 
     # Beginning.
@@ -85,25 +96,19 @@ class Mesh:
         """Wait until every member is connected; the error names the missing ones."""
         self._set_roster(roster)
         for member in self.places.to_dial(self._me):
-            self._spawn(self._dial_until_met(member))
+            self._tasks.spawn(self._dial_until_met(member))
         try:
-            async with asyncio.timeout(MEET_TIMEOUT_S), self._arrived:
-                await self._arrived.wait_for(lambda: self._refused or len(self._channels) == len(roster) - 1)
+            await self._meeting.wait(lambda: len(self._channels) == len(roster) - 1)
         except TimeoutError:
             raise self.places.missing(self._me, self._channels, MEET_TIMEOUT_S) from None
-        if self._refused:
-            raise self._refused
-        self._has_met = True
 
     async def give_up(self, error: ShoalError) -> None:
         """Make `meet` raise this error. Afterwards it changes nothing."""
-        async with self._arrived:
-            self._refused = self._refused or error
-            self._arrived.notify_all()
+        await self._meeting.give_up(error)
 
     def watch(self) -> None:
         """From now on a member whose connection closes or that falls silent is lost for good."""
-        self._watching = self._spawn(self._send_heartbeats())
+        self._watching = self._tasks.spawn(self._send_heartbeats())
 
     def keep_connected(
         self,
@@ -120,13 +125,13 @@ class Mesh:
         """
         if self._watching is not None:
             self._watching.cancel()
-        self._redial_after_s = min(silent_after_s, SILENT_AFTER_S)
-        self._has_met = True
+        self._channels.redial_after_s = min(silent_after_s, SILENT_AFTER_S)
+        self._meeting.is_over = True
         self._set_roster(roster)
         self._on_connected = on_connected
-        for member in list(self._channels):
+        for member in self._channels:
             on_connected(member)
-        self._spawn(self._dial_missing(dial_all))
+        self._tasks.spawn(self._dial_missing(dial_all))
 
     def _set_roster(self, roster: Mapping[int, RosterEntry]) -> None:
         self.places.update(roster)
@@ -136,45 +141,26 @@ class Mesh:
 
     async def send(self, member: int, message: Message) -> bool:
         """Return whether the message could be sent. The loss of a member is reported elsewhere."""
-        if channels := self._channels.get(member):
-            with contextlib.suppress(OSError):
-                await channels[-1].send(message)
-                return True
-        return False
+        return await self._channels.send(member, message)
 
     def post(self, member: int, message: Message) -> None:
         """Send in order, without waiting; drop it when there is no connection, or one that accepts nothing."""
-        if member in self._channels and self._unsent.get(member, 0) < _MAX_UNSENT:
-            self._unsent[member] = self._unsent.get(member, 0) + 1
-            self._spawn(self._send_posted(member, self._channels[member][-1], message))
+        self._channels.post(member, message)
 
     async def broadcast(self, message: Message) -> None:
-        for member in list(self._channels):
+        for member in self._channels:
             if self._on_connected is None:
                 await self.send(member, message)
             else:
                 self.post(member, message)
 
     async def close(self) -> None:
-        # Send what was posted last, if the other side accepts it at once.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(RECONNECT_S):
-                while any(self._unsent.values()):
-                    await asyncio.sleep(0.01)
+        await self._channels.flush()
         for task in self._tasks:
             task.cancel()
-        for channels in self._channels.values():
-            for channel in channels:
-                channel.close()
+        self._channels.close()
         self._listeners.close()
         self._guard.sum_up()
-
-    async def _send_posted(self, member: int, channel: Channel, message: Message) -> None:
-        try:
-            with contextlib.suppress(OSError):
-                await channel.send(message)
-        finally:
-            self._unsent[member] -= 1
 
     # Connecting.
 
@@ -191,9 +177,9 @@ class Mesh:
             channel.close()
 
     async def _dial_until_met(self, member: int) -> None:
-        """Dial until `meet` ends: the other agent may start a moment after us."""
+        """Dial until `meet` ends: the other agent may start a moment later."""
         place = self.places[member]
-        while not self._has_met and member not in self._channels and self._refused is None:
+        while member not in self._channels and self._meeting.is_open():
             try:
                 await self._exchange_hellos(await dial(place.address, place.port, self._token))
             except ControlError as error:
@@ -206,7 +192,7 @@ class Mesh:
             if self._listeners.has_lost_address():
                 self.reconnect_all()
             for member in self.places if dial_all else self.places.to_dial(self._me):
-                if member not in self._channels or self._is_silent(member):
+                if member not in self._channels or self._channels.is_silent(member):
                     self._start_dialling(member)
             await asyncio.sleep(RECONNECT_S)
 
@@ -215,15 +201,10 @@ class Mesh:
         for member in self.places:
             self._start_dialling(member)
 
-    def _is_silent(self, member: int) -> bool:
-        """Whether to replace the connection: after silence the kernel waits ever longer before it sends again, so a
-        new connection notices earlier that a cable is back."""
-        return boot_clock() - self._received_at.get(member, 0.0) > self._redial_after_s
-
     def _start_dialling(self, member: int) -> None:
         if member != self._me.member and member not in self._dialling:
             self._dialling.add(member)
-            self._spawn(self._dial(member, self.places[member]))
+            self._tasks.spawn(self._dial(member, self.places[member]))
 
     async def _dial(self, member: int, place: RosterEntry) -> None:
         try:
@@ -242,12 +223,12 @@ class Mesh:
             self._dialling.discard(member)
 
     async def _exchange_hellos(self, channel: Channel) -> None:
-        await channel.send(self._me.as_dict())
+        await channel.send(asdict(self._me))
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             hello = Hello.from_dict(await channel.receive())
         if error := find_mismatch(self._me, hello) or self._check_id(hello):
             # Before the run has begun this ends it; later it concerns only the other node.
-            if self._has_met:
+            if self._meeting.is_over:
                 self._note_once(f"refused a member: {error.seen}")
             else:
                 await self.give_up(error)
@@ -255,10 +236,11 @@ class Mesh:
             return
         if text := describe_cpu_difference(self._me, hello):
             self._note_once(text)
-        async with self._arrived:
-            self._add(hello, channel)
-            self._arrived.notify_all()
-        self._spawn(self._listen_to(hello.member, channel))
+        async with self._meeting.arrival():
+            self._channels.add(hello.member, channel, is_stale=self.places.has_restarted(hello))
+            self.places.update_from(hello)
+            self._guard.expect(self.places.addresses())
+        self._tasks.spawn(self._listen_to(hello.member, channel))
         if self._on_connected is not None:
             self._on_connected(hello.member)
             self.post(hello.member, self.places.as_message())
@@ -272,25 +254,13 @@ class Mesh:
             fix="end one of them",
         )
 
-    def _add(self, hello: Hello, channel: Channel) -> None:
-        # Messages that still wait in an old connection must not arrive after those of the new one.
-        member, is_stale = hello.member, self.places.has_restarted(hello) or self._is_silent(hello.member)
-        channels = self._channels.setdefault(member, [])
-        for older in channels if is_stale else channels[: 1 - _MAX_CHANNELS]:
-            older.close()
-        self._channels[member] = [] if is_stale else channels[1 - _MAX_CHANNELS :]
-        self._channels[member].append(channel)
-        self._received_at[member] = boot_clock()
-        self.places.update_from(hello)
-        self._guard.expect(self.places.addresses())
-
     # Receiving and losing.
 
     async def _listen_to(self, member: int, channel: Channel) -> None:
         try:
             while True:
                 message = await channel.receive()
-                self._received_at[member] = boot_clock()
+                self._channels.record_message(member)
                 if message.get("type") == "places":
                     for changed in self.places.learn(message):
                         self._start_dialling(changed)
@@ -302,23 +272,137 @@ class Mesh:
             self._lose(member, error.seen, channel)
 
     async def _send_heartbeats(self) -> None:
-        """Send heartbeats and drop silent members; after a sleep of our own, listen first before judging others."""
+        """Send heartbeats and drop silent members; after a sleep of this machine, listen before judging others."""
         last_at = boot_clock()
         while True:
             await asyncio.sleep(FIXED_HEARTBEAT_S)
             now = boot_clock()
             if now - last_at < 5 * FIXED_HEARTBEAT_S:
-                for member, received_at in list(self._received_at.items()):
-                    if now - received_at > FIXED_SILENT_AFTER_S:
+                for member in self._channels:
+                    if self._channels.silent_s(member, now) > FIXED_SILENT_AFTER_S:
                         self._lose(member, f"it has sent nothing for {FIXED_SILENT_AFTER_S:.0f} s")
             last_at = now
             self._guard.look()
-            for member in list(self._channels):
+            for member in self._channels:
                 # Not awaited in turn: a full connection to a silent peer must not delay the others.
-                self._spawn(self.send(member, {"type": "beat"}))
+                self._tasks.spawn(self.send(member, {"type": "beat"}))
 
     def _lose(self, member: int, how: str, of: Channel | None = None) -> None:
         """Report a member as lost, unless the closed connection was replaced or has a twin."""
+        if not self._channels.remove(member, of):
+            return
+        if self._meeting.is_over:
+            self._on_lost(member, how)
+        else:
+            # Before the start a lost member does not return: waiting for it would only cost time.
+            node = self.places[member].node
+            self._tasks.spawn(self.give_up(PeerLost(f"{node} left before the ranks were started", why=how)))
+
+    def _note_once(self, text: str) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            self._note(text)
+
+
+class Meeting:
+    """The wait, before the ranks start, until all agents of a launch are connected."""
+
+    def __init__(self) -> None:
+        self.is_over = False  # all were connected, or the others train already
+        self._refused: ShoalError | None = None
+        self._changed = asyncio.Condition()
+
+    def is_open(self) -> bool:
+        return not self.is_over and self._refused is None
+
+    async def wait(self, is_complete: Callable[[], bool]) -> None:
+        """Return once the meeting is complete; raise why it cannot be, or TimeoutError."""
+        async with asyncio.timeout(MEET_TIMEOUT_S), self._changed:
+            await self._changed.wait_for(lambda: self._refused or is_complete())
+        if self._refused:
+            raise self._refused
+        self.is_over = True
+
+    async def give_up(self, error: ShoalError) -> None:
+        async with self._changed:
+            self._refused = self._refused or error
+            self._changed.notify_all()
+
+    @contextlib.asynccontextmanager
+    async def arrival(self) -> AsyncIterator[None]:
+        """Look again, after the body, whether the meeting is complete."""
+        async with self._changed:
+            yield
+            self._changed.notify_all()
+
+
+class MemberChannels:
+    """The connections to each member, the newest last, and when the member last sent something."""
+
+    def __init__(self, tasks: BackgroundTasks) -> None:
+        self._tasks = tasks
+        self._channels: dict[int, list[Channel]] = {}
+        self._unsent: dict[int, int] = {}
+        self._received_at: dict[int, float] = {}
+        self.redial_after_s = SILENT_AFTER_S
+
+    def __contains__(self, member: object) -> bool:
+        return member in self._channels
+
+    def __len__(self) -> int:
+        return len(self._channels)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(self._channels))
+
+    def __getitem__(self, member: int) -> list[Channel]:
+        return self._channels[member]
+
+    async def send(self, member: int, message: Message) -> bool:
+        if channels := self._channels.get(member):
+            with contextlib.suppress(OSError):
+                await channels[-1].send(message)
+                return True
+        return False
+
+    def post(self, member: int, message: Message) -> None:
+        if member in self._channels and self._unsent.get(member, 0) < _MAX_UNSENT:
+            self._unsent[member] = self._unsent.get(member, 0) + 1
+            self._tasks.spawn(self._send_posted(member, self._channels[member][-1], message))
+
+    async def _send_posted(self, member: int, channel: Channel, message: Message) -> None:
+        try:
+            with contextlib.suppress(OSError):
+                await channel.send(message)
+        finally:
+            self._unsent[member] -= 1
+
+    def record_message(self, member: int) -> None:
+        self._received_at[member] = boot_clock()
+
+    def silent_s(self, member: int, now: float) -> float:
+        return now - self._received_at.get(member, 0.0)
+
+    def is_silent(self, member: int) -> bool:
+        """Whether to replace the connection: after silence the kernel waits ever longer before it sends again, so a
+        new connection notices earlier that a cable is back."""
+        return self.silent_s(member, boot_clock()) > self.redial_after_s
+
+    def add(self, member: int, channel: Channel, is_stale: bool) -> None:
+        """Add a connection; `is_stale`: the older ones belong to an agent that was restarted."""
+        # Messages that still wait in an old connection must not arrive after those of the new one.
+        is_stale |= self.is_silent(member)
+        channels = self._channels.get(member, [])
+        for older in channels if is_stale else channels[: 1 - _MAX_CHANNELS]:
+            older.close()
+        self._channels[member] = [*([] if is_stale else channels[1 - _MAX_CHANNELS :]), channel]
+        self.record_message(member)
+
+    def remove(self, member: int, of: Channel | None) -> bool:
+        """Close one connection of a member, or all; return whether it had one and has none now.
+
+        False also for one that was replaced before.
+        """
         channels = self._channels.get(member, [])
         if of is not None:
             of.close()
@@ -326,29 +410,25 @@ class Mesh:
             self._channels[member] = [channel for channel in channels if channel is not of]
             if not self._channels[member]:
                 del self._channels[member]
-            return
+            return False
         self._received_at.pop(member, None)
         if self._channels.pop(member, None) is None:
-            return
+            return False
         for channel in channels:
             channel.close()
-        if self._has_met:
-            self._on_lost(member, how)
-        else:
-            # Before the start a lost member does not return: waiting for it would only cost time.
-            node = self.places[member].node
-            self._spawn(self.give_up(PeerLost(f"{node} left before the ranks were started", why=how)))
+        return True
 
-    def _note_once(self, text: str) -> None:
-        if text not in self._noted:
-            self._noted.add(text)
-            self._note(text)
+    async def flush(self) -> None:
+        """Send what was posted last, if the other side accepts it at once."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RECONNECT_S):
+                while any(self._unsent.values()):
+                    await asyncio.sleep(0.01)
 
-    def _spawn(self, work: Coroutine[None, None, Any]) -> asyncio.Task[Any]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def close(self) -> None:
+        for channels in self._channels.values():
+            for channel in channels:
+                channel.close()
 
 
 class AgentAddresses:
@@ -385,7 +465,7 @@ class AgentAddresses:
         return to_dial(me.member, {**addresses, me.member: me.address})
 
     def has_restarted(self, hello: Hello) -> bool:
-        """Return whether the agent was restarted since we learnt of it."""
+        """Return whether the agent was restarted since this one learnt of it."""
         known = self._known.get(hello.member)
         return known is not None and hello.life > known.life
 
@@ -464,7 +544,7 @@ class Listeners:
         return bool(self.address) and not self._is_own_address(self.address)
 
     async def follow_to(self, address: str) -> bool:
-        """Listen at this address too, if we have lost the old one; return whether we do."""
+        """Listen at this address too, if the old one is lost; return whether this was done."""
         async with self._moving:
             if not self.has_lost_address():
                 return False

@@ -12,17 +12,18 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.agent.kv_store import KvStoreClient, read_request, to_frame
 from shoal.agent.local_ranks import LocalRank, RankConnection
-from shoal.agent.mesh import AgentAddresses
+from shoal.agent.mesh import AgentAddresses, BackgroundTasks
 from shoal.agent.rank_template import ForkedRank, RankTemplate
 from shoal.cluster.agent_link import STDIN_FD
 from shoal.cluster.node import start_process
+from shoal.control.agent_events import AbandonRecorded, AgentEvent, AgentNote, LineageAbandoned, ScriptStoreKeys
 from shoal.control.fork_request import TEMPLATE_FD, can_be_forked
 from shoal.control.membership.settings import SCRIPT_STORE_EXIT_S
 from shoal.control.membership.types import read_ballot
@@ -219,7 +220,7 @@ class RankEnvironment:
         ranks: RankProcesses,
         keys: KvStoreClient,
         places: AgentAddresses,
-        write: Callable[..., None],
+        write: Callable[[AgentEvent], None],
     ) -> None:
         self._run = run
         self.run_folder = shlex.quote(str(run.path))
@@ -227,9 +228,12 @@ class RankEnvironment:
         self._ranks = ranks
         self._keys = keys
         self._places = places
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._store: subprocess.Popen[bytes] | None = None
         self.write = write
+
+    def note(self, text: str) -> None:
+        self.write(AgentNote(text))
 
     def start(self, start: StartProcess, has_own_folder: bool) -> None:
         env = make_marks(self._run.path, start.name)
@@ -257,7 +261,7 @@ class RankEnvironment:
         """Start a rank of an elastic run; every generation tells it whether it keeps files."""
 
         def refuse(why: str) -> None:
-            self.write("note", text=f"{rank.start.name} was killed: {why}")
+            self.note(f"{rank.start.name} was killed: {why}")
             self._ranks.end(rank.start.name)
 
         with self._starting(rank.start), ExitStack() as inherited:
@@ -270,7 +274,7 @@ class RankEnvironment:
             self._ranks.start(rank.start, env, fds, stdin)
             connection = RankConnection(agent_end, lambda message: on_message(rank, message), refuse)
             rank.begin(connection)
-            self._spawn(connection.listen())
+            self._tasks.spawn(connection.listen())
 
     def serve_script_store(self, listener: socket.socket) -> None:
         """Start the process that serves torch's own store: it needs torch, which the agent does not import.
@@ -285,7 +289,7 @@ class RankEnvironment:
         except OSError as error:
             raise _cannot_start("the store of the script's ranks", self._node, error) from error
         finally:
-            # Only the store keeps it: if the store dies, ranks are refused and do not wait for ever.
+            # Only the store keeps it: if the store dies, ranks are refused and do not wait forever.
             listener.close()
 
     @property
@@ -299,10 +303,7 @@ class RankEnvironment:
         code, self._store, log = self._store.returncode, None, self._store_log
         with suppress(OSError):
             last = log.read_bytes()[-_LAST_BYTES:].decode(errors="replace").strip().rpartition("\n")[2]
-            self.write(
-                "note",
-                text=f"the store of the script's ranks ended with {code}: {last or 'it printed nothing'} ({log})",
-            )
+            self.note(f"the store of the script's ranks ended with {code}: {last or 'it printed nothing'} ({log})")
 
     def close(self) -> None:
         """End the store, and record in the journal how many keys the ranks have left in it."""
@@ -315,7 +316,7 @@ class RankEnvironment:
         except subprocess.TimeoutExpired:
             store.kill()
             store.wait()
-        self.write("script-store-keys", keys=self._count_store_keys(store.returncode))
+        self.write(ScriptStoreKeys(self._count_store_keys(store.returncode)))
 
     def _count_store_keys(self, code: int) -> int | None:
         """Return the number that the store printed; 0 if it ended while importing torch, None if it printed none."""
@@ -339,17 +340,14 @@ class RankEnvironment:
         """
         if ended.out_of_memory:
             name = ended.start.name.replace("-", " ")
-            self.write(
-                "note",
-                text=f"{name} was killed, and the machine ran out of memory while it ran ({OUT_OF_MEMORY_ADVICE})",
-            )
+            self.note(f"{name} was killed, and the machine ran out of memory while it ran ({OUT_OF_MEMORY_ADVICE})")
             return True
         if ended.code < 0:
             return False
         last = read_last_events(self._run.events(ended.start.ranks[0]), _LAST_BYTES)[-1:]
         faults = [event for event in last if event["event"] == "fault" and event.get("error") in _OUT_OF_MEMORY]
         for event in faults:
-            self.write("note", text=f"{event['seen']} ({event['fix']})")
+            self.note(f"{event['seen']} ({event['fix']})")
         return bool(faults)
 
     def pending_abandon(self) -> AbandonCommits | None:
@@ -365,7 +363,7 @@ class RankEnvironment:
     def _serve_keys(self, inherited: ExitStack) -> int:
         agent_end, rank_end = socket.socketpair()
         inherited.enter_context(rank_end)
-        self._spawn(self._answer_requests(agent_end))
+        self._tasks.spawn(self._answer_requests(agent_end))
         return rank_end.fileno()
 
     async def _answer_requests(self, agent_end: socket.socket) -> None:
@@ -378,14 +376,9 @@ class RankEnvironment:
                     await writer.drain()
         except ControlError as error:
             # The rank sees its connection closed and ends with an error of its own.
-            self.write("note", text=f"{error.seen}: {error.why}")
+            self.note(f"{error.seen}: {error.why}")
         finally:
             writer.close()
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     @contextmanager
     def _starting(self, start: StartProcess) -> Iterator[None]:
@@ -411,8 +404,10 @@ def _take_stdin() -> int | None:
 
 def pending_abandon(journal: Iterable[Event]) -> AbandonCommits | None:
     """Return a lineage that an earlier life of this agent abandoned and that no ledger has recorded yet."""
-    last = deque((event for event in journal if event["event"] in ("abandon", "given-up")), maxlen=1)
-    if not last or last[-1]["event"] == "given-up":
+    last = deque(
+        (event for event in journal if event["event"] in (LineageAbandoned.kind, AbandonRecorded.kind)), maxlen=1
+    )
+    if not last or last[-1]["event"] == AbandonRecorded.kind:
         return None
     lineage, surviving = (read_ballot(last[-1][name]) for name in ("lineage", "surviving"))
     return AbandonCommits(lineage=lineage, surviving=surviving, shared_step=last[-1]["shared_step"])

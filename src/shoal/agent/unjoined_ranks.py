@@ -19,9 +19,7 @@ import psutil
 
 from shoal.control.membership.settings import UNJOINED_AFTER_S, UNJOINED_CHECK_S
 from shoal.control.orders import StartProcess
-from shoal.errors import RunFailed
 from shoal.host.proc import TcpSocket, plain_address, tcp_sockets_of
-from shoal.units import rank_list, rank_names
 
 
 def is_at(sockets: Iterable[TcpSocket], address: str, port: int) -> bool:
@@ -35,48 +33,6 @@ def who_is_alone(met: Mapping[int, bool | None], world_size: int) -> list[int]:
     if world_size == 1:
         return []
     return sorted(rank for rank, seen in met.items() if seen is False)
-
-
-def no_rank_joined(alone: list[int], address: str, port: int, after_s: float) -> RunFailed:
-    """Return the warning for a world in which no rank joined: shown, not raised, for the script may be right."""
-    have = "has" if len(alone) == 1 else "have"
-    return RunFailed(
-        f"{rank_names(alone)} {have} not met the others at {address}:{port} in {after_s:.0f} s",
-        why="a script that makes no process group trains once on every rank; one that meets elsewhere is fine",
-        fix="call torch.distributed.init_process_group(), use shoal.Session, or tell Lightning its strategy, devices "
-        "and num_nodes",
-    )
-
-
-def ranks_wait_for_others(
-    met: list[int], missing: list[int], address: str, port: int, after_s: float, run: str
-) -> RunFailed:
-    """Return the warning for ranks that wait for others in the store."""
-    those, others = rank_list(met), rank_list(missing)
-    waits = "waits" if len(met) == 1 else "wait"
-    return RunFailed(
-        f"{those} {waits} for {others}, not seen at {address}:{port} in {after_s:.0f} s",
-        why=f"{others} hangs or is busy before init_process_group, or makes no process group",
-        fix=f"see what it prints: shoal logs {run} --rank {min(missing)}; and what it does: py-spy dump --pid PID",
-    )
-
-
-def no_rank_ever_joined(ranks: int) -> str:
-    """Return the warning for a script that ended well and left no key in the store of its ranks."""
-    return (
-        f"no rank joined a process group: each of the {ranks} ranks ran the whole script alone, unless they met "
-        "elsewhere (call torch.distributed.init_process_group(), or tell Lightning its strategy, devices and num_nodes)"
-    )
-
-
-def ranks_still_running(ended: list[int], running: list[int], after_s: float, run: str) -> str:
-    """Return the warning for ranks that still run long after others have ended well."""
-    those, others = rank_list(ended), rank_list(running)
-    return (
-        f"{those} ended {after_s:.0f} s ago with exit code 0, and {others} still runs: if it waits for an exchange "
-        f"with {those}, that never comes, and torch gives up after its timeout (gloo: 30 minutes, "
-        f"NCCL: 10). To end it now: shoal stop {run}"
-    )
 
 
 @dataclass

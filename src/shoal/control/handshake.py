@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import shoal
@@ -47,9 +47,6 @@ class Hello:
     address: str = ""  # where its agent listens, with `port`
     port: int = 0
     life: int = 0  # how often its agent was restarted
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_dict(cls, document: Any) -> Hello:

@@ -20,20 +20,43 @@ from pathlib import Path
 from types import FrameType
 
 from shoal.agent.membership import highest_generation
-from shoal.agent.unjoined_ranks import no_rank_ever_joined, no_rank_joined, ranks_still_running, ranks_wait_for_others
 from shoal.cluster.agent_link import AgentLink
 from shoal.cluster.cluster import Cluster, without_nodes
 from shoal.cluster.node import Node, Rendezvous
 from shoal.config.defaults import GRACE_S
 from shoal.config.load import load_config
 from shoal.config.schema import MembersConfig, RunConfig
+from shoal.control.agent_events import (
+    AgentDone,
+    AgentEvent,
+    AgentNote,
+    AgentReady,
+    AgentRefused,
+    GroupFailed,
+    LineageAbandoned,
+    MembershipAnnounced,
+    NodeLost,
+    PeerEnded,
+    RankEnded,
+    RankEvent,
+    RankRestarts,
+    RanksJoined,
+    RanksStarted,
+    ScriptStoreKeys,
+    ScriptStoreUsed,
+    SessionBegan,
+    StateLost,
+    StopAsked,
+    TrainingPaused,
+    read_agent_event,
+)
 from shoal.control.channel import make_token
 from shoal.control.orders import END, STOP, MeetOrder, MembershipOrder, RosterEntry, make_membership_order, to_line
 from shoal.control.processes import AGENT, find_processes, is_running
 from shoal.control.rank_env import RESUME, SETTINGS
 from shoal.cost.batch_plan import world_batch
 from shoal.cost.memory import out_of_memory_advice
-from shoal.errors import ControlError, Interrupted, PeerLost, RunFailed, ShoalError, UsageError, from_dict
+from shoal.errors import ControlError, Interrupted, PeerLost, RunFailed, ShoalError, UsageError
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.failure import (
     LOG_TAIL,
@@ -46,6 +69,7 @@ from shoal.launch.failure import (
     has_own_fault,
     script_faults,
 )
+from shoal.launch.notes import LaunchNotes, no_rank_ever_joined, stop_note
 from shoal.launch.plan import (
     Attempt,
     RankCommand,
@@ -57,7 +81,7 @@ from shoal.launch.plan import (
     settings_notes,
 )
 from shoal.run_folder import RunFolder
-from shoal.units import format_duration, rank_list
+from shoal.units import rank_list
 
 POLL_S = 0.05
 # Over SSH to a slow machine Python alone may take seconds to start.
@@ -68,8 +92,6 @@ _JOURNAL_LAG_S = 1.0
 _END_WITHIN_S = 5.0
 # The ranks of a session say themselves how many can share its batch.
 _MAX_SCRIPT_RANKS = 1 << 16
-# Ranks of a script that run this much longer than the first that ended are mentioned.
-NOTE_RUNNING_AFTER_S = 60.0
 
 Plan = Callable[[list[Node], Rendezvous], list[RankCommand]]
 # Given the number of ranks and the highest generation so far, returns the rules by which members come and go.
@@ -83,14 +105,14 @@ class AgentHandle:
     node: Node
     link: AgentLink
     tail: EventTail
-    ready: Event | None = None
+    ready: AgentReady | None = None
     started: bool = False
     done: bool = False
     ended_at: float | None = None  # when it was seen to have ended without a `done` event
     lost: str = ""  # how another agent lost it
     finished: bool = False  # another agent reported that all its ranks ended well
     abandoned: bool = False  # the launcher stopped waiting for it
-    # The process of an agent that was started again and is no child of the launcher; 0 when it cannot be seen from
+    # The process of an agent that was started again and is not a child of the launcher; 0 when it cannot be seen from
     # here.
     restarted_pid: int | None = None
 
@@ -108,8 +130,20 @@ class AgentHandle:
         how = self.link.ended()
         return self.lost if how is None and self.lost and not self.link.is_reachable() else how
 
+    def become_ready(self, facts: AgentReady) -> None:
+        """Take the facts of its machine, which the plan of its ranks depends on."""
+        self.ready = facts
+        self.node = replace(self.node, interface=facts.interface, cpu_only=facts.cpu_only)
+        if self.node.cores is None:
+            self.node = replace(self.node, cores=facts.cores, core_speeds=tuple(facts.core_speeds or ()))
+
+    def follow_restarted(self, pid: int) -> None:
+        """Follow an agent that another process started again."""
+        self.restarted_pid = pid
+        self.done, self.ended_at, self.lost, self.finished = False, None, "", False
+
     def send(self, request: str) -> None:
-        """Send STOP or END. A restarted agent gets signals instead: two at once mean END; see `Agent._on_signal`."""
+        """Send STOP or END. A restarted agent gets signals instead: two at once mean END; see `Agent._on_interrupt`."""
         self.link.send(to_line(request))
         if self.restarted_pid is not None and is_running(self.restarted_pid):
             for signum in (signal.SIGINT, signal.SIGTERM)[: 2 if request == END else 1]:
@@ -124,6 +158,67 @@ class AgentHandle:
             os.kill(self.restarted_pid, signal.SIGKILL)
 
 
+class LaunchedRanks:
+    """The rank processes that the agents were ordered to start, and how each of them ended."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+        self.commands: list[RankCommand] = []
+        self.ends: list[ProcessEnd] = []
+
+    @property
+    def count(self) -> int:
+        return sum(len(command.ranks) for command in self.commands)
+
+    def of_node(self, node: str) -> dict[str, RankCommand]:
+        return {command.name: command for command in self.commands if command.node.name == node}
+
+    def running(self) -> list[int]:
+        ended = {end.name for end in self.ends}
+        return [rank for command in self.commands if command.name not in ended for rank in command.ranks]
+
+    def add_end(self, node: str, event: RankEnded, lost: str = "") -> None:
+        ranks, log = self.of_node(node)[event.name].ranks, str(self._run.log(node, event.name))
+        order = len(self.ends)
+        self.ends.append(
+            ProcessEnd(event.name, node, ranks, event.code, order, event.by_agent, log, event.out_of_memory, lost)
+        )
+
+    def lose_node(self, node: str, how: str) -> None:
+        """Count the running ranks of a node as killed."""
+        ended = {end.name for end in self.ends}
+        for name in [name for name in self.of_node(node) if name not in ended]:
+            self.add_end(node, RankEnded(name, -int(signal.SIGKILL), by_agent=False, out_of_memory=False), lost=how)
+
+    def forget_ends(self, name: str = "", node: str = "") -> None:
+        """Forget how a rank that restarts has ended, or all ranks of a node whose agent was started again."""
+        self.ends = [end for end in self.ends if end.name != name and end.node != node]
+
+
+@dataclass
+class LaunchReports:
+    """What the agents reported of the run as a whole."""
+
+    refused: ShoalError | None = None  # why an agent did not start, or ended
+    state_lost: ShoalError | None = None
+    broken: str = ""  # the first rank that could not join the process group, and why
+    stopped_by: str = ""  # the node that asked all others to stop, where it was not this launcher
+    store_keys: int | None = None  # in the store of a script's ranks at its end; None while that is not known
+    lost_by: dict[str, dict[str, str]] = field(default_factory=dict)  # by lost node: who lost it, and how
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """What the agents of a launch are to run."""
+
+    plan: Plan
+    config: str  # a digest, in which all agents must agree, as in that of the data
+    data: str = ""
+    script_port: int | None = None  # where the first agent serves torch's own store for a script
+    members: MakeMembership | None = None  # None: the loss of a node ends the run
+    expect_ranks: bool = False  # the agents get their first rank as it is planned so far, and prepare for it
+
+
 @dataclass
 class Launch:
     """The agents of one launch. Leaving the `with` block ends all of them, and so all of their ranks."""
@@ -132,46 +227,24 @@ class Launch:
     cluster: Cluster
     log: EventLog
     launch_id: str = field(default_factory=lambda: secrets.token_hex(8))
-    agents: list[AgentHandle] = field(default_factory=list)
-    commands: list[RankCommand] = field(default_factory=list)
-    ends: list[ProcessEnd] = field(default_factory=list)
-    refused: ShoalError | None = None
-    interrupts: int = 0
-    stopped_by: str = ""  # the node that asked all others to stop, where it was not this launcher
-    is_elastic: bool = False
-    broken: str = ""  # the first rank that could not join the process group, and why
-    state_lost: ShoalError | None = None
     # How long the ranks of a script may take to end once they are asked to stop; None for shoal's own ranks.
     grace_s: float | None = None
-    # Keys in the store of a script's ranks at its end; None while that is not known.
-    store_keys: int | None = None
-    noted_unjoined: bool = False
-    _joined: dict[str, Event] = field(default_factory=dict)  # each node's report of which ranks joined
-    _rendezvous: Rendezvous | None = None
-    _first_end_at: float | None = None
-    _noted_running: bool = False
-    _noted_open_store: bool = False
-    _announced: set[str] = field(default_factory=set)
-    # Nodes whose journals have lines that cannot be used.
-    _noted_journals: set[str] = field(default_factory=set)
+    interrupts: int = 0
+    is_elastic: bool = False
+    agents: list[AgentHandle] = field(default_factory=list)
+    ranks: LaunchedRanks = field(init=False)
+    notes: LaunchNotes = field(init=False)
+    reports: LaunchReports = field(default_factory=LaunchReports)
     _interrupts_sent: int = 0
     _asked_to_end_at: float | None = None
-    _lost_by: dict[str, dict[str, str]] = field(default_factory=dict)  # by lost node: who lost it, and how
     _is_split: bool = False  # every running agent was lost by another one, so the launcher ended them
 
-    def launch(
-        self,
-        plan: Plan,
-        config: str,
-        data: str,
-        script_port: int | None = None,
-        members: MakeMembership | None = None,
-        expect_ranks: bool = False,
-    ) -> None:
-        """Start the agents, wait until all are ready, and send them the ranks. With `members` the run is elastic.
+    def __post_init__(self) -> None:
+        self.ranks = LaunchedRanks(self.run)
+        self.notes = LaunchNotes(self.run, self.log)
 
-        With `expect_ranks` the agents get their first rank as it is planned so far, and prepare for it.
-        """
+    def launch(self, request: LaunchRequest) -> None:
+        """Start the agents, wait until all are ready, and send them the ranks."""
         common = MeetOrder(
             folder="",
             node="",
@@ -181,11 +254,11 @@ class Launch:
             token=make_token(self.run.token),
             launch=self.launch_id,
             launched_at=time.time(),
-            config=config,
-            data=data,
+            config=request.config,
+            data=request.data,
         )
         nodes = self.cluster.nodes
-        expected = plan(nodes, Rendezvous(nodes[0].address, 0)) if expect_ranks else []
+        expected = request.plan(nodes, Rendezvous(nodes[0].address, 0)) if request.expect_ranks else []
         for member, node in enumerate(nodes):
             tail = EventTail(self.run.journal(node.name))
             tail.skip_to_end()
@@ -198,14 +271,13 @@ class Launch:
                 member=member,
                 address=node.address,
                 interface=node.interface,
-                script_port=script_port if member == 0 else None,
+                script_port=request.script_port if member == 0 else None,
                 expected=next(iter(make_go_order((), expected, node.name).starts), None),
             )
             agent.link.send(to_line(order))
-        self._await_ready()
-        self._start_ranks(plan, members)
+        self._start_ranks(request, self._await_ready())
 
-    def _await_ready(self) -> None:
+    def _await_ready(self) -> list[AgentReady]:
         deadline = time.monotonic() + READY_WITHIN_S
         while waiting := [agent for agent in self.agents if agent.ready is None]:
             self._poll()
@@ -218,31 +290,26 @@ class Launch:
                     fix=f"look at {self.run.path / 'agents'}, then try again",
                 )
             time.sleep(POLL_S)
+        return [agent.ready for agent in self.agents if agent.ready is not None]
 
-    def _start_ranks(self, plan: Plan, members: MakeMembership | None) -> None:
-        ready = [agent.ready or {} for agent in self.agents]
-        for agent, facts in zip(self.agents, ready, strict=True):
-            agent.node = replace(agent.node, interface=facts["interface"], cpu_only=facts["cpu_only"])
-            if agent.node.cores is None:
-                speeds = tuple(facts.get("core_speeds") or ())
-                agent.node = replace(agent.node, cores=facts["cores"], core_speeds=speeds)
+    def _start_ranks(self, request: LaunchRequest, ready: list[AgentReady]) -> None:
         nodes = [agent.node for agent in self.agents]
-        rendezvous = Rendezvous(nodes[0].address, ready[0]["script_port"] or ready[0]["port"])
-        self._rendezvous = rendezvous
-        self.commands = plan(nodes, rendezvous)
+        rendezvous = Rendezvous(nodes[0].address, ready[0].script_port or ready[0].port)
+        self.notes.rendezvous = rendezvous
+        commands = self.ranks.commands = request.plan(nodes, rendezvous)
         # A script's run becomes elastic when its ranks begin a session.
-        self.is_elastic = members is not None and self.grace_s is None
+        self.is_elastic = request.members is not None and self.grace_s is None
         order = None
-        if members is not None:
+        if request.members is not None:
             # The highest of all earlier launches, as far as any node knows: no generation number is used twice.
-            highest = max(highest_generation(self.run), *(int(facts["highest_generation"]) for facts in ready))
-            order = members(self.ranks, highest)
+            highest = max(highest_generation(self.run), *(facts.highest_generation for facts in ready))
+            order = request.members(self.ranks.count, highest)
         roster = []
         for node, facts in zip(nodes, ready, strict=True):
-            ranks = [rank for command in self.commands if command.node.name == node.name for rank in command.ranks]
-            roster.append(RosterEntry(node.name, node.address, facts["port"], facts["agent_mark"], tuple(ranks)))
+            ranks = tuple(rank for command in self.ranks.of_node(node.name).values() for rank in command.ranks)
+            roster.append(RosterEntry(node.name, node.address, facts.port, facts.agent_mark, ranks))
         for agent in self.agents:
-            agent.link.send(to_line(make_go_order(roster, self.commands, agent.node.name, order, self.grace_s)))
+            agent.link.send(to_line(make_go_order(roster, commands, agent.node.name, order, self.grace_s)))
 
     def __enter__(self) -> Launch:
         return self
@@ -272,12 +339,19 @@ class Launch:
                 # Deleted journals get no new lines: without this the launcher would wait forever.
                 raise self.run.removed()
             self._abandon_stuck()
-            self._note_still_running()
+            if self.grace_s is not None and not self.is_elastic and not self.interrupts:
+                # The ranks of a session have passed its last barrier when the first ends: none of them waits.
+                self.notes.note_still_running(self.ranks.ends, self.ranks.running())
             time.sleep(POLL_S)
         if self._is_split and not self.interrupts:
-            self.ends = count_cut_off(self.ends, self._lost_by, [agent.node.name for agent in self.agents])
-        if self.refused and not self.interrupts:
-            raise self.refused
+            nodes = [agent.node.name for agent in self.agents]
+            self.ranks.ends = count_cut_off(self.ranks.ends, self.reports.lost_by, nodes)
+        if self.reports.refused and not self.interrupts:
+            raise self.reports.refused
+
+    def counted_ends(self) -> list[ProcessEnd]:
+        """Return the ends that may make the run fail: not those that an elastic run survived."""
+        return drop_survived(self.ranks.ends) if self.is_elastic else self.ranks.ends
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
         self.interrupts += 1
@@ -287,7 +361,7 @@ class Launch:
             self._interrupts_sent += 1
             if self._interrupts_sent == 1:
                 self._send(STOP)
-                self._note(stop_note(self.grace_s))
+                self.notes.write(stop_note(self.grace_s))
             else:
                 self._send(END)
                 self._asked_to_end_at = self._asked_to_end_at or time.monotonic()
@@ -310,175 +384,93 @@ class Launch:
 
     def _poll(self) -> None:
         for agent in self.agents:
-            own = {command.name for command in self.commands if command.node.name == agent.node.name}
-            for event in agent.tail.poll():
-                if event.get("launch") != self.launch_id:
-                    continue
+            node = agent.node.name
+            own = self.ranks.of_node(node)
+            for record in agent.tail.poll():
+                event = read_agent_event(record) if record.get("launch") == self.launch_id else None
                 # The process that a journal names must be one that the node was ordered to start.
-                if event["event"] not in ("ended", "restart", "group-failed") or event["name"] in own:
+                if isinstance(event, RankEvent) and event.name not in own:
+                    self.notes.note_bad_lines(node)
+                elif event is not None:
                     self._handle(agent, event)
-                else:
-                    self._note_bad_lines(agent)
             if agent.tail.unreadable:
-                self._note_bad_lines(agent)
+                self.notes.note_bad_lines(node)
         for agent in self.agents:
             self._check_alive(agent)
 
-    def _note_bad_lines(self, agent: AgentHandle) -> None:
-        """Note unusable lines once for each node: a journal with many of them must not fill the user's screen."""
-        if agent.node.name not in self._noted_journals:
-            self._noted_journals.add(agent.node.name)
-            self._note(
-                f"the journal of {agent.node.name} has lines that cannot be used and are ignored: its shoal is another "
-                f"version, or the file was damaged ({self.run.journal(agent.node.name)})"
-            )
-
-    def _handle(self, agent: AgentHandle, event: Event) -> None:
-        node = agent.node.name
-        match event["event"]:
-            case "ready" if event["incarnation"]:
-                self._take_restarted(agent)
-            case "ready":
-                agent.ready = event
-            case "session":
+    def _handle(self, agent: AgentHandle, event: AgentEvent) -> None:
+        node, reports, notes = agent.node.name, self.reports, self.notes
+        match event:
+            case AgentReady(incarnation=0):
+                agent.become_ready(event)
+            case AgentReady():
+                self._follow_restarted(agent)
+            case SessionBegan():
                 self.is_elastic = True
-            case "started":
+            case RanksStarted():
                 agent.started = True
                 if all(other.started for other in self.agents):
-                    self.log.write("running", nodes=[other.node.name for other in self.agents], ranks=self.ranks)
-            case "ended":
-                self._add_end(
-                    agent, event["name"], event["code"], event["by_agent"], out_of_memory=event["out_of_memory"]
-                )
-            case "note":
-                self._note(f"{node}: {event['text']}")
-            case "restart":
-                self.ends = [end for end in self.ends if end.name != event["name"]]
-            case "announce" | "pause" | "abandon":
-                # All agents of a generation announce the same: note it once.
-                key = event.get("generation") or event["text"]
-                if key not in self._announced:
-                    self._announced.add(key)
-                    self._note(event["text"])
-            case "group-failed":
-                self.broken = self.broken or f"{event['name']}: {event['why']}"
-            case "lost":
+                    self.log.write("running", nodes=[other.node.name for other in self.agents], ranks=self.ranks.count)
+            case RankEnded():
+                self.ranks.add_end(node, event)
+            case RankRestarts():
+                self.ranks.forget_ends(name=event.name)
+            case AgentNote():
+                notes.write(f"{node}: {event.text}")
+            case MembershipAnnounced():
+                # All agents of a generation announce the same.
+                notes.write_once(event.generation or event.text, event.text)
+            case TrainingPaused() | LineageAbandoned():
+                notes.write_once(event.text, event.text)
+            case GroupFailed():
+                reports.broken = reports.broken or f"{event.name}: {event.why}"
+            case NodeLost():
                 if not self.is_elastic:
-                    self._note(f"{node} lost {event['node']}: {event['how']}")
-                self._lost_by.setdefault(event["node"], {})[node] = event["how"]
-                self._mark_lost(event["node"], event["how"])
-            case "peer-ended" if event["failed"]:
-                self._mark_lost(event["node"], "its ranks failed, and their error did not reach the launcher")
-            case "peer-ended":
+                    notes.write(f"{node} lost {event.node}: {event.how}")
+                reports.lost_by.setdefault(event.node, {})[node] = event.how
+                self._mark_lost(event.node, event.how)
+            case PeerEnded(failed=True):
+                self._mark_lost(event.node, "its ranks failed, and their error did not reach the launcher")
+            case PeerEnded():
                 # Enough for an agent whose own journal does not arrive: its ranks ended, and it was no failure.
                 for other in self.agents:
-                    other.finished |= other.node.name == event["node"]
-            case "stop-asked" if not self.interrupts:
-                self.stopped_by = self.stopped_by or node
-            case "joined-group":
-                self._joined[node] = event
-                self._note_unjoined()
-            case "script-store-used":
-                self._note_open_store()
-            case "script-store-keys":
-                self.store_keys = event["keys"]
-                if self.store_keys:
-                    self._note_open_store()
-            case "state-lost":
-                self.state_lost = from_dict(event)
-            case "refused" if agent.restarted_pid is not None:
-                self._note(f"{node} could not take part again: {event['seen']}")
-            case "refused":
-                self._refuse(from_dict(event))
-            case "done":
+                    other.finished |= other.node.name == event.node
+            case StopAsked() if not self.interrupts:
+                reports.stopped_by = reports.stopped_by or node
+            case RanksJoined():
+                notes.add_joined(node, event, len(self.agents))
+            case ScriptStoreUsed():
+                notes.note_open_store(len(self.agents))
+            case ScriptStoreKeys():
+                reports.store_keys = event.keys
+                if event.keys:
+                    notes.note_open_store(len(self.agents))
+            case StateLost():
+                reports.state_lost = event.error
+            case AgentRefused():
+                self._on_refused(agent, event.error)
+            case AgentDone():
                 agent.done = True
 
-    def _note_unjoined(self) -> None:
-        """Name the ranks that have not joined the process group, once the agents of all nodes have reported.
-
-        A rank may wait for one of another node, so a single report shows too little.
-        """
-        if self._rendezvous is None or len(self._joined) < len(self.agents):
-            return
-        joined, missing = (
-            sorted(rank for event in self._joined.values() for rank in event[key]) for key in ("met", "missing")
-        )
-        if missing and not self.noted_unjoined:
-            place = self._rendezvous.address, self._rendezvous.port
-            after_s = max(float(event["after_s"]) for event in self._joined.values())
-            run = shlex.quote(str(self.run.path))
-            warning = (
-                ranks_wait_for_others(joined, missing, *place, after_s, run)
-                if joined
-                else no_rank_joined(missing, *place, after_s)
-            )
-            self.noted_unjoined = True
-            self._note(f"{warning.seen}: {warning.why} ({warning.fix})")
-
-    def _note_open_store(self) -> None:
-        """Note, once, that the ranks of a script meet in a store without a token. Those of a session do not."""
-        if self._rendezvous is None or len(self.agents) == 1 or self._noted_open_store:
-            return
-        self._noted_open_store = True
-        self._note(
-            f"the script's store is torch's own and asks for no token: any program that reaches "
-            f"{self._rendezvous.address} port {self._rendezvous.port} can write into it. Use a network you trust."
-        )
-
-    def _note_still_running(self) -> None:
-        """Name the ranks of a script that still run long after others have ended well.
-
-        The ranks of a session have passed its last barrier by then: none of them waits.
-        """
-        if self.grace_s is None or self.is_elastic or self.interrupts or self._noted_running or not self.ends:
-            return
-        ended = [rank for end in self.ends for rank in end.ranks]
-        running = [rank for command in self.commands for rank in command.ranks if rank not in ended]
-        if any(end.code for end in self.ends) or not running:
-            return
-        now = time.monotonic()
-        self._first_end_at = now if self._first_end_at is None else self._first_end_at
-        if now - self._first_end_at > NOTE_RUNNING_AFTER_S:
-            self._noted_running = True
-            self._note(ranks_still_running(ended, running, now - self._first_end_at, shlex.quote(str(self.run.path))))
-
-    @property
-    def ranks(self) -> int:
-        return sum(len(command.ranks) for command in self.commands)
-
-    def _take_restarted(self, agent: AgentHandle) -> None:
-        """Follow an agent that another process started again. The ends of its former ranks no longer count."""
+    def _follow_restarted(self, agent: AgentHandle) -> None:
+        """Follow an agent that was started again. The ends of its former ranks no longer count."""
         # The process id in the event may be one inside an emulated node.
-        own = (
-            process
-            for process in find_processes(self.run.path)
-            if (process.part, process.node) == (AGENT, agent.node.name)
-        )
-        agent.restarted_pid = next((process.pid for process in own), 0)
-        agent.done, agent.ended_at, agent.lost, agent.finished = False, None, "", False
-        self.ends = [end for end in self.ends if end.node != agent.node.name]
+        own = (process for process in find_processes(self.run.path) if process.part == AGENT)
+        agent.follow_restarted(next((process.pid for process in own if process.node == agent.node.name), 0))
+        self.ranks.forget_ends(node=agent.node.name)
 
-    def _note(self, text: str) -> None:
-        self.log.write("note", text=text)
-
-    def _refuse(self, error: ShoalError) -> None:
+    def _on_refused(self, agent: AgentHandle, error: ShoalError) -> None:
         """Record that an agent refused to start, and end the others, which wait for it."""
-        if self.refused is None:
+        if agent.restarted_pid is not None:
+            self.notes.write(f"{agent.node.name} could not take part again: {error.seen}")
+            return
+        reports = self.reports
+        if reports.refused is None:
             self._send(END)
-        if self.refused is None or isinstance(self.refused, PeerLost):
-            self.refused = error
-        if not self.commands:
-            raise self.refused
-
-    def _add_end(
-        self, agent: AgentHandle, name: str, code: int, by_agent: bool, out_of_memory: bool = False, lost: str = ""
-    ) -> None:
-        node = agent.node.name
-        command = next(command for command in self.commands if command.name == name)
-        log = str(self.run.log(node, name))
-        self.ends.append(
-            ProcessEnd(name, node, command.ranks, code, len(self.ends), by_agent, log, out_of_memory, lost)
-        )
+        if reports.refused is None or isinstance(reports.refused, PeerLost):
+            reports.refused = error
+        if not self.ranks.commands:
+            raise reports.refused
 
     def _mark_lost(self, node: str, how: str) -> None:
         """Mark a node that another agent lost. A node that joined later is none of the launcher's agents."""
@@ -500,48 +492,33 @@ class Launch:
 
     def _lose_agent(self, agent: AgentHandle, how: str) -> None:
         """Count the agent's running ranks as killed; raise if they were never started."""
-        if not self.commands:
+        if not self.ranks.commands:
             raise ControlError(
                 f"{agent.node.name} did not start: {how}",
                 why="the agent that starts its ranks ended before it could",
                 fix=f"look at {self.run.path / 'agents'}",
             )
-        ended = {end.name for end in self.ends}
-        for command in self.commands:
-            if command.node.name == agent.node.name and command.name not in ended:
-                self._add_end(agent, command.name, -int(signal.SIGKILL), by_agent=False, lost=how)
-
-
-def stop_note(grace_s: float | None) -> str:
-    """Return the note after the first Ctrl-C: what happens now, and how to end it sooner."""
-    now = "shoal stop --now ends them at once"
-    if grace_s is None:
-        return f"the ranks finish their step and save; {now}"
-    if not grace_s:
-        return "the ranks are ended at once (--grace 0)"
-    return (
-        f"the ranks were asked to stop; those that still run in {format_duration(grace_s)} are ended (--grace); {now}"
-    )
+        self.ranks.lose_node(agent.node.name, how)
 
 
 def _run_to_end(
-    launch: Launch,
-    plan: Plan,
-    config: str,
-    data: str = "",
-    script_port: int | None = None,
-    members: MakeMembership | None = None,
-    expect_ranks: bool = False,
-) -> None:
-    """Launch and wait. Signals are only counted, because a handler may run in the middle of anything."""
+    run: RunFolder, cluster: Cluster, log: EventLog, request: LaunchRequest, grace_s: float | None = None
+) -> tuple[Launch, dict[int, Event]]:
+    """Launch and wait; return the launch and the first fault that each rank wrote.
+
+    Signals are only counted, because a handler may run in the middle of anything.
+    """
+    rank_events = _tail_ranks(run, cluster)
+    launch = Launch(run, cluster, log, grace_s=grace_s)
     before = {signum: signal.signal(signum, launch.interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         with launch:
-            launch.launch(plan, config, data, script_port, members, expect_ranks)
+            launch.launch(request)
             launch.wait()
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+    return launch, _faults(rank_events)
 
 
 def run_ranks(
@@ -564,19 +541,16 @@ def run_ranks(
     def rules(ranks: int, above: int) -> MembershipOrder:
         return make_membership_order(members, above, most_ranks=world_batch(load_config(run.config).train, ranks))
 
-    rank_events = _tail_ranks(run, cluster)
-    launch = Launch(run, cluster, log)
-    _run_to_end(
-        launch,
+    request = LaunchRequest(
         lambda nodes, rendezvous: plan_ranks(config, folder_of, nodes, rendezvous, resume),
         config=hashlib.sha256(run.config.read_bytes()).hexdigest(),
         data=data,
         members=rules if config.launcher == "shoal" and members.on_loss == "go-on" else None,
         expect_ranks=True,
     )
-    faults = _faults(rank_events)
-    ends = drop_survived(launch.ends) if launch.is_elastic else launch.ends
-    advice = out_of_memory_advice(load_config(run.config), launch.ranks)
+    launch, faults = _run_to_end(run, cluster, log, request)
+    ends = launch.counted_ends()
+    advice = out_of_memory_advice(load_config(run.config), launch.ranks.count)
     error = diagnose(ends, faults, _log_tails(launch), advice) or _group_failure(launch)
     if launch.interrupts and not (launch.interrupts == 1 and has_own_fault(faults)):
         raise _interrupted(run, at_once=launch.interrupts > 1)
@@ -597,18 +571,16 @@ def run_module(
     def folder_of(node: Node) -> str:
         return cluster.folder(node, run.path)
 
-    rank_events = _tail_ranks(run, cluster)
-    launch = Launch(run, cluster, log)
-    _run_to_end(
-        launch,
+    request = LaunchRequest(
         lambda nodes, rendezvous: plan_module(config, module, words, folder_of, nodes, rendezvous),
         config=hashlib.sha256("\0".join((module, *words)).encode()).hexdigest(),
     )
+    launch, faults = _run_to_end(run, cluster, log, request)
     if launch.interrupts:
         raise Interrupted("interrupted")
-    if error := diagnose(launch.ends, _faults(rank_events), _log_tails(launch)):
+    if error := diagnose(launch.ranks.ends, faults, _log_tails(launch)):
         raise error
-    _refuse_killed(launch.ends)
+    _refuse_killed(launch.ranks.ends)
 
 
 @dataclass(frozen=True)
@@ -653,7 +625,7 @@ def run_script(job: ScriptJob, run: RunFolder, cluster: Cluster, log: EventLog) 
         launch, error = _try_script(job, Attempt(number, job.restarts), run, cluster, log)
         if error is None:
             return
-        lost = {end.node for end in launch.ends if end.lost}
+        lost = {end.node for end in launch.ranks.ends if end.lost}
         remaining = without_nodes(cluster, lost)
         if number == job.restarts or launch.is_elastic or not remaining.nodes:
             raise error
@@ -686,25 +658,23 @@ def _try_script(
     def read_end(path: Path, lines: int = 12, most_bytes: int = 8192) -> str:
         return read_log_tail(path, lines, most_bytes, after=sizes.get(path, 0))
 
-    rank_events = _tail_ranks(run, cluster)
-    launch = Launch(run, cluster, log, grace_s=job.grace_s)
-    _run_to_end(
-        launch,
+    request = LaunchRequest(
         plan,
         config=hashlib.sha256("\0".join((*job.argv, session.text)).encode()).hexdigest(),
         script_port=job.port,
         members=rules if session.members.on_loss == "go-on" else None,
     )
-    ends = drop_survived(launch.ends) if launch.is_elastic else launch.ends
+    launch, rank_faults = _run_to_end(run, cluster, log, request, job.grace_s)
+    ends = launch.counted_ends()
     if launch.interrupts:
-        killed = [rank for end in launch.ends if end.by_agent for rank in end.ranks]
+        killed = [rank for end in launch.ranks.ends if end.by_agent for rank in end.ranks]
         late = f"{rank_list(killed)} had to be ended" if killed else ""
         raise Interrupted("interrupted", why=late, fix=resume_script_advice(run))
     faults = script_faults(ends, lambda end: read_end(Path(end.log), 1000, 1 << 16), job.is_consequence)
     # An error of a session has an exit code of its own; an exception of the script ends a rank with 1.
     own_codes = {rank for end in ends if end.code in (UsageError.exit_code, ShoalError.exit_code) for rank in end.ranks}
-    faults |= {rank: fault for rank, fault in _faults(rank_events).items() if rank in own_codes}
-    tails = {command.name: read_end(run.log(command.node.name, command.name)) for command in launch.commands}
+    faults |= {rank: fault for rank, fault in rank_faults.items() if rank in own_codes}
+    tails = {command.name: read_end(run.log(command.node.name, command.name)) for command in launch.ranks.commands}
     error, first = diagnose(ends, faults, tails), first_to_fail(ends, faults)
     if error and first:
         joint = "\n" if error.why.startswith(LOG_TAIL) else "; "
@@ -716,19 +686,20 @@ def _try_script(
     if any(end.code == Interrupted.exit_code for end in ends):
         raise Interrupted("a rank reports that it was interrupted", why=asked_by(launch), fix=resume_script_advice(run))
     _refuse_killed(ends)
-    if launch.ranks > 1 and launch.store_keys == 0 and not launch.noted_unjoined and not launch.is_elastic:
-        log.write("note", text=no_rank_ever_joined(launch.ranks))
+    is_unjoined = launch.reports.store_keys == 0 and not launch.notes.has_named_unjoined
+    if is_unjoined and launch.ranks.count > 1 and not launch.is_elastic:
+        launch.notes.write(no_rank_ever_joined(launch.ranks.count))
     return launch, None
 
 
 def _group_failure(launch: Launch) -> ShoalError | None:
     """Return why agents ended their ranks: no rank had the state any more, or the process group could not form."""
-    if any(end.code in (0, Interrupted.exit_code) for end in launch.ends):
+    if any(end.code in (0, Interrupted.exit_code) for end in launch.ranks.ends):
         return None
-    if launch.state_lost or not launch.broken:
-        return launch.state_lost
+    if launch.reports.state_lost or not launch.reports.broken:
+        return launch.reports.state_lost
     return RunFailed(
-        f"the ranks did not meet: {launch.broken}",
+        f"the ranks did not meet: {launch.reports.broken}",
         why="the machines reach each other, but not by the interface or the ports that the ranks use",
         fix="find out what is in the way: shoal doctor",
     )
@@ -760,7 +731,8 @@ def resume_script_advice(run: RunFolder) -> str:
 
 
 def asked_by(launch: Launch) -> str:
-    return f"{launch.stopped_by} asked all machines to stop: Ctrl-C or a signal there" if launch.stopped_by else ""
+    stopped_by = launch.reports.stopped_by
+    return f"{stopped_by} asked all machines to stop: Ctrl-C or a signal there" if stopped_by else ""
 
 
 def _interrupted(run: RunFolder, at_once: bool, why: str = "") -> Interrupted:
@@ -794,7 +766,10 @@ def _faults(tails: list[EventTail]) -> dict[int, Event]:
 
 
 def _log_tails(launch: Launch) -> dict[str, str]:
-    return {command.name: read_log_tail(launch.run.log(command.node.name, command.name)) for command in launch.commands}
+    return {
+        command.name: read_log_tail(launch.run.log(command.node.name, command.name))
+        for command in launch.ranks.commands
+    }
 
 
 def read_log_tail(log: Path, lines: int = 12, most_bytes: int = 8192, after: int = 0) -> str:

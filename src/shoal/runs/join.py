@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, BinaryIO, TypeVar
 
@@ -239,7 +239,7 @@ async def _introduce(channel: Channel, invitation: Invitation, out: Path, script
     except (KeyError, OSError):
         # An account may have no name.
         user = f"uid {os.getuid()}"
-    hello = make_hello(0, name, "", "", "").as_dict()
+    hello = asdict(make_hello(0, name, "", "", ""))
     await channel.send({"hello": hello, "name": name, "address": address, "user": user})
     welcome = await _receive(channel, "welcome")
     try:

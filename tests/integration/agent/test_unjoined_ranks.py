@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from shoal.agent.agent import Agent
-from shoal.agent.unjoined_ranks import JoinWatch, is_at, no_rank_joined, observe, who_is_alone
+from shoal.agent.unjoined_ranks import JoinWatch, is_at, observe, who_is_alone
 from shoal.cluster.agent_link import AgentLink
 from shoal.cluster.cluster import LocalCluster
 from shoal.cluster.lab import as_nodes
@@ -28,6 +28,7 @@ from shoal.control.rank_env import script_store_command
 from shoal.events import EventLog, EventTail, read_events
 from shoal.host.proc import TcpSocket, parse_tcp_table
 from shoal.launch.launcher import AgentHandle, Launch
+from shoal.launch.notes import no_rank_joined
 from shoal.launch.plan import RankCommand, plan_script
 from shoal.run_folder import RunFolder
 from tests.support.labs import running_lab
@@ -155,10 +156,10 @@ class WatchedLaunch:
         self.log_path = run.path / "launcher.jsonl"
         self.world = Launch(run, LocalCluster(1), EventLog(self.log_path, 0), launch_id="L", grace_s=30.0)
         self.world.agents = [AgentHandle(node, StubLink(), EventTail(run.journal(node.name))) for node in nodes]
-        self.world.commands = [
+        self.world.ranks.commands = [
             RankCommand(f"rank-{rank}", node, (rank,), ("python",), {}) for rank, node in enumerate(nodes)
         ]
-        self.world._rendezvous = Rendezvous("10.77.0.1", 4711)
+        self.world.notes.rendezvous = Rendezvous("10.77.0.1", 4711)
 
     def write_event(self, node: int, event: str, **fields: Any) -> None:
         self.journals[node].write(event, launch="L", **fields)
@@ -168,7 +169,7 @@ class WatchedLaunch:
 
     def notes(self) -> list[str]:
         self.world._poll()
-        self.world._note_still_running()
+        self.world.notes.note_still_running(self.world.ranks.ends, self.world.ranks.running())
         return [event["text"] for event in read_events(self.log_path)] if self.log_path.exists() else []
 
 
@@ -231,7 +232,7 @@ def test_a_rank_that_runs_long_after_another_has_ended_is_named(
     assert watched.notes() == []
     watched.ended(1)
     assert watched.notes() == []
-    monkeypatch.setattr("shoal.launch.launcher.NOTE_RUNNING_AFTER_S", 0.0)
+    monkeypatch.setattr("shoal.launch.notes.NOTE_RUNNING_AFTER_S", 0.0)
     (note,) = watched.notes()
     assert note.startswith("rank 1 ended 0 s ago with exit code 0, and rank 0 still runs: if it waits")
     assert note.endswith(f"shoal stop {tmp_path / 'run'}")
@@ -242,7 +243,7 @@ def test_a_rank_that_runs_long_after_another_has_ended_is_named(
 def test_no_rank_is_noted_where_none_or_all_have_ended_or_one_failed(
     codes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.launch.launcher.NOTE_RUNNING_AFTER_S", -1.0)
+    monkeypatch.setattr("shoal.launch.notes.NOTE_RUNNING_AFTER_S", -1.0)
     watched = WatchedLaunch(tmp_path, 2)
     for rank, code in enumerate(codes):
         watched.ended(rank, code)

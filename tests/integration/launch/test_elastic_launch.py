@@ -21,7 +21,7 @@ from shoal.control.orders import make_membership_order
 from shoal.control.processes import find_processes
 from shoal.events import EventLog, read_events
 from shoal.launch.failure import ProcessEnd, diagnose, drop_survived
-from shoal.launch.launcher import Launch
+from shoal.launch.launcher import Launch, LaunchRequest
 from shoal.launch.plan import RankCommand
 from shoal.run_folder import RunFolder
 from tests.support.members import SCRIPT
@@ -55,10 +55,12 @@ class RunningLaunch:
     def _work(self) -> None:
         with self.world:
             self.world.launch(
-                self._plan,
-                config="c",
-                data="d",
-                members=lambda ranks, above: make_membership_order(MembersConfig(), above, 16),
+                LaunchRequest(
+                    self._plan,
+                    config="c",
+                    data="d",
+                    members=lambda ranks, above: make_membership_order(MembersConfig(), above, 16),
+                )
             )
             self.world.wait()
 
@@ -92,7 +94,7 @@ class RunningLaunch:
         self._thread.join(60)
         assert not self._thread.is_alive(), self.notes()
         assert find_processes(self.run.path) == []
-        return self.world.ends
+        return self.world.ranks.ends
 
 
 @pytest.mark.long

@@ -45,7 +45,10 @@ def test_a_rank_killed_by_the_oom_killer_is_named(tmp_path: Path) -> None:
     notes: list[str] = []
     unused = cast(RankProcesses, None), cast(KvStoreClient, None), cast(AgentAddresses, None)
     environment = RankEnvironment(
-        RunFolder(tmp_path), "attic", *unused, write=lambda kind, text: notes.append(f"{kind}: {text}")
+        RunFolder(tmp_path),
+        "attic",
+        *unused,
+        write=lambda event: notes.append(f"{event.kind}: {event.to_fields()['text']}"),
     )
     start = StartProcess("rank-2", (2,), ("true",), {})
     assert environment.ran_out_of_memory(RankExit(start, -9, by_agent=False, out_of_memory=True))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -146,7 +147,7 @@ READERS = {
         (EOFError,),
     ),
     "message": Reader(NOISE | torn(b"\0\0\0\x02" + b"t" * 16 + b"{}"), receive, (EOFError,)),
-    "hello": Reader(bent(ME.as_dict()) | JSON, meet_hello),
+    "hello": Reader(bent(asdict(ME)) | JSON, meet_hello),
     "beat": Reader(bent(encode(BEAT)) | st.dictionaries(st.text(), JSON), lambda document, _: decode(document)),
     "promise": Reader(bent(encode(PROMISE)), lambda document, _: decode(document)),
     "to rank": Reader(
@@ -189,8 +190,8 @@ SEEN: list[tuple[str, Any]] = [
     ("files", [("checkpoints/step-00000001/model", 0, b""), ("checkpoints/step-00000001/..", 0, b"")]),
     ("files", [("logs/attic/" + "é" * 200, 0, b"")]),
     ("files", [("events/rank-" + "1" * 300 + ".jsonl", 0, b"")]),
-    ("hello", {**ME.as_dict(), "member": "0"}),
-    ("hello", {**ME.as_dict(), "avx2": "yes"}),
+    ("hello", {**asdict(ME), "member": "0"}),
+    ("hello", {**asdict(ME), "avx2": "yes"}),
     ("hello", None),
 ]
 
@@ -214,10 +215,10 @@ def test_readers_survive_inputs_that_failed_before(name: str, value: Any, tmp_pa
 
 def test_valid_messages_are_read() -> None:
     """Otherwise the fuzz tests above would prove nothing."""
-    assert Hello.from_dict(json.loads(json.dumps(ME.as_dict()))) == ME
+    assert Hello.from_dict(json.loads(json.dumps(asdict(ME)))) == ME
     assert decode(json.loads(json.dumps(encode(BEAT)))) == BEAT
     assert read_meet(to_line(MEET)) == MEET
     assert read_go(to_line(GO)) == GO
     assert parse_invitation(INVITATION).port == 41234
     with pytest.raises(ShoalError):
-        Hello.from_dict({**ME.as_dict(), "member": True})
+        Hello.from_dict({**asdict(ME), "member": True})

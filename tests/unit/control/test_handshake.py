@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +77,15 @@ def test_another_processor_is_noted_and_not_refused() -> None:
 
 def test_a_hello_survives_serialization() -> None:
     me = make_hello(1, "here", "m", "c", "d")
-    assert Hello.from_dict(me.as_dict()) == me
+    assert Hello.from_dict(asdict(me)) == me
     assert me.protocol == PROTOCOL
     assert me.torch.split(".")[0].isdigit()
     assert me.arch == os.uname().machine
-    assert Hello.from_dict({**me.as_dict(), "news": "of a later version"}) == me
+    assert Hello.from_dict({**asdict(me), "news": "of a later version"}) == me
 
 
 def test_a_hello_of_another_version_is_refused() -> None:
-    document = ATTIC.as_dict()
+    document = asdict(ATTIC)
     del document["avx2"]
     with pytest.raises(ControlError, match="a hello without 'avx2'") as caught:
         Hello.from_dict(document)

@@ -513,7 +513,7 @@ def test_a_suspended_laptop_resigns_and_rejoins() -> None:
     cluster = lan(2, PAUSE)
     laptop = cluster.machines[1]
     assert laptop.state_machine
-    cluster.obey(laptop, laptop.state_machine.suspend(cluster.now))
+    cluster.obey(laptop, laptop.state_machine.resign("suspend", cluster.now))
     assert next_commit_s(cluster, {0}) <= 1.0
     cluster.freeze(1)
     cluster.run(20)

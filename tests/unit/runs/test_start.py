@@ -16,6 +16,7 @@ from shoal.cli.runs import print_resume
 from shoal.cluster.cluster import LocalCluster
 from shoal.config.load import build_config
 from shoal.config.presets import Overrides
+from shoal.control.agent_events import StopAsked
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.events import Event, EventLog
 from shoal.launch.launcher import AgentHandle, Launch, asked_by, interrupted_early, resume_script_advice
@@ -141,11 +142,11 @@ def test_the_host_names_the_machine_that_asked_to_stop(tmp_path: Path) -> None:
     launch = Launch(run, LocalCluster(1), EventLog(run.supervisor, 0))
     agent = cast(AgentHandle, SimpleNamespace(node=SimpleNamespace(name="node2")))
     assert asked_by(launch) == ""
-    launch._handle(agent, {"event": "stop-asked", "at_once": False})
+    launch._handle(agent, StopAsked(at_once=False))
     assert asked_by(launch) == "node2 asked all machines to stop: Ctrl-C or a signal there"
     # An agent that passes on the launcher's own request has not asked.
     other = Launch(run, LocalCluster(1), EventLog(run.supervisor, 0), interrupts=1)
-    other._handle(agent, {"event": "stop-asked", "at_once": False})
+    other._handle(agent, StopAsked(at_once=False))
     assert asked_by(other) == ""
 
 

@@ -93,6 +93,7 @@ class PeerReports:
         self.heartbeats: dict[int, Heartbeat] = {}
         self.resignations: dict[tuple[int, Ballot], Resign] = {}  # by member and generation
         self.generations: dict[int, Generation] = {}  # the last that each member announced
+        self.announced_at: dict[int, float] = {}  # when each was last sent this agent's own generation
 
     def forget_before(self, generation: Ballot) -> None:
         """Forget resignations from older generations: their successors are decided."""

@@ -234,12 +234,12 @@ class Proposer:
     def _start_phase_two(self, round: PaxosRound) -> None:
         """Choose a successor and request votes for it; or pause, or drop the round."""
         state, peers, base = self._state, self._state.peers, round.base
-        quorum = peers.quorum(base, state.passed)
+        quorum = peers.quorum(base, state.progress.passed)
         resignations = {member: peers.resignations[member, base.id] for member in quorum.resigned}
         if round.outbid_by(resignations.values()):
             self._drop_round()
             return
-        bound = None if state.passed else round.bound_to(quorum, resignations)
+        bound = None if state.progress.passed else round.bound_to(quorum, resignations)
         gives_up_state = (
             self._stateless_since is not None and state.now - self._stateless_since > state.settings.recover_after_s
         )

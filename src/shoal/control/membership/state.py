@@ -6,7 +6,7 @@ they append actions, and the agent performs them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from shoal.control.membership.failure_detector import PeerReports
@@ -110,6 +110,18 @@ class Spare:
     missing_since: float | None = None  # since when one of them does not train
 
 
+@dataclass
+class GenerationProgress:
+    """What this agent knows of the generation that it is in; another one begins anew."""
+
+    entered_at: float
+    alarm: bool = False  # it cannot continue as it is
+    formed: bool = False  # the local ranks have formed its group
+    passed: Generation | None = None  # a later generation of its lineage, which excludes this agent
+    # After a sleep: members that must answer before the generation is trusted again.
+    unconfirmed: set[int] = field(default_factory=set)
+
+
 class MembershipState:
     def __init__(self, me: int, settings: MembershipSettings, votes: VoteStore, now: float, name: Name) -> None:
         self.me = me
@@ -119,21 +131,20 @@ class MembershipState:
         self.peers = PeerReports(me, settings, now)
         self.ranks = LocalRankStates()
         self.now = now
-        self.entered_at = now
+        self.progress = GenerationProgress(now)
         self._beat_at = now
         # The lineage that this agent asks to join.
         self.joins: Ballot | None = None
-        # A later generation of our lineage that excludes this agent.
-        self.passed: Generation | None = None
-        # After a sleep: members to hear from before our generation is trusted again.
-        self.unconfirmed: set[int] = set()
-        self.alarm = False  # this generation cannot go on as it is
-        self.formed = False  # our ranks have formed the group of this generation
         self.is_leaving = self.is_ending = False
         self.spare: Spare | None = None
         self.inbox: list[Message] = []  # messages of this agent to itself
         self.actions: list[Action] = []
-        self._announced_at: dict[int, float] = {}
+
+    def set_time(self, now: float) -> None:
+        """After a sleep, trust the generation only when every other member has confirmed it."""
+        self.now = now
+        if self.peers.detector.advance(now) and self.generation:
+            self.progress.unconfirmed = set(self.generation.members) - {self.me}
 
     @property
     def generation(self) -> Generation | None:
@@ -173,7 +184,7 @@ class MembershipState:
 
     def introduce(self, member: int) -> None:
         """Repeat our resignation or generation over a new connection: an earlier message may be lost with the old."""
-        self._announced_at.pop(member, None)
+        self.peers.announced_at.pop(member, None)
         if resignation := self.voter.resignation():
             self.send(member, resignation)
         else:
@@ -188,9 +199,9 @@ class MembershipState:
 
     def announce(self, to: int) -> None:
         """Send the generation in which we vote; not for every heartbeat that piled up while one side slept."""
-        since_s = self.now - self._announced_at.get(to, float("-inf"))
+        since_s = self.now - self.peers.announced_at.get(to, float("-inf"))
         if self.generation and self.voter.may_vote() and since_s >= self.settings.heartbeat_s:
-            self._announced_at[to] = self.now
+            self.peers.announced_at[to] = self.now
             self.send(to, Announce(generation=self.generation))
 
     def is_current(self, generation: Ballot | None) -> bool:
@@ -198,14 +209,14 @@ class MembershipState:
 
     def is_settled(self) -> bool:
         """Whether every member has had time to learn of our generation: one that is elsewhere now stays there."""
-        return self.now - self.entered_at > self.settings.stop_timeout_s
+        return self.now - self.progress.entered_at > self.settings.stop_timeout_s
 
     def present(self, current: Generation) -> list[int]:
         """Return the members of our generation that will answer, ourselves included, lowest first."""
         return [member for member in sorted(current.members) if member == self.me or not self._is_out(member, current)]
 
     def is_missing(self, current: Generation) -> bool:
-        return self.alarm or len(self.present(current)) < len(current.members)
+        return self.progress.alarm or len(self.present(current)) < len(current.members)
 
     def could_grow(self, current: Generation) -> bool:
         """Whether a candidate, or a new rank of ours, can join after the next step.
@@ -213,7 +224,7 @@ class MembershipState:
         Not before the group has committed a step or `stop_timeout_s` has passed: nodes that come and go must not keep
         the others from training.
         """
-        has_progressed = self.formed and (self.ranks.committed > current.state.committed or self.is_settled())
+        has_progressed = self.progress.formed and (self.ranks.committed > current.state.committed or self.is_settled())
         if not has_progressed:
             return False
         has_new_ranks = set(self.ranks.numbers) > set(current.ranks_of(self.me))

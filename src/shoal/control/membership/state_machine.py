@@ -26,7 +26,15 @@ from shoal.control.membership.paxos import Acceptor, Proposer
 from shoal.control.membership.quorum import fit_members, mutually_reachable, recovery_generation
 from shoal.control.membership.sentences import GenerationChange, Name
 from shoal.control.membership.settings import MembershipSettings
-from shoal.control.membership.state import AbandonLineage, Action, MembershipState, Phase, Spare, StartGeneration
+from shoal.control.membership.state import (
+    AbandonLineage,
+    Action,
+    GenerationProgress,
+    MembershipState,
+    Phase,
+    Spare,
+    StartGeneration,
+)
 from shoal.control.membership.types import (
     NEVER,
     Ballot,
@@ -47,9 +55,10 @@ class MembershipMachine:
         self._state = MembershipState(me, settings, votes, now, name)
         self._acceptor = Acceptor(self._state)
         self._proposer = Proposer(self._state, self._acceptor)
+        self._entry = GenerationEntry(self._state, self._acceptor, self._proposer)
+        self._lineage_choice = LineageChoice(self._state)
+        self._recovery = CheckpointRecovery(self._state)
         self._is_finished = False
-        # Which members were ready to go back to a checkpoint, and since when.
-        self._recovery: tuple[object, float] = (None, now)
         # A restarted agent has lost its state, and with it the right to vote.
         if self.can_vote:
             self._state.voter.resign("restart")
@@ -76,8 +85,7 @@ class MembershipMachine:
 
     @property
     def is_launching(self) -> bool:
-        """Whether the first group of this launch has not formed yet."""
-        return self.generation is not None and self.generation.parent == NEVER and not self._state.formed
+        return is_launching(self._state)
 
     @property
     def joins(self) -> Ballot | None:
@@ -96,17 +104,17 @@ class MembershipMachine:
         """
         state = self._state
         has_stopped = state.ranks.phase is Phase.STOPPED
-        return state.is_current(generation) and self.can_vote and not has_stopped and not state.unconfirmed
+        return state.is_current(generation) and self.can_vote and not has_stopped and not state.progress.unconfirmed
 
     # Inputs from the clock and the connections.
 
     def tick(self, now: float) -> list[Action]:
         """Call at least every 0.1 s: a gap of more than `slept_after_s` means that this node slept."""
-        self._set_time(now)
+        self._state.set_time(now)
         return self._advance()
 
     def connected(self, member: int, now: float) -> list[Action]:
-        self._set_time(now)
+        self._state.set_time(now)
         self._state.peers.connected.add(member)
         self._state.peers.detector.record_message(member)
         self._state.introduce(member)
@@ -114,13 +122,13 @@ class MembershipMachine:
         return self._advance()
 
     def closed(self, member: int, now: float) -> list[Action]:
-        self._set_time(now)
+        self._state.set_time(now)
         self._state.peers.detector.record_close(member)
         self._state.peers.connected.discard(member)
         return self._advance()
 
     def received(self, sender: int, message: Message, now: float) -> list[Action]:
-        self._set_time(now)
+        self._state.set_time(now)
         self._state.peers.detector.record_message(sender)
         self._on_message(sender, message)
         return self._advance()
@@ -129,15 +137,15 @@ class MembershipMachine:
 
     def start_first_generation(self, generation: Generation, ranks: Ranks, now: float) -> list[Action]:
         """Enter the first generation of a launch, which all agents have in their orders, once they have met."""
-        self._set_time(now)
+        self._state.set_time(now)
         self._state.ranks.numbers, self._state.ranks.has_state = ranks, True
-        self._enter(generation)
+        self._entry.enter(generation)
         return self._advance()
 
     def ready(self, ranks: Ranks, now: float, committed: int = 0) -> list[Action]:
         """These ranks train or wait to join; `committed` is the last step of their own that new ones read from the
         ledger."""
-        self._set_time(now)
+        self._state.set_time(now)
         self._state.ranks.numbers = ranks
         self.committed(committed)
         return self._advance()
@@ -149,7 +157,7 @@ class MembershipMachine:
         """
         if self._state.is_current(generation) and self._state.ranks.phase is not Phase.STOPPED:
             self._state.voter.set_shared_steps(left or {})
-            self._state.ranks.has_state = self._state.formed = True
+            self._state.ranks.has_state = self._state.progress.formed = True
             self._state.peers.detector.set_starting(False)
 
     def committed(self, step: int) -> None:
@@ -158,13 +166,13 @@ class MembershipMachine:
 
     def failed(self, generation: Ballot, now: float) -> list[Action]:
         """Our ranks cannot go on in this generation: an exchange failed, a rank died, the group did not form."""
-        self._set_time(now)
-        self._state.alarm |= self._state.is_current(generation)
+        self._state.set_time(now)
+        self._state.progress.alarm |= self._state.is_current(generation)
         return self._advance()
 
     def stopped(self, generation: Ballot, replica: State | None, ranks: Ranks, now: float) -> list[Action]:
         """Our ranks have left the generation. `replica` None: the state they had to copy had not arrived."""
-        self._set_time(now)
+        self._state.set_time(now)
         own = self._state.ranks
         if self._state.is_current(generation):
             # A joining node may still have the state it came with, which does not belong to this generation.
@@ -174,10 +182,7 @@ class MembershipMachine:
     def lost_ranks(self, now: float) -> list[Action]:
         """All our ranks have ended; `ready` follows when new ones wait."""
         self._state.ranks.lose_all()
-        return self._resign("ranks", now)
-
-    def suspend(self, now: float) -> list[Action]:
-        return self._resign("suspend", now)
+        return self.resign("ranks", now)
 
     def stand_by(self, generation: Ballot, now: float) -> list[Action]:
         """Leave the generation, because this machine is too slow; stay a spare until another member is lost."""
@@ -185,14 +190,15 @@ class MembershipMachine:
         if current is None or not state.is_current(generation) or not self.can_vote or len(current.members) < 2:
             return self.tick(now)
         state.spare = Spare(set(current.members) - {state.me})
-        return self._resign("slow", now)
+        return self.resign("slow", now)
 
     def leave(self, now: float) -> list[Action]:
         self._state.is_leaving = True
-        return self._resign("leave", now)
+        return self.resign("leave", now)
 
-    def _resign(self, why: Why, now: float) -> list[Action]:
-        self._set_time(now)
+    def resign(self, why: Why, now: float) -> list[Action]:
+        """Give up this agent's vote: what follows from a suspend of the machine, and from the inputs above."""
+        self._state.set_time(now)
         state = self._state
         if state.generation is not None and self.can_vote:
             state.resign(state.generation, why)
@@ -212,12 +218,6 @@ class MembershipMachine:
 
     # Every input sets the time, changes the state, and then advances the protocol.
 
-    def _set_time(self, now: float) -> None:
-        state = self._state
-        state.now = now
-        if state.peers.detector.advance(now) and state.generation:
-            state.unconfirmed = set(state.generation.members) - {state.me}
-
     def _advance(self) -> list[Action]:
         state = self._state
         self._advance_once()
@@ -235,12 +235,12 @@ class MembershipMachine:
                 self._on_heartbeat(sender, message)
             case Announce():
                 state.peers.generations[sender] = message.generation
-                self._on_generation(sender, message.generation)
+                self._entry.on_generation(sender, message.generation)
             case Resign():
                 state.voter.saw(message.promised.number)
                 state.peers.resignations[sender, message.generation] = message
             case Alarm():
-                state.alarm |= state.is_current(message.generation)
+                state.progress.alarm |= state.is_current(message.generation)
             case Prepare():
                 if self._acceptor.on_prepare(sender, message):
                     self._proposer.yield_to(sender)
@@ -257,45 +257,83 @@ class MembershipMachine:
         if not state.is_current(beat.generation):
             state.announce(sender)
         elif state.peers.detector.awake_s() >= 2 * state.settings.heartbeat_s:
-            state.unconfirmed.discard(sender)
+            state.progress.unconfirmed.discard(sender)
 
-    def _on_generation(self, sender: int, generation: Generation) -> None:
-        """Enter a decided generation, or record that it excludes us, or resign from it if it waits for us in vain."""
+    def _advance_once(self) -> None:
+        """Do what follows from everything that is known by now."""
+        if self._is_finished:
+            return
+        self._lineage_choice.advance()
         state, current = self._state, self.generation
+        if current is None or not self.can_vote or state.joins is not None:
+            self._proposer.step_down()
+            if current is not None and not self.can_vote and state.joins is None:
+                self._entry.announce(self._recovery.advance(current))
+            return
+        missing, pending = state.is_missing(current), self._acceptor.pending
+        if missing or pending:
+            after_step = not missing and pending is not None and pending.after_step
+            state.actions += state.ranks.stop(current.id, after_step=after_step)
+        self._acceptor.answer(current)
+        self._entry.announce(self._proposer.advance(current, missing))
+
+
+def is_launching(state: MembershipState) -> bool:
+    """Whether the first group of this launch has not formed yet."""
+    return state.generation is not None and state.generation.parent == NEVER and not state.progress.formed
+
+
+class GenerationEntry:
+    """How this agent follows decided generations: which ones it enters, and what it logs about them."""
+
+    def __init__(self, state: MembershipState, acceptor: Acceptor, proposer: Proposer) -> None:
+        self._state = state
+        self._acceptor = acceptor
+        self._proposer = proposer
+
+    def announce(self, decided: Generation | None) -> None:
+        """Announce a generation that this agent has decided, if it has, and follow it."""
+        if decided is not None:
+            self._state.broadcast(Announce(generation=decided))
+            self.on_generation(self._state.me, decided)
+
+    def on_generation(self, sender: int, generation: Generation) -> None:
+        """Enter a decided generation; record that it excludes this agent; or resign from it, if it waits for a member
+        that will never enter it."""
+        state, current = self._state, self._state.generation
         state.voter.saw(generation.id.number)
         if state.me in generation.members:
             if state.voter.missed(generation):
                 state.send(sender, Resign(generation=generation.id, why="elsewhere", promised=NEVER))
         elif current and generation.lineage.name == current.lineage.name and generation.id > current.id:
-            state.passed = generation
+            state.progress.passed = generation
         if self._should_enter(generation):
-            self._enter(generation)
+            self.enter(generation)
 
     def _should_enter(self, generation: Generation) -> bool:
         """Whether it succeeds our generation or we asked to join it. Never one that we may have left before."""
-        state, current = self._state, self.generation
+        state, current = self._state, self._state.generation
         if state.me not in generation.members or (current is not None and generation.id <= current.id):
             return False
         if state.joins == generation.lineage.name:
             return True
-        if current is None or not self.can_vote:
+        if current is None or not state.voter.may_vote():
             # Without a state, a vote and a lineage to join, nothing is lost by going back with the others.
             return generation.recovers and state.joins is None and not (state.is_leaving or state.is_ending)
         return generation.lineage.name == current.lineage.name or generation.parent == current.id
 
-    def _enter(self, generation: Generation) -> None:
-        state, ranks, before = self._state, self._state.ranks, self.generation
+    def enter(self, generation: Generation) -> None:
+        state, ranks, before = self._state, self._state.ranks, self._state.generation
         # What an earlier launch of the run left on disk is not reported in the first generation of this one.
         if before is not None and generation.parent != NEVER:
             self._log_change(before, generation)
         state.voter.enter(generation)
-        # Others shall copy a state from us that we have lost since our promise.
-        state.alarm = generation.source == state.me and not ranks.has_state and not generation.recovers
+        # Others shall copy a state from this agent's ranks that was lost since its promise.
+        alarm = generation.source == state.me and not ranks.has_state and not generation.recovers
         # A joining node has no state before its copy has arrived.
         ranks.has_state &= state.joins is None and not generation.recovers
         ranks.phase, ranks.committed = Phase.TRAINING, generation.state.committed
-        state.unconfirmed, state.joins, state.passed, state.spare = set(), None, None, None
-        state.formed, state.entered_at = False, state.now
+        state.progress, state.joins, state.spare = GenerationProgress(state.now, alarm), None, None
         state.peers.detector.set_starting(generation.parent == NEVER)
         for member in generation.members:
             state.peers.detector.expect(member)
@@ -308,7 +346,7 @@ class MembershipMachine:
     def _log_change(self, before: Generation, after: Generation) -> None:
         """Log the change for the user; abandon our commits where we change lineages."""
         state = self._state
-        begins = after.recovers and self.is_launching and state.joins is None
+        begins = after.recovers and is_launching(state) and state.joins is None
         if after.recovers and not begins:
             state.log(sentences.recovering(after, state.me, state.name), after.id)
             return
@@ -327,27 +365,16 @@ class MembershipMachine:
         change = GenerationChange(before, after, causes, max(self._proposer.needed_s, *silent_s, 0.0))
         state.log((sentences.begun_without if begins else sentences.regrouped)(change, state.name), after.id)
 
-    def _advance_once(self) -> None:
-        """Do what follows from everything that is known by now."""
-        if self._is_finished:
-            return
-        self._choose_lineage()
-        state, current = self._state, self.generation
-        if current is None or not self.can_vote or state.joins is not None:
-            self._proposer.step_down()
-            if current is not None and not self.can_vote and state.joins is None:
-                self._recover(current)
-            return
-        missing, pending = state.is_missing(current), self._acceptor.pending
-        if missing or pending:
-            after_step = not missing and pending is not None and pending.after_step
-            state.actions += state.ranks.stop(current.id, after_step=after_step)
-        self._acceptor.answer(current)
-        if decided := self._proposer.advance(current, missing):
-            state.broadcast(Announce(generation=decided))
-            self._on_generation(state.me, decided)
 
-    def _recover(self, last: Generation) -> None:
+class CheckpointRecovery:
+    """When this agent goes back to a checkpoint with others: once no member has the state any more."""
+
+    def __init__(self, state: MembershipState) -> None:
+        self._state = state
+        # Which members were ready, and since when.
+        self._ready: tuple[object, float] = (None, state.now)
+
+    def advance(self, last: Generation) -> Generation | None:
         """Go back to a checkpoint, once all members of the newest generation have lost the state and their votes.
 
         The lowest member with ranks does so with the others that are ready, as a lineage of its own; the next one when
@@ -356,29 +383,34 @@ class MembershipMachine:
         state, peers, settings = self._state, self._state.peers, self._state.settings
         ready = state.ready_to_recover(last)
         if state.me not in ready or state.is_leaving or state.is_ending or len(ready) < settings.min_nodes:
-            self._recovery = (None, state.now)
-            return
-        if self._recovery[0] != ready:
-            self._recovery = (ready, state.now)
+            self._ready = (None, state.now)
+            return None
+        if self._ready[0] != ready:
+            self._ready = (ready, state.now)
         turn_s = settings.fork_after_s + sorted(ready).index(state.me) * settings.stop_timeout_s
-        if state.now - self._recovery[1] < turn_s:
-            return
-        self._recovery = (None, state.now)
+        if state.now - self._ready[1] < turn_s:
+            return None
+        self._ready = (None, state.now)
         links = {member: peers.heartbeats[member].reachable for member in ready if member != state.me}
         group = mutually_reachable({**links, state.me: peers.reachable()})
         if state.me not in group:
-            return
+            return None
         members = fit_members(state.me, {member: ready[member] for member in group}, settings)
         if len(members) < settings.min_nodes:
-            return
+            return None
         try:
             ballot = Ballot(state.voter.use_next(), state.me)
         except OSError as error:
             state.log(sentences.cannot_recover(state.me, error.strerror or str(error), state.name))
-            return
-        decided = recovery_generation(last, ballot, members)
-        state.broadcast(Announce(generation=decided))
-        self._on_generation(state.me, decided)
+            return None
+        return recovery_generation(last, ballot, members)
+
+
+class LineageChoice:
+    """Which lineage this agent asks to join, or whether it stays a spare."""
+
+    def __init__(self, state: MembershipState) -> None:
+        self._state = state
 
     def _stands_by(self, lineage: Ballot | None) -> bool:
         """Whether this agent stays a spare: no member that trained has been missing for a while, and enough are left.
@@ -401,10 +433,10 @@ class MembershipMachine:
             state.spare = None
         return state.spare is not None
 
-    def _choose_lineage(self) -> None:
+    def advance(self) -> None:
         """Ask to join the lineage that should stay: always without a vote, and with one if it is not our own."""
-        state, current = self._state, self.generation
-        own = current if self.can_vote else None
+        state, current = self._state, self._state.generation
+        own = current if state.voter.may_vote() else None
         best = state.peers.best_lineage(own if state.ranks.has_state else None, state.ranks.committed)
         is_overtaken = own is not None and state.peers.is_overtaken(own)
         is_staying = own is not None and not is_overtaken and best == own.lineage.name
