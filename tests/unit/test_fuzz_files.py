@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from shoal.cli.bench import parse_numbers
-from shoal.cli.plan_options import parse_nodes
 from shoal.cli.progress import PlainDisplay
 from shoal.cluster.agent_link import AgentLink
 from shoal.cluster.cluster import LocalCluster
@@ -41,6 +40,7 @@ from shoal.runs.manage import describe, read_opening
 from shoal.runs.supervisor import read_job
 from shoal.tools.bench.levers import parse_lever
 from shoal.tools.explain.explain import explain_text
+from shoal.tools.plan.request import parse_nodes
 from shoal.tools.report.figures import read_scaling
 from shoal.tools.report.manifest import read_manifest, read_prediction
 from shoal.tools.report.replicas import open_state

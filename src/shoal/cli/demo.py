@@ -11,28 +11,28 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.markup import escape
 from rich.table import Table
 
-from shoal.cli.output import command, make_console, print_json, print_paragraph, shown, stdout_console
+from shoal.cli.command import Request, command
+from shoal.cli.options import SETTINGS, Option
+from shoal.cli.output import as_command, make_console, print_json, print_paragraph, shown, stdout_console
 from shoal.errors import RunFailed, UsageError
 from shoal.events import Event, read_events
 from shoal.run_folder import RunFolder, default_out
 from shoal.units import format_duration, format_ms, pluralize
 
 if TYPE_CHECKING:
+    from shoal.config.manifest import Manifest
     from shoal.config.schema import Config, EngineConfig
     from shoal.runs.start import MakeDisplay, TrainDisplay
     from shoal.tools.bench.scaling import ScalingResult
     from shoal.tools.report.figures import ScalingPoint
     from shoal.tools.report.verify import VerifyResult
-
-app = typer.Typer(add_completion=False)
 
 _ONE, _TWO, _ALL = "one", "two", "all"
 _VICTIM = 1
@@ -60,14 +60,20 @@ class KilledRank:
     lost_steps: int | None = None  # committed steps that were lost or done again
 
 
-@app.command()
-def demo(
-    context: typer.Context,
-    steps: Annotated[int, typer.Option(min=4, help="Steps of each training.")] = 40,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="One setting, as section.key=value.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder to create.", show_default="runs/demo-TIME")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON on stdout.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DemoRequest(Request):
+    steps: int = 40
+    set_: list[str] | None = None
+    out: Path | None = None
+    json: bool = False
+
+
+@command(
+    steps=replace(SETTINGS["steps"], help="Steps of each training.", low=4),
+    out=Option("The folder to create.", shown="runs/demo-TIME"),
+    json=Option("Print all figures as JSON on stdout."),
+)
+def demo(request: DemoRequest) -> int:
     """Compare one rank with two, then kill a rank of a running training and see the run go on.
 
     A small GPT learns English verb forms: on one rank with one core, on two ranks with one core each, and in one
@@ -75,23 +81,38 @@ def demo(
     on this machine, without root, in under two minutes on two cores.
     """
     from shoal.host.topology import this_topology, threads_for
-    from shoal.tools.bench.scaling import measure_scaling, scaling_document
-    from shoal.tools.report.manifest import write_derived_files
-    from shoal.tools.report.page import write_report
-    from shoal.tools.report.verify import verify_run
+    from shoal.tools.bench.scaling import measure_scaling
 
-    began, cores, folder = time.monotonic(), threads_for(this_topology(), 1), out or default_out("demo")
-    are_all = cores == this_topology().usable
-    config = _demo_config(context, steps, set_ or [])
-    titles = _titles(cores, are_all)
+    began, cores, folder = time.monotonic(), threads_for(this_topology(), 1), request.out or default_out("demo")
+    config = _demo_config(request)
+    titles = _titles(cores, are_all=cores == this_topology().usable)
     make_console(stderr=True).print(f"A small GPT learns English verb forms, in {len(titles) + 1} trainings:")
     result = measure_scaling(_rows(config, titles), folder, _numbered(titles))
     for row in result.rows:
         if row.error is not None:
             raise row.error
-    if not json:
+    if not request.json:
         _print_speeds(result, cores)
     run, killed = _train_and_kill(config, folder / "killed", result, len(titles) + 1)
+    verdict, manifest, report = _write_results(run, killed, result)
+    took_s = time.monotonic() - began
+    if request.json:
+        _print_document(result, run, killed, verdict, manifest, report, took_s)
+    else:
+        _print_kill(killed, run, verdict)
+        sys.stdout.write(
+            f"\nreport:  {shown(report)}\npicture: {shown(result.picture)}\nThe demo took {took_s:.0f} s.\n"
+        )
+        sys.stdout.write(f"{_next_steps()}\n")
+    return 0 if verdict.ok else 1
+
+
+def _write_results(run: RunFolder, killed: KilledRank, result: ScalingResult) -> tuple[VerifyResult, Manifest, Path]:
+    """Verify the run that lost a rank; write the manifests and reports of both runs of two ranks."""
+    from shoal.tools.report.manifest import write_derived_files
+    from shoal.tools.report.page import write_report
+    from shoal.tools.report.verify import verify_run
+
     verdict = verify_run(run)
     killed.lost_steps = len(verdict.ledger.missing) + verdict.ledger.redone + verdict.ledger.abandoned
     curve = _speed_by_ranks(result)
@@ -99,24 +120,30 @@ def demo(
     for compared, replicas in ((result.runs[_TWO], None), (run, verdict.replicas)):
         manifest = write_derived_files(compared, replicas, curve)
         report = write_report(compared, curve)
-    took_s = time.monotonic() - began
-    if json:
-        figures = {
-            **scaling_document(result),
-            "killed": asdict(killed),
-            "verify": verdict.model_dump(mode="json"),
-            "manifest": manifest.model_dump(mode="json"),
-            "report": str(report),
-            "seconds": took_s,
-        }
-        figures["runs"][run.path.name] = str(run.path)
-        print_json(figures)
-    else:
-        _print_kill(killed, run, verdict)
-        typer.echo(f"\nreport:  {shown(report)}\npicture: {shown(result.picture)}\nThe demo took {took_s:.0f} s.")
-        typer.echo(_next_steps())
-    if not verdict.ok:
-        raise typer.Exit(1)
+    return verdict, manifest, report
+
+
+def _print_document(
+    result: ScalingResult,
+    run: RunFolder,
+    killed: KilledRank,
+    verdict: VerifyResult,
+    manifest: Manifest,
+    report: Path,
+    took_s: float,
+) -> None:
+    from shoal.tools.bench.scaling import scaling_document
+
+    figures = {
+        **scaling_document(result),
+        "killed": asdict(killed),
+        "verify": verdict.model_dump(mode="json"),
+        "manifest": manifest.model_dump(mode="json"),
+        "report": str(report),
+        "seconds": took_s,
+    }
+    figures["runs"][run.path.name] = str(run.path)
+    print_json(figures)
 
 
 def _next_steps() -> str:
@@ -124,21 +151,22 @@ def _next_steps() -> str:
     words = ("train", "--on", "local:2", "--data", "YOUR-TEXT.txt")
     activate = Path(sys.prefix) / "bin" / "activate"
     if shutil.which("shoal") or not activate.is_file():
-        return f"next: {command(*words)}"
+        return f"next: {as_command(*words)}"
     return f"next: . {shlex.quote(shown(activate))}\n      {shlex.join(['shoal', *words])}"
 
 
-def _demo_config(context: typer.Context, steps: int, sets: list[str]) -> Config:
+def _demo_config(request: DemoRequest) -> Config:
     from shoal.cli.bench import scaling_config
     from shoal.config.load import typed_settings
 
+    sets = request.set_ or []
     if "run.threads" in typed_settings(None, sets):
         raise UsageError(
             "--set run.threads has no effect on shoal demo",
             why="it compares ranks with one thread each and one process with all cores",
             fix="leave it out; a training with other threads: shoal train --on local:2 --threads 2",
         )
-    return scaling_config(context, "grammar", {"train": {"steps": steps}}, sets)
+    return scaling_config("shoal demo", "grammar", {"train": {"steps": request.steps}}, request.flags(), sets)
 
 
 def _titles(cores: int, are_all: bool) -> dict[str, str]:
@@ -311,5 +339,5 @@ def _print_kill(killed: KilledRank, run: RunFolder, verdict: VerifyResult) -> No
         else f"rank {killed.rank} was back at step {killed.back_at_step}, after {format_duration(killed.back_s)}"
     )
     print_paragraph(f"pause: {pause}; steps lost: {killed.lost_steps}; {back}", console)
-    console.print(f"\n[bold]{escape(command('verify', shown(run.path)))}[/]", soft_wrap=True)
+    console.print(f"\n[bold]{escape(as_command('verify', shown(run.path)))}[/]", soft_wrap=True)
     print_verdict(verdict, sharding_of(run))

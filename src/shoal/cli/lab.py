@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.markup import escape
 
+from shoal.cli.command import Group
+from shoal.cli.options import Option, argument
 from shoal.cli.output import print_json, print_paragraph, print_table, print_with_command, stdout_console
 from shoal.config.defaults import LAB_LINKS, LAB_NAME
 from shoal.control.processes import find_processes
@@ -26,36 +28,38 @@ if TYPE_CHECKING:
 
 _LONGEST_COMMAND = 80
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
-
-NodeName = Annotated[str, typer.Argument(metavar="NODE", help="node1, node2, …")]
-Name = Annotated[str | None, typer.Option("--name", help="Which lab.", show_default="the default lab, or the only one")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the commands instead of running them.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the lab as JSON on stdout.")]
-Delay = Annotated[str | None, typer.Option(help="Delay in one direction, such as 2ms; a ping takes twice that.")]
-Loss = Annotated[str | None, typer.Option(help="Lost packets, such as 1%.")]
-
-
-@app.callback()
-def lab() -> None:
-    """Emulate a cluster on this machine: nodes with limited links and CPUs, and faults on demand."""
+LAB = Group(
+    "lab",
+    "Emulate a cluster on this machine: nodes with limited links and CPUs, and faults on demand.",
+    node=argument("node1, node2, …"),
+    name=Option("Which lab.", shown="the default lab, or the only one"),
+    dry_run=Option("Print the commands instead of running them."),
+    delay=Option("Delay in one direction, such as 2ms; a ping takes twice that."),
+    loss=Option("Lost packets, such as 1%."),
+)
 
 
-@app.command("up")
+@LAB.command(
+    nodes=argument("Number of nodes."),
+    link=Option("Rate of each link: 100mbit, 1gbit, or 1gbit/1gbit/100mbit."),
+    cpu=Option("Cores of each node: 0.5, or 1/1/0.5."),
+    slots=Option("Ranks on each node: 2, or 2/1/1.", shown="1"),
+    profile=Option(f"A kind of link: {', '.join(LAB_LINKS)}.", flags="--kind --profile"),
+    name=Option("The lab's name, if you have several."),
+    sshd=Option("Run a real SSH server on each node (needs root)."),
+)
 def up_(
-    nodes: Annotated[int, typer.Argument(help="Number of nodes.")],
-    link: Annotated[str | None, typer.Option(help="Rate of each link: 100mbit, 1gbit, or 1gbit/1gbit/100mbit.")] = None,
-    delay: Delay = None,
-    loss: Loss = None,
-    cpu: Annotated[str | None, typer.Option(help="Cores of each node: 0.5, or 1/1/0.5.")] = None,
-    slots: Annotated[str | None, typer.Option(help="Ranks on each node: 2, or 2/1/1.", show_default="1")] = None,
-    profile: Annotated[
-        str | None, typer.Option("--kind", "--profile", help=f"A kind of link: {', '.join(LAB_LINKS)}.")
-    ] = None,
-    name: Annotated[str, typer.Option(help="The lab's name, if you have several.")] = LAB_NAME,
-    sshd: Annotated[bool, typer.Option("--sshd", help="Run a real SSH server on each node (needs root).")] = False,
-    dry_run: DryRun = False,
-    json: Json = False,
+    nodes: int,
+    link: str | None = None,
+    delay: str | None = None,
+    loss: str | None = None,
+    cpu: str | None = None,
+    slots: str | None = None,
+    profile: str | None = None,
+    name: str = LAB_NAME,
+    sshd: bool = False,
+    dry_run: bool = False,
+    json: bool = False,
 ) -> None:
     """Build a lab: N nodes on one switch, each with its own eth0, address, host name and processes."""
     from shoal.cluster.lab.kernel import find_features
@@ -73,8 +77,8 @@ def up_(
     _show(build_lab(spec), json)
 
 
-@app.command()
-def status(name: Name = None, json: Json = False) -> None:
+@LAB.command()
+def status(name: str | None = None, json: bool = False) -> None:
     """Show a lab's nodes, links and processes; without --name, those of every lab and its owner."""
     from shoal.cluster.lab import state
     from shoal.cluster.lab.lab import Lab
@@ -88,7 +92,7 @@ def status(name: Name = None, json: Json = False) -> None:
     elif documents:
         _print_labs(documents)
     else:
-        typer.echo("no lab is up; make one: shoal lab up 3")
+        sys.stdout.write("no lab is up; make one: shoal lab up 3\n")
 
 
 def _show(opened: Lab, json: bool) -> None:
@@ -99,12 +103,12 @@ def _show(opened: Lab, json: bool) -> None:
         _print_lab(document)
 
 
-@app.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-def exec_(
-    node: Annotated[str, typer.Argument(metavar="NODE", help="node1, node2, …, or switch.")],
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…")],
-    name: Name = None,
-) -> None:
+@LAB.command(
+    takes_words=True,
+    node=argument("node1, node2, …, or switch."),
+    command=argument(metavar="-- COMMAND…"),
+)
+def exec_(node: str, command: list[str], name: str | None = None) -> None:
     """Run a command on a node and return its exit code."""
     from shoal.cluster.lab.lab import Lab
 
@@ -128,14 +132,14 @@ def split_exec_words(name: str | None, words: list[str]) -> tuple[str | None, li
     return name, words[1:] if words and words[0] == "--" else words
 
 
-@app.command()
+@LAB.command(rate=argument("100mbit, 1gbit, or none (no limit)."))
 def link(
-    node: NodeName,
-    rate: Annotated[str | None, typer.Argument(help="100mbit, 1gbit, or none (no limit).")] = None,
-    delay: Delay = None,
-    loss: Loss = None,
-    name: Name = None,
-    dry_run: DryRun = False,
+    node: str,
+    rate: str | None = None,
+    delay: str | None = None,
+    loss: str | None = None,
+    name: str | None = None,
+    dry_run: bool = False,
 ) -> None:
     """Change a node's link, in both directions, while everything runs."""
     from shoal.cluster.lab import lab as lab_changes
@@ -165,13 +169,8 @@ def _link_text(rate: str | None, delay: str | None, loss: str | None) -> str:
     return "now " + ", ".join(word for word in words if word)
 
 
-@app.command()
-def cpu(
-    node: NodeName,
-    cores: Annotated[str, typer.Argument(help="0.3 is three tenths of one core; none removes the limit.")],
-    name: Name = None,
-    dry_run: DryRun = False,
-) -> None:
+@LAB.command(cores=argument("0.3 is three tenths of one core; none removes the limit."))
+def cpu(node: str, cores: str, name: str | None = None, dry_run: bool = False) -> None:
     """Set a node's CPU limit."""
     from shoal.cluster.lab import lab as lab_changes
     from shoal.cluster.lab.spec import parse_cpu
@@ -180,13 +179,8 @@ def cpu(
     _perform(name, lab_changes.set_cpu(node, parse_cpu(cores)), dry_run, done)
 
 
-@app.command()
-def kill(
-    node: NodeName,
-    silent: Annotated[bool, typer.Option("--silent", help="As in a power cut: connections are not closed.")] = False,
-    name: Name = None,
-    dry_run: DryRun = False,
-) -> None:
+@LAB.command(silent=Option("As in a power cut: connections are not closed."))
+def kill(node: str, silent: bool = False, name: str | None = None, dry_run: bool = False) -> None:
     """End every process of a node and take it off the network."""
     from shoal.cluster.lab import lab as lab_changes
 
@@ -194,16 +188,16 @@ def kill(
     _perform(name, lab_changes.kill_node(node, silent), dry_run, done)
 
 
-@app.command()
-def start(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
+@LAB.command()
+def start(node: str, name: str | None = None, dry_run: bool = False) -> None:
     """Start a killed node again, without processes, with the link and limits it had."""
     from shoal.cluster.lab import lab as lab_changes
 
     _perform(name, lab_changes.restart_node(node), dry_run, f"{node} is up again, without processes")
 
 
-@app.command()
-def freeze(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
+@LAB.command()
+def freeze(node: str, name: str | None = None, dry_run: bool = False) -> None:
     """Pause all processes of a node, as closing a laptop's lid does."""
     from shoal.cluster.lab import lab as lab_changes
 
@@ -211,21 +205,20 @@ def freeze(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
     _perform(name, lab_changes.set_frozen(node, frozen=True), dry_run, done)
 
 
-@app.command()
-def thaw(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
+@LAB.command()
+def thaw(node: str, name: str | None = None, dry_run: bool = False) -> None:
     """Continue a frozen node."""
     from shoal.cluster.lab import lab as lab_changes
 
     _perform(name, lab_changes.set_frozen(node, frozen=False), dry_run, f"{node} continues")
 
 
-@app.command()
+@LAB.command(
+    other=argument("The other node; without it, all others."),
+    one_way=Option("Drop only what NODE sends; it still receives."),
+)
 def cut(
-    node: NodeName,
-    other: Annotated[str | None, typer.Argument(help="The other node; without it, all others.")] = None,
-    one_way: Annotated[bool, typer.Option("--one-way", help="Drop only what NODE sends; it still receives.")] = False,
-    name: Name = None,
-    dry_run: DryRun = False,
+    node: str, other: str | None = None, one_way: bool = False, name: str | None = None, dry_run: bool = False
 ) -> None:
     """Drop every packet between two nodes, silently."""
     from shoal.cluster.lab import lab as lab_changes
@@ -239,13 +232,11 @@ def cut(
     _perform(name, lab_changes.cut_off(node, other, one_way), dry_run, done)
 
 
-@app.command()
-def heal(
-    node: Annotated[str | None, typer.Argument(help="The node whose cuts to undo; without it, all.")] = None,
-    other: Annotated[str | None, typer.Argument(help="Undo only the cut between these two.")] = None,
-    name: Name = None,
-    dry_run: DryRun = False,
-) -> None:
+@LAB.command(
+    node=argument("The node whose cuts to undo; without it, all."),
+    other=argument("Undo only the cut between these two."),
+)
+def heal(node: str | None = None, other: str | None = None, name: str | None = None, dry_run: bool = False) -> None:
     """Undo cuts."""
     from shoal.cluster.lab import lab as lab_changes
 
@@ -253,14 +244,11 @@ def heal(
     _perform(name, lab_changes.heal_cuts(node, other), dry_run, done)
 
 
-@app.command()
-def firewall(
-    node: NodeName,
-    allow: Annotated[str, typer.Option(help="TCP ports that stay open: 22,29500-29600.")] = "",
-    off: Annotated[bool, typer.Option("--off", help="Remove the firewall.")] = False,
-    name: Name = None,
-    dry_run: DryRun = False,
-) -> None:
+@LAB.command(
+    allow=Option("TCP ports that stay open: 22,29500-29600."),
+    off=Option("Remove the firewall."),
+)
+def firewall(node: str, allow: str = "", off: bool = False, name: str | None = None, dry_run: bool = False) -> None:
     """Block incoming connections, as a home firewall does that makes a run hang."""
     from shoal.cluster.lab import lab as lab_changes
     from shoal.cluster.lab.commands import parse_ports
@@ -279,12 +267,8 @@ def firewall(
     _perform(name, lab_changes.set_firewall(node, None if off else parse_ports(allow)), dry_run, done)
 
 
-@app.command()
-def down(
-    name: Name = None,
-    all_: Annotated[bool, typer.Option("--all", help="Every lab of this user, except those of running runs.")] = False,
-    dry_run: DryRun = False,
-) -> None:
+@LAB.command(all_=Option("Every lab of this user, except those of running runs."))
+def down(name: str | None = None, all_: bool = False, dry_run: bool = False) -> None:
     """Remove a lab and all its processes; also the remains of a crashed one."""
     from shoal.cluster.lab import state
     from shoal.cluster.lab.lab import has_owner, removal_steps, remove_lab, why_stale
@@ -295,14 +279,14 @@ def down(
     chosen = state.list_labs() if all_ else [check_name(name) if name else _lab_to_remove()]
     for lab_name in chosen:
         if all_ and has_owner(lab_name) and not why_stale(state.lab_folder(lab_name), state.read_state(lab_name)):
-            typer.echo(f"lab {lab_name!r} is kept: it belongs to a running run, which will remove it", err=True)
+            sys.stderr.write(f"lab {lab_name!r} is kept: it belongs to a running run, which will remove it" + "\n")
             continue
         if dry_run:
             _print_script(removal_steps(lab_name))
         else:
             existed = lab_name in state.list_labs()
             remove_lab(lab_name)
-            typer.echo(f"lab {lab_name!r} is down" if existed else f"there was no lab {lab_name!r}")
+            sys.stdout.write(f"lab {lab_name!r} is down\n" if existed else f"there was no lab {lab_name!r}\n")
 
 
 def _lab_to_remove() -> str:
@@ -335,7 +319,7 @@ def _print_script(steps: Iterable[Step]) -> None:
     from shoal.cluster.lab.commands import render
     from shoal.cluster.lab.kernel import path_line
 
-    typer.echo(path_line() + render(steps), nl=False)
+    sys.stdout.write(path_line() + render(steps))
 
 
 def _lab_document(lab: Lab) -> dict[str, Any]:

@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import typer
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 from rich.control import Control
@@ -113,16 +112,19 @@ def make_console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool =
     return SafeConsole(stderr=stderr, quiet=quiet, soft_wrap=soft_wrap, highlight=False, emoji=False)
 
 
-# An option of every verb that takes the size of a model.
-Depth = Annotated[int | None, typer.Option(help="Model size as one number; 12 is GPT-2.")]
-
-
 def stdout_console() -> Console:
     return make_console()
 
 
 def print_json(document: Any) -> None:
     sys.stdout.write(printable_json(document, indent=2) + "\n")
+
+
+def check_picture(path: Path) -> None:
+    if path.suffix != ".png":
+        raise UsageError(
+            f"{path} is not a PNG file", why="-o writes a figure as PNG", fix=f"write -o {path.with_suffix('.png')}"
+        )
 
 
 def open_browser(url: str) -> None:
@@ -140,7 +142,7 @@ def shown(path: Path) -> str:
         return str(path)
 
 
-def command(*words: str) -> str:
+def as_command(*words: str) -> str:
     """Return a shoal command that can be pasted here, with its path where `shoal` is not on PATH."""
     started = Path(sys.argv[0])
     if shutil.which("shoal"):
@@ -161,9 +163,21 @@ def print_run(run: RunFolder, manifest: Manifest, *, stderr: bool = False) -> No
         print_paragraph(escape(text), console)
     folder = shown(run.path)
     # Only shoal's own GPT writes text.
-    nexts = "; ".join(command(verb, folder) for verb in ("report", "sample" if manifest.trains == "gpt" else "verify"))
+    nexts = "; ".join(
+        as_command(verb, folder) for verb in ("report", "sample" if manifest.trains == "gpt" else "verify")
+    )
     # Not through rich: a folder named `[x]` is not markup, and a command to paste is not wrapped.
     (sys.stderr if stderr else sys.stdout).write(f"run folder: {folder}\nnext: {nexts}\n")
+
+
+def print_result(run: RunFolder, manifest: Manifest | None, json: bool) -> None:
+    """Print the result of a training, or without one the commands for its run in the background."""
+    if manifest is None:
+        print_detached(run, json)
+    elif json:
+        print_json(manifest.model_dump(mode="json"))
+    else:
+        print_run(run, manifest)
 
 
 def print_detached(run: RunFolder, json: bool) -> None:
@@ -173,7 +187,7 @@ def print_detached(run: RunFolder, json: bool) -> None:
         return
     folder = shown(run.path)
     verbs = (("attach", folder), ("watch", folder), ("logs", "-f", folder), ("stop", folder))
-    nexts = "\n      ".join(command(*words) for words in verbs)
+    nexts = "\n      ".join(as_command(*words) for words in verbs)
     sys.stdout.write(f"run folder: {folder}\nnext: {nexts}\n")
 
 
@@ -400,29 +414,6 @@ def print_with_command(text: str, console: Console | None = None, label: Text | 
         return
     console.print(Text.assemble(label, prose))
     console.print(Text(f"  {command}"), soft_wrap=True)
-
-
-def is_given(context: typer.Context, name: str) -> bool:
-    """Return whether the command line has the parameter; a default does not count."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of a parameter: `--step-s` for `step_s`, `--set` for `set_`."""
-    return "--" + ("out" if name == "output" else name.rstrip("_")).replace("_", "-")
-
-
-def given_settings(context: typer.Context, settings: dict[str, str]) -> dict[str, str]:
-    """Return the given flags by setting. `settings` maps a parameter to its setting."""
-    return {key: flag_of(name) for name, key in settings.items() if is_given(context, name)}
-
-
-def refuse_given(context: typer.Context, names: Iterable[str], beside: str, why: str, fix: str) -> None:
-    """Refuse the first of these parameters that is given, because it would have no effect."""
-    for name in names:
-        if is_given(context, name):
-            raise UsageError(f"{flag_of(name)} has no effect {beside}", why=why, fix=fix)
 
 
 @contextlib.contextmanager

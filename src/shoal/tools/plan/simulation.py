@@ -87,7 +87,7 @@ class Forecast:
 def simulate(scenario: SimulationScenario, seeds: int = 20, seed: int = 0, bins: int = BINS) -> Forecast:
     if seeds < 1:
         raise ConfigError(
-            f"{seeds} seeds give no forecast", why="at least one training is simulated", fix="for example: --seeds 20"
+            f"{seeds} seeds give no forecast", why="at least one training is simulated", fix="for example: seeds = 20"
         )
     if seed < 0:
         raise ConfigError(
