@@ -17,7 +17,7 @@ from shoal.cli.help import NAMES, help_width, wrap
 from shoal.cli.main import load_command
 from shoal.cli.options import SETTINGS, Option, argument
 from shoal.cli.output import print_json, shown
-from shoal.config.presets import PRESET_NAMES, PRESETS, did_you_mean
+from shoal.config.presets import PRESET_NAMES, PRESETS, did_you_mean, flag_of
 from shoal.config.sync_choice import SYNC_MODES, WIRE_FORMATS
 from shoal.errors import ConfigError, UsageError
 from shoal.run_folder import write_atomically
@@ -31,8 +31,8 @@ SHELLS = ("bash", "zsh", "fish")
 _RUNS = "$(compgen -G 'runs/*')"
 _MARKDOWN_HEAD = """# Settings
 
-Every setting of a run. Give one as `--set section.key=value`, or in a TOML file with `--config FILE`; many have a flag
-of their own (`shoal train --help`). `shoal config explain KEY` prints one of them, `shoal config init` writes a file
+Every setting of a run. Give one as `--set section.key=value`, or in a TOML file with `--config FILE`; many have an
+option of their own, named beside them. `shoal config explain KEY` prints one of them, `shoal config init` writes a file
 to start from. This page is written by `shoal config show --markdown`.
 """
 
@@ -40,6 +40,7 @@ to start from. This page is written by `shoal config show --markdown`.
 @dataclass(frozen=True)
 class Setting:
     key: str
+    flag: str  # of `shoal train`, or nothing
     values: str  # what it may be
     default: str
     meaning: str
@@ -110,8 +111,15 @@ def list_settings() -> list[Setting]:
     """Read all settings from the schema: values and defaults from the models, texts from the docstrings of fields."""
     from shoal.config.schema import Config
 
+    flags = {option.setting: flag_of(name) for name, option in SETTINGS.items()}
     return [
-        Setting(f"{section}.{name}", _values_text(field), _default_text(field.default), *texts[name])
+        Setting(
+            f"{section}.{name}",
+            flags.get(f"{section}.{name}", ""),
+            _values_text(field),
+            _default_text(field.default),
+            *texts[name],
+        )
         for section, part in Config.model_fields.items()
         for model in [typing.cast("type[Section]", part.annotation)]
         for texts in [field_texts(model)]
@@ -170,7 +178,12 @@ def _default_text(value: Any) -> str:
 
 def _entry(setting: Setting, width: int) -> str:
     lines = [f"{setting.key} = {setting.default}"]
-    for text in (setting.meaning, f"values: {setting.values}", f"when to change it: {setting.when}"):
+    for text in (
+        setting.meaning,
+        *([f"option: {setting.flag}"] if setting.flag else []),
+        f"values: {setting.values}",
+        f"when to change it: {setting.when}",
+    ):
         lines += [f"  {line}" for line in wrap(text, width - 2)]
     return "\n".join(lines)
 
@@ -183,7 +196,10 @@ def settings_page(settings: list[Setting]) -> str:
         if (first := setting.key.partition(".")[0]) != section:
             section = first
             lines += [f"## {section}\n"]
-        text = f"`{setting.key}` (default: {setting.default}; {setting.values}). {setting.meaning} *{setting.when}*"
+        flag = f"`{setting.flag}`; " if setting.flag else ""
+        text = (
+            f"`{setting.key}` ({flag}default: {setting.default}; {setting.values}). {setting.meaning} *{setting.when}*"
+        )
         lines += ["\n".join(wrap(f"- {text}", 118, "  "))]
     return "\n".join(lines).replace("\n## ", "\n\n## ").replace("\n\n\n## ", "\n\n## ") + "\n"
 

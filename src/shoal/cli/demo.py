@@ -81,7 +81,7 @@ def demo(request: DemoRequest) -> int:
     on this machine, without root, in under two minutes on two cores.
     """
     from shoal.host.topology import this_topology, threads_for
-    from shoal.tools.bench.scaling import measure_scaling
+    from shoal.tools.bench.scaling import measure_scaling, scaling_document
 
     began, cores, folder = time.monotonic(), threads_for(this_topology(), 1), request.out or default_out("demo")
     config = _demo_config(request)
@@ -97,7 +97,16 @@ def demo(request: DemoRequest) -> int:
     verdict, manifest, report = _write_results(run, killed, result)
     took_s = time.monotonic() - began
     if request.json:
-        _print_document(result, run, killed, verdict, manifest, report, took_s)
+        figures = {
+            **scaling_document(result),
+            "killed": asdict(killed),
+            "verify": verdict.model_dump(mode="json"),
+            "manifest": manifest.model_dump(mode="json"),
+            "report": str(report),
+            "seconds": took_s,
+        }
+        figures["runs"][run.path.name] = str(run.path)
+        print_json(figures)
     else:
         _print_kill(killed, run, verdict)
         sys.stdout.write(
@@ -121,29 +130,6 @@ def _write_results(run: RunFolder, killed: KilledRank, result: ScalingResult) ->
         manifest = write_derived_files(compared, replicas, curve)
         report = write_report(compared, curve)
     return verdict, manifest, report
-
-
-def _print_document(
-    result: ScalingResult,
-    run: RunFolder,
-    killed: KilledRank,
-    verdict: VerifyResult,
-    manifest: Manifest,
-    report: Path,
-    took_s: float,
-) -> None:
-    from shoal.tools.bench.scaling import scaling_document
-
-    figures = {
-        **scaling_document(result),
-        "killed": asdict(killed),
-        "verify": verdict.model_dump(mode="json"),
-        "manifest": manifest.model_dump(mode="json"),
-        "report": str(report),
-        "seconds": took_s,
-    }
-    figures["runs"][run.path.name] = str(run.path)
-    print_json(figures)
 
 
 def _next_steps() -> str:

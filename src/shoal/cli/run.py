@@ -14,7 +14,7 @@ from shoal.cli.command import COMMANDS, Group, Request, command
 from shoal.cli.options import PROFILE, SESSION_SETTINGS, SETTINGS, Option, argument
 from shoal.cli.output import advising_flags, print_json, print_note
 from shoal.config.defaults import DEFAULT_CLAIM, DEFAULT_PRESET, GRACE_S, MOUNT
-from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_mean
+from shoal.config.presets import PRESETS, depth_overrides, did_you_mean
 from shoal.errors import ShoalError, UsageError
 from shoal.run_folder import RunFolder, default_out, write_atomically
 
@@ -280,47 +280,60 @@ EMIT = Group(
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class EmitRequest(Request):
+    runconfig: str | None = None
+    on: str | None = None
+    depth: int | None = None
+    set_: list[str] | None = None
+    out: Path | None = None
+    python: str = sys.executable
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchrunRequest(EmitRequest):
+    port: int = 29500
+
+
+@dataclass(frozen=True, kw_only=True)
+class K8sRequest(EmitRequest):
+    image: str = f"shoal:{__version__}"
+    claim: str = DEFAULT_CLAIM
+    memory: str | None = None
+    python: str = "python3"
+
+
 @EMIT.command(
     out=Option("The run folder.", shown="runs/NAME-TIME"),
     port=Option("Rendezvous port on the first node.", low=1, high=65_535),
 )
-def torchrun(
-    runconfig: str | None = None,
-    on: str | None = None,
-    depth: int | None = None,
-    set_: list[str] | None = None,
-    out: Path | None = None,
-    port: int = 29500,
-    python: str = sys.executable,
-    json: bool = False,
-) -> None:
+def torchrun(request: TorchrunRequest) -> None:
     """Print one torchrun command for each node; type it there."""
     from shoal.launch.emit import slug, torchrun_commands, torchrun_text
 
-    config = _config(runconfig, on, depth, set_)
-    job = _job(config, out or default_out(slug(config.run.preset)), python, with_addresses=True)
-    if json:
-        print_json({"format": "torchrun", "commands": [asdict(command) for command in torchrun_commands(job, port)]})
+    config = _config(request)
+    job = _job(config, request.out or default_out(slug(config.run.preset)), request.python, with_addresses=True)
+    if request.json:
+        commands = [asdict(one) for one in torchrun_commands(job, request.port)]
+        print_json({"format": "torchrun", "commands": commands})
     else:
-        sys.stdout.write(torchrun_text(job, port))
+        sys.stdout.write(torchrun_text(job, request.port))
 
 
 @EMIT.command(out=Option("The run folder.", shown="runs/NAME-JOBID"))
-def slurm(
-    runconfig: str | None = None,
-    on: str | None = None,
-    depth: int | None = None,
-    set_: list[str] | None = None,
-    out: Path | None = None,
-    python: str = sys.executable,
-    json: bool = False,
-) -> None:
+def slurm(request: EmitRequest) -> None:
     """Print an sbatch script: one task per node, each a torchrun."""
     from shoal.launch.emit import slug, slurm_text
 
-    config = _config(runconfig, on, depth, set_)
-    job = _job(config, out or Path("runs") / slug(config.run.preset), python)
-    _print_file("slurm", f"shoal-{slug(config.run.preset)}.sbatch", slurm_text(job, new_folder=out is None), json)
+    config = _config(request)
+    job = _job(config, request.out or Path("runs") / slug(config.run.preset), request.python)
+    _print_file(
+        "slurm",
+        f"shoal-{slug(config.run.preset)}.sbatch",
+        slurm_text(job, new_folder=request.out is None),
+        request.json,
+    )
 
 
 @EMIT.command(
@@ -330,33 +343,24 @@ def slurm(
     memory=Option("Memory per pod.", shown="what its ranks need, as shoal plan estimates it"),
     python=Option("The Python that has shoal, in the image."),
 )
-def k8s(
-    runconfig: str | None = None,
-    on: str | None = None,
-    depth: int | None = None,
-    set_: list[str] | None = None,
-    out: Path | None = None,
-    image: str = f"shoal:{__version__}",
-    claim: str = DEFAULT_CLAIM,
-    memory: str | None = None,
-    python: str = "python3",
-    json: bool = False,
-) -> None:
+def k8s(request: K8sRequest) -> None:
     """Print a Kubernetes manifest: an indexed Job with one pod per node, and a headless Service."""
     from shoal.launch.emit import Pods, k8s_name, k8s_text, slug
 
-    config = _config(runconfig, on, depth, set_)
-    job = _job(config, out or Path("runs") / slug(config.run.preset), python)
-    _print_file("k8s", f"{k8s_name(job)}.yaml", k8s_text(job, Pods(image, claim, memory)), json)
+    config = _config(request)
+    job = _job(config, request.out or Path("runs") / slug(config.run.preset), request.python)
+    _print_file(
+        "k8s", f"{k8s_name(job)}.yaml", k8s_text(job, Pods(request.image, request.claim, request.memory)), request.json
+    )
 
 
-def _config(runconfig: str | None, on: str | None, depth: int | None, sets: list[str] | None) -> Config:
+def _config(request: EmitRequest) -> Config:
     from shoal.cluster.target import place_ranks
     from shoal.config.load import build_config
 
-    flags: Overrides = depth_overrides(depth) | ({} if on is None else {"run": {"on": on}})
-    preset, file = find_config(runconfig or DEFAULT_PRESET)
-    return place_ranks(build_config(preset, file, flags, sets or []))
+    preset, file = find_config(request.runconfig or DEFAULT_PRESET)
+    flags = depth_overrides(request.depth) | request.overrides()
+    return place_ranks(build_config(preset, file, flags, request.set_ or []))
 
 
 def find_config(name: str) -> tuple[str, Path | None]:

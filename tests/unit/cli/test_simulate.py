@@ -181,6 +181,11 @@ def test_a_plan_predicts_the_step_of_a_scenario(tmp_path: Path) -> None:
         ("hours = 'long'", "hours = 'long': input should be a valid number", "this comes from", "docs/simulate.md"),
         ("[plan]\ndepth = 'x'", "plan.depth = 'x': input should be a valid integer", "this comes from", "correct it"),
         ("[plan]\nlink = 'wify'", "there is no link 'wify'", "did you mean 'wifi'?", "nvlink"),
+        ("recovery = 'fast'", "recovery = 'fast': input should be 'both', 'restart' or 'live'", "this", "correct it"),
+        ("scaling = 'odd'", "scaling = 'odd': input should be 'strong' or 'weak'", "this comes from", "correct it"),
+        ("nodes = 'x'", "nodes = 'x': input should be a valid integer", "this comes from", "correct it"),
+        ("nodes = 0", "a cluster of 0 nodes cannot be simulated", "at least 1", "nodes = 8"),
+        ("ranks_per_node = 0", "nodes with 0 ranks each", "at least 1", "ranks_per_node = 1"),
         ("plan = 3", "plan in", "", "write [plan] and its keys below"),
         ("recovery = 'restart'\nrejoin_s = 3", "rejoin_s has no effect with recovery = 'restart'", "see", "leave one"),
         ("checkpoint_every = 'never'\ncheckpoint_s = 3", "checkpoint_s has no effect with", "see", "leave one"),
@@ -251,8 +256,6 @@ def test_a_run_with_too_few_records_is_refused(events: list[dict[str, Any]], see
 @pytest.mark.parametrize(
     ("wrong", "seen", "fix"),
     [
-        ({"recovery": "pray"}, "'pray' is not restart, live or both", 'recovery = "both"'),
-        ({"scaling": "medium"}, "neither strong nor weak", 'scaling = "strong"'),
         ({"checkpoint_every": "often"}, "'often' is not a number of steps", 'checkpoint_every = "best"'),
         ({"checkpoint_every": "0"}, "every 0 steps", "checkpoint_every"),
         ({"checkpoint_every": "-5"}, "'-5' is not a number of steps", 'checkpoint_every = "best"'),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -14,7 +14,15 @@ from shoal.config.presets import did_you_mean
 from shoal.cost.predict import Prediction, predict
 from shoal.errors import ConfigError, DataError
 from shoal.run_folder import RunFolder
-from shoal.tools.plan.request import PlanRequest, make_basis, on_devices, parse_nodes, refuse_conflicts, what_to_plan
+from shoal.tools.plan.request import (
+    MOST_NODES,
+    PlanRequest,
+    make_basis,
+    on_devices,
+    parse_nodes,
+    refuse_conflicts,
+    what_to_plan,
+)
 from shoal.tools.plan.scenario import (
     Checkpoints,
     Failures,
@@ -59,11 +67,11 @@ class ScenarioFile:
     tokens_per_step: float
     hours: float = 24.0
     ranks_per_node: int = 1
-    scaling: str = "strong"
+    scaling: Scaling = "strong"
     # Meta's research cluster: a failure every 7.9 h on 128 nodes (arXiv 2410.21680). Laptops that sleep fail far more.
     mtbf_hours: float = 1000.0
     all_share: float = 0.0
-    recovery: str = "both"
+    recovery: Literal["both", "restart", "live"] = "both"
     checkpoint_every: int | str = "best"
     # 124M parameters and their moments are 1.5 GB; SHA-256 alone takes 1.4 s for 496 MB on one core.
     checkpoint_s: float = 5.0
@@ -96,6 +104,8 @@ def read_scenario(path: Path) -> ScenarioFile:
                 raise ConfigError(
                     f"{other} has no effect with {key} = {value!r}", why=f"see {path}", fix="leave one of them out"
                 )
+    # Before the plan, which needs usable numbers.
+    _cluster(_validate(path, ScenarioFile, {"nodes": MOST_NODES, "step_s": 1.0, "tokens_per_step": 1.0} | document, ""))
     if plan is not None or not {"nodes", "step_s", "tokens_per_step"} <= document.keys():
         document = _planned(path, {} if plan is None else plan, document) | document
     return _validate(path, ScenarioFile, document, "")
@@ -160,12 +170,6 @@ def simulate(options: ScenarioFile) -> dict[Policy, Forecast]:
 
 
 def scenarios(options: ScenarioFile) -> dict[Policy, SimulationScenario]:
-    if options.recovery not in _POLICIES:
-        raise ConfigError(
-            f"recovery = {options.recovery!r} is not restart, live or both",
-            why="restart goes back to the last checkpoint; with live the survivors continue",
-            fix='recovery = "both" compares them',
-        )
     straggling, cluster = _straggling(options.straggler), _cluster(options)
     failures = Failures(3600 * options.mtbf_hours, options.all_share)
     checkpoints = _checkpoints(options, cluster, failures, straggling)
@@ -179,31 +183,16 @@ def scenarios(options: ScenarioFile) -> dict[Policy, SimulationScenario]:
 
 
 def _cluster(options: ScenarioFile) -> SimulatedCluster:
+    step_s = options.step_s
     return SimulatedCluster(
         nodes=options.nodes,
-        step_s=_step_time(options, _scaling(options.scaling)),
+        step_s=step_s if callable(step_s) else divided_work(step_s, options.nodes, options.scaling),
         tokens_per_step=options.tokens_per_step,
         ranks_per_node=options.ranks_per_node,
-        scaling=_scaling(options.scaling),
+        scaling=options.scaling,
         min_nodes=options.min_nodes,
         spares=options.spares,
     )
-
-
-def _step_time(options: ScenarioFile, scaling: Scaling) -> StepTime:
-    if callable(options.step_s):
-        return options.step_s
-    return divided_work(options.step_s, options.nodes, scaling)
-
-
-def _scaling(text: str) -> Scaling:
-    if text not in ("strong", "weak"):
-        raise ConfigError(
-            f"scaling = {text!r} is neither strong nor weak",
-            why="strong keeps the global batch when nodes are lost, weak the batch of each node",
-            fix='write: scaling = "strong"',
-        )
-    return "weak" if text == "weak" else "strong"
 
 
 def _checkpoints(
