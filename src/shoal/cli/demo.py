@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _ONE, _TWO, _ALL = "one", "two", "all"
 _VICTIM = 1
-# A restarted rank imports torch and copies the state. The killed training goes on for at least so long.
+# A restarted rank imports torch and copies the state. The killed training continues for at least this long.
 _RETURN_S = 12.0
 # Two speeds that differ by less are called equal.
 _NEGLIGIBLE = 0.03
@@ -74,7 +74,7 @@ class DemoRequest(Request):
     json=Option("Print all figures as JSON on stdout."),
 )
 def demo(request: DemoRequest) -> int:
-    """Compare one rank with two, then kill a rank of a running training and see the run go on.
+    """Compare one rank with two, then kill a rank of a running training and see the run continue.
 
     A small GPT learns English verb forms: on one rank with one core, on two ranks with one core each, and in one
     process that uses all cores. A fourth training loses a rank to kill -9 and is verified afterwards. All of it runs

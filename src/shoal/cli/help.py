@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # The commands of each group, in the order in which the overview lists them.
 GROUPS = {
     "Train": {
-        "demo": "Start here: one rank against two, and a rank that is killed while the run goes on.",
+        "demo": "Start here: one rank against two, and a rank that is killed while the run continues.",
         "train": "Train the built-in GPT on your text, data-parallel on all machines.",
         "run": "Start your own torchrun-style script on the cluster.",
         "host": "Train with machines that join without SSH; prints the command to type on each of them.",
@@ -69,16 +69,16 @@ EXAMPLES = {
         ("shoal train --data notes.txt --steps 500", "your own text"),
         ("shoal train gpt2-124m --on hosts.toml --sync diloco", "over SSH, on a slow network"),
         ("shoal train --set train.warmup_steps=50", "any setting; see shoal config show"),
-        ("shoal train --resume runs/NAME", "go on after a stop"),
+        ("shoal train --resume runs/NAME", "continue after a stop"),
     ),
     "run": (
         ("shoal run --on local:2 train.py", "your script, on two ranks"),
         ("shoal run --measure train.py --lr 0.1", "with the script's own options; measures its steps"),
-        ("shoal run --resume runs/NAME", "go on with a script that uses shoal.Session"),
+        ("shoal run --resume runs/NAME", "continue a script that uses shoal.Session"),
     ),
     "host": (
         ("shoal host --machines 3", "this machine and two that join"),
-        ("shoal host runs/NAME", "let a machine join a run that is going on"),
+        ("shoal host runs/NAME", "let a machine join a running run"),
     ),
     "join": (("shoal join 192.168.1.10:29400", "as shoal host prints it"),),
     "emit": (
@@ -93,7 +93,7 @@ EXAMPLES = {
         ("shoal runs --delete runs/NAME", "delete one; asks first"),
     ),
     "logs": (("shoal logs -f runs/NAME", "until the run ends"), ("shoal logs --rank 1 runs/NAME", "of one rank")),
-    "attach": (("shoal attach runs/NAME", "Ctrl-C leaves the run going on"),),
+    "attach": (("shoal attach runs/NAME", "Ctrl-C leaves it running"),),
     "watch": (
         ("shoal watch --open runs/NAME", "a page in the browser"),
         ("shoal watch --terminal runs/NAME", "over SSH"),
@@ -181,7 +181,7 @@ _NARROWEST, _WIDEST = 60, 100
 
 
 def help_width() -> int:
-    """Return the columns of the terminal, of `$COLUMNS`, or 80; not so many that lines are hard to read."""
+    """Return the columns of the terminal, of `$COLUMNS`, or 80; at most what is easy to read."""
     return min(max(shutil.get_terminal_size((80, 24)).columns, _NARROWEST), _WIDEST)
 
 

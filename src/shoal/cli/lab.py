@@ -122,7 +122,7 @@ def exec_(node: str, command: list[str], name: str | None = None) -> None:
 
 
 def split_exec_words(name: str | None, words: list[str]) -> tuple[str | None, list[str]]:
-    """Return the lab's name and the command. `--name NAME` may stand before the command, as after other verbs."""
+    """Return the lab's name and the command. `--name NAME` may stand before the command, as after other commands."""
     if words and words[0].startswith("--name="):
         name, words = words[0].removeprefix("--name="), words[1:]
     elif words and words[0] == "--name":

@@ -116,6 +116,6 @@ TABLE = {
     "port": Option("The port to listen on.", shown="a free one", low=0, high=65_535),
     "clean": Option("End processes left over from earlier runs."),
     "detach": Option("Start the run in the background; see shoal ps, logs, attach."),
-    "watch": Option("Serve a live page about the run while it goes on; see shoal watch."),
+    "watch": Option("Serve a live page about the run while it runs; see shoal watch."),
     "json": Option("Print JSON on stdout."),
 }

@@ -85,6 +85,9 @@ def run(request: RunRequest) -> None:
     on the machines that are left; the script continues from its own checkpoint.
     Modules are imported from the script's folder first; with -m from the current folder, unless others can write to it.
     """
+    from shoal.config.load import refuse_duplicate_settings
+
+    refuse_duplicate_settings(request.flags(), request.set_ or [])
     _refuse_plan_without_effect(request)
     if request.resume is not None:
         _resume(request, request.resume)
@@ -139,9 +142,7 @@ def _resume(request: RunRequest, run: Path) -> None:
     from shoal.cli.runs import resume_session
     from shoal.cli.train import clear_leftovers
     from shoal.cli.watch import watched
-    from shoal.config.load import refuse_duplicate_settings
 
-    refuse_duplicate_settings(request.flags(), request.set_ or [])
     if request.script:
         raise UsageError(
             f"--resume {run} does not go with a script",
@@ -217,14 +218,12 @@ def session_settings(request: RunRequest) -> dict[str, Any]:
     from shoal.config.load import (
         merge,
         parse_set,
-        refuse_duplicate_settings,
         refuse_without_effect,
         typed_settings,
         validate_session,
     )
 
     given, sets = request.overrides(), request.set_ or []
-    refuse_duplicate_settings(request.flags(), sets)
     # A resumed run is where it was.
     on = {} if request.resume is not None else {"run": {"on": request.on}}
     settings = merge([on, given, *map(parse_set, sets)])

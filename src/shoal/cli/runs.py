@@ -18,7 +18,6 @@ from rich.markup import escape
 from shoal.cli.command import command
 from shoal.cli.options import Option, argument
 from shoal.cli.output import (
-    LineDisplay,
     as_command,
     make_console,
     print_detached,
@@ -40,6 +39,7 @@ from shoal.terminal import begin_stage, end_stage
 from shoal.units import Unit, format_duration, format_loss, format_si, format_speed
 
 if TYPE_CHECKING:
+    from shoal.cli.progress import LineDisplay
     from shoal.runs.manage import PastRun, RunState, StopResult
     from shoal.runs.start import TrainDisplay, WatchScript
 
@@ -163,7 +163,7 @@ def _print_past_runs(runs: list[PastRun]) -> None:
 
 
 def _delete_runs(folders: list[RunFolder], yes: bool) -> None:
-    """Delete run folders after a confirmation; refuse one whose run is going on."""
+    """Delete run folders after a confirmation; refuse one that is running."""
     from shoal.runs.manage import read_past_run
 
     for folder in folders:
@@ -200,8 +200,9 @@ def logs(run: Path, rank: int | None = None, follow: bool = False) -> None:
     """Print the output of all ranks, stderr included: in order, line by line, coloured by rank.
 
     Progress goes to stderr: steps, losses and warnings of a training (not with --rank), and for any run which members
-    left or joined and how it ended. With --follow, both go on until the run ends.
+    left or joined and how it ended. With --follow, both continue until the run ends.
     """
+    from shoal.cli.progress import LineDisplay
     from shoal.launch.logs import LogFollower
 
     folder = RunFolder.find(run)
@@ -298,7 +299,7 @@ class RunEventPrinter:
             self._lines.beside(lambda: progress([*notes, *events]))
 
     def show_end(self) -> None:
-        """Print how the run ended, if it ended while we followed."""
+        """Print how the run ended, if it ended while it was followed."""
         self.show()
         if self._keeping.ended is not None:
             failed = self._keeping.ended["code"]
@@ -307,6 +308,8 @@ class RunEventPrinter:
 
 def watch_script(with_progress: bool) -> tuple[LineDisplay, WatchScript]:
     """Return what shows the lines of a script that is about to be launched, and what shows its session beside them."""
+    from shoal.cli.progress import LineDisplay
+
     display = LineDisplay(make_console(soft_wrap=True))
     display.status = STARTING
     return display, lambda run: RunEventPrinter(run, display, with_progress, is_new=True).show
@@ -335,7 +338,7 @@ def print_script_end(run: RunFolder, detach: bool, json: bool = False) -> None:
 @command(json=Option("Print the manifest as JSON on stdout."))
 def attach(run: Path, json: bool = False) -> None:
     """Watch a run as if it had been started here. Ctrl-C leaves it running; shoal stop ends it."""
-    from shoal.cli.progress import make_display
+    from shoal.cli.progress import LineDisplay, make_display
     from shoal.runs.manage import attach_script, attach_training
     from shoal.runs.start import require_manifest
     from shoal.runs.supervisor import is_script
@@ -409,7 +412,7 @@ def stop(run: Path, now: bool = False, wait_s: float | None = None, here: bool =
 
 
 def print_resume(folder: RunFolder) -> None:
-    """Print the command that resumes a run, if it has a checkpoint; where a machine joined, how it goes on."""
+    """Print the command that resumes a run, if it has a checkpoint; where a machine joined, how it continues."""
     from shoal.runs.supervisor import is_script
 
     if advice := folder.rejoin_advice():

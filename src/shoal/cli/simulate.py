@@ -149,7 +149,7 @@ def _largest_loss(policy: Policy, forecast: Forecast) -> str:
     """Name the largest loss.
 
     Use means over the seeds, because only means add up: the medians of a part and of the whole may be of two seeds. A
-    cause that gains time (fewer nodes where the network is the limit) is no loss and is named separately.
+    cause that gains time (fewer nodes where the network is the limit) is not a loss and is named separately.
     """
     from shoal.tools.plan.figures import LABELS
     from shoal.tools.plan.simulation import CAUSES

@@ -1,4 +1,4 @@
-"""`shoal watch`: look at a run while it goes on, on a page in the browser or in the terminal.
+"""`shoal watch`: look at a run while it runs, on a page in the browser or in the terminal.
 
 Nothing here imports the server or the reader until it is needed: `train` and `run` use this module for `--watch`.
 """
@@ -73,7 +73,7 @@ def watch(
     open_: bool = False,
     json: bool = False,
 ) -> None:
-    """Show a run while it goes on, or after it has ended: nodes, progress, loss, speed, step times, what happened.
+    """Show a run while it trains, or after it has ended: nodes, progress, loss, speed, step times, what happened.
 
     It prints the address of a page; Ctrl-C ends the page and leaves the run alone. The address has a token: only
     requests with it are answered. The page works without internet access, and any number of browsers may open it.
@@ -123,7 +123,7 @@ def _refuse_with_terminal(host: str, port: int, token_file: Path | None, open_: 
 
 
 def _serve(folder: RunFolder, listener: socket.socket, token: str, host: str) -> None:
-    # Imported here: no other verb needs a web server.
+    # Imported here: no other command needs a web server.
     import asyncio
 
     from shoal.tools.watch.server import serve
@@ -232,7 +232,7 @@ class WatchedRun:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(listener.fileno(),),
-                # Ctrl-C is for the run, which goes on to its next step; the page shows how it ends.
+                # Ctrl-C is for the run, which continues to its next step; the page shows how it ends.
                 start_new_session=True,
             )
             sys.stderr.write(f"watch: {page_url(_LOOPBACK, listener, token)}\n")

@@ -69,7 +69,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
 @pytest.mark.parametrize(
     ("words", "seen", "next_step"),
     [
-        (["trian"], "there is no verb 'trian'", "shoal --help"),
+        (["trian"], "there is no command 'trian'", "shoal --help"),
         (["bench", "scalign"], "did you mean 'scaling'?", "shoal bench --help"),
         (["train", "--bogus"], "No such option: --bogus", "shoal train --help"),
         (["train", "--steps", "many"], "--steps is a whole number from 1; 'many' was given\n", "shoal train --help"),

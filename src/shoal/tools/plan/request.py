@@ -357,7 +357,7 @@ class Basis:
     profile: Profile | None = None
 
     def where(self, nodes: int) -> str:
-        """Return where a training on so many nodes would run: the measured machines, if they are as many."""
+        """Return where a training on this many nodes would run: the measured machines, if they are as many."""
         return self.on if self.profile is None or nodes == self.known else HOSTS
 
 
