@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/simulate.py --rounds 3
 
-Both policies, 20 seeds each unless told otherwise, stragglers included, as `shoal plan --simulate` does it. Prints the
+Both policies, 20 seeds each unless told otherwise, stragglers included, as `shoal simulate` does it. Prints the
 seconds of each round, and each published figure beside the simulated one with its source and what was assumed, as JSON.
 """
 
@@ -14,15 +14,15 @@ import time
 from dataclasses import replace
 
 from _common import options
-from shoal.cli.simulate import SimulateOptions, simulate
 from shoal.tools.plan.published import LLAMA_DAYS, LLAMA_STEP_S, LLAMA_STEP_TOKENS, llama_mtbf_s, validation
+from shoal.tools.plan.scenario_file import ScenarioFile, simulate
 
 CASES = {
-    "1,024 nodes for a day": SimulateOptions(1024, 0.5, 4e6, straggler="lognormal:0.05"),
-    "1,024 nodes for a day, each failing daily": SimulateOptions(
+    "1,024 nodes for a day": ScenarioFile(1024, 0.5, 4e6, straggler="lognormal:0.05"),
+    "1,024 nodes for a day, each failing daily": ScenarioFile(
         1024, 0.5, 4e6, mtbf_hours=24.0, straggler="lognormal:0.05"
     ),
-    "16,384 accelerators for 54 days": SimulateOptions(
+    "16,384 accelerators for 54 days": ScenarioFile(
         2048,
         LLAMA_STEP_S,
         LLAMA_STEP_TOKENS,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.cli.help import VERBS
+from shoal.cli.help import NAMES
 from tests.unit.test_layers import (
     HELP,
     LOADED,
@@ -19,15 +19,15 @@ from tests.unit.test_layers import (
     QUICK,
     WORK_WITHOUT_PICKLE,
     WORKER_HALF,
+    commands_and_subcommands,
     module_name,
     package_of,
     python,
-    verbs_and_subverbs,
 )
 
 
 def test_every_help_works_without_torch_and_slow_imports() -> None:
-    words = verbs_and_subverbs()
+    words = commands_and_subcommands()
     answers = json.loads(python(HELP, json.dumps(words)))
     assert ["bench", "scaling"] in words
     assert answers.pop("blocker") == "works"
@@ -70,7 +70,7 @@ def test_texts_checkpoints_and_replicas_are_read_without_unpickling(tmp_path: Pa
 
 def test_the_overview_lists_every_verb_and_loads_none() -> None:
     text, loaded = json.loads(python(LOADED))
-    assert all(f" {verb} " in text for verb in VERBS)
+    assert all(f" {verb} " in text for verb in NAMES)
     assert set(loaded) == {"shoal.cli.main", "shoal.cli.help"}
 
 

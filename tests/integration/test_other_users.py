@@ -590,7 +590,7 @@ def as_other_user() -> Iterator[None]:
 def run_as_other_user(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
     """Run `shoal WORDS` as another user. Import its modules first: that user may not read root's Python."""
     arguments = [str(word) for word in words]
-    main.load_verb(str(words[0]))
+    main.load_command(str(words[0]))
     if words[0] == "report":
         main.run([*arguments[:2], "--json"], debug=False)
         capsys.readouterr()

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 import shoal as package
-from shoal.cli.output import LineDisplay, SafeConsole, make_console, make_line_printer
+from shoal.cli.output import SafeConsole, make_console
+from shoal.cli.progress import LineDisplay, make_line_printer
 from shoal.launch.logs import LogLine
 from shoal.terminal import PrintableStream, printable, printable_json, printable_line
 from tests.support.programs import shoal
@@ -163,7 +164,7 @@ class Terminal(io.StringIO):
 
 
 def test_the_current_line_of_every_rank_is_drawn_below_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.cli.output._REDRAW_S", 0.0)
+    monkeypatch.setattr("shoal.cli.progress._REDRAW_S", 0.0)
     out = Terminal()
     display = LineDisplay(SafeConsole(file=out, force_terminal=True, highlight=False, width=30, height=24))
     display.lines(lines_of("begun"), lines_of("\x1b[2J 10%|#   |", "loading\tdata"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.help import VERBS
+from shoal.cli.help import NAMES
 from shoal.cli.main import run
 from tests.support.paths import ROOT
 
@@ -29,10 +29,10 @@ def test_linked_pictures_and_pages_exist(page: Path) -> None:
     assert not [link for link in linked if not (page.parent / link).exists()]
 
 
-def test_the_readme_lists_every_verb() -> None:
+def test_the_readme_lists_every_command() -> None:
     _, _, table = (ROOT / "README.md").read_text(encoding="utf-8").partition("| command | does |")
     listed = re.findall(r"`([a-z]+)`", "".join(re.findall(r"(?m)^\|[^|]*\|", table)))
-    assert sorted(listed) == sorted(VERBS)
+    assert sorted(listed) == sorted(NAMES)
 
 
 def test_live_recovery_is_not_called_missing() -> None:
@@ -53,14 +53,16 @@ def output_block(page: str, command: str) -> str:
         ("plan.md", "shoal plan gpt2-124m --link 1gbe --nodes 1..4"),
         (
             "simulate.md",
-            "shoal plan --simulate --nodes 3 --step-s 2 --tokens-per-step 2048 --hours 48 --mtbf-hours 24 "
-            "--straggler lognormal:0.1",
+            "shoal simulate three-laptops.toml",
         ),
     ],
 )
 def test_an_example_matches_the_output_of_the_command(
-    page: str, command: str, capsys: pytest.CaptureFixture[str]
+    page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in re.findall(r"```toml\n# (\S+\.toml)\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL):
+        Path(name).write_text(text)
     assert run(shlex.split(command)[1:], debug=False) == 0
     # The command to paste begins with the path that started this program.
     printed = re.sub(r"(?m)^  .* train ", "  shoal train ", capsys.readouterr().out)

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from shoal.cli.bench import parse_numbers
-from shoal.cli.plan_options import parse_nodes
 from shoal.cli.progress import PlainDisplay
 from shoal.cluster.agent_link import AgentLink
 from shoal.cluster.cluster import LocalCluster
@@ -44,6 +43,7 @@ from shoal.runs.follow import RunEvents, SupervisorLog
 from shoal.runs.manage import describe, read_opening
 from shoal.runs.supervisor import read_job
 from shoal.tools.bench.levers import parse_lever
+from shoal.tools.plan.request import parse_nodes
 from tests.support.fuzzing import MANY, NOISE, QUICK, TEXT, Reader, around, as_json, bent, torn
 from tests.support.run_samples import start, step
 

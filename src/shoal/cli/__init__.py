@@ -1,1 +1,1 @@
-"""The command line: one function per verb, grouped into modules."""
+"""The command line: one function per command, grouped into modules."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.markup import escape
 
-from shoal.cli.output import Depth, given_settings, print_json, print_paragraph, print_table, shown, stdout_console
+from shoal.cli.command import Group, Request
+from shoal.cli.options import SETTINGS, Option, argument
+from shoal.cli.output import print_json, print_paragraph, print_table, shown, stdout_console
 from shoal.config.presets import Overrides, depth_overrides
 from shoal.config.sync_choice import OUTER_METHODS, WIRE_FORMATS, WireChoice
 from shoal.errors import RunFailed, UsageError
@@ -28,7 +30,7 @@ from shoal.units import (
 if TYPE_CHECKING:
     from shoal.config.schema import Config
     from shoal.tools.bench.levers import LeverRow, LeversResult, LeverTable
-    from shoal.tools.bench.scaling import ScalingResult
+    from shoal.tools.bench.scaling import ScalingResult, ScalingRow
 
 
 _TITLES = ("lever", "tokens/s", "×node", "×stock", "×top", "sent", "exposed", "loss", "timed")
@@ -44,104 +46,108 @@ _NEAR_CEILING = 0.95
 _WIRES = (str(WireChoice(name)) for name in WIRE_FORMATS if name != "fp32")
 DEFAULT_LEVERS = ",".join(("stock", "ddp", *_WIRES, "accumulate:4", *OUTER_METHODS))
 
-app = typer.Typer(add_completion=False, no_args_is_help=True)
+BENCH = Group(
+    "bench",
+    "Measure speed: by number of ranks, or by sync method.",
+    preset=argument("What to train."),
+    steps=replace(SETTINGS["steps"], help="Steps of each run; the second half is measured.", low=4),
+    repeat=Option("Repetitions; the median one counts.", low=1),
+    set_=Option("One setting, as section.key=value."),
+    json=Option("Print the figures as JSON on stdout."),
+)
 
 
-@app.callback()
-def bench() -> None:
-    """Measure speed: by number of ranks, or by sync method."""
+@dataclass(frozen=True, kw_only=True)
+class ScalingRequest(Request):
+    preset: str = "grammar"
+    on: list[str] | None = None
+    nodes: str | None = None
+    ranks: str | None = None
+    depth: int | None = None
+    steps: int = 60
+    repeat: int = 1
+    set_: list[str] | None = None
+    out: Path | None = None
+    json: bool = False
+    csv: bool = False
 
 
-@app.command()
-def scaling(
-    context: typer.Context,
-    preset: Annotated[str, typer.Argument(help="What to train.")] = "grammar",
-    on: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A cluster to measure, one row each; may be repeated: local:1, local:1,device=cuda, "
-            "lab:2,link=1gbit, hosts.toml.",
-            show_default="ranks of this machine",
-        ),
-    ] = None,
-    nodes: Annotated[
-        str | None, typer.Option(help="With one --on: measure its first machines: 1,2,3 or 1..3.", show_default="all")
-    ] = None,
-    ranks: Annotated[
-        str | None,
-        typer.Option(help="Without --on: numbers of ranks here, 1,2,4 or 1..4.", show_default="1,2,4"),
-    ] = None,
-    depth: Depth = None,
-    steps: Annotated[int, typer.Option(min=4, help="Steps of each run; the second half is measured.")] = 60,
-    repeat: Annotated[int, typer.Option(min=1, help="Repetitions; the median one counts.")] = 1,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="One setting, as section.key=value.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder to create.", show_default="runs/scaling-TIME")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Print the figures as CSV on stdout.")] = False,
-) -> None:
+@BENCH.command(
+    on=Option(
+        "A cluster to measure, one row each; may be repeated: local:1, local:1,device=cuda, lab:2,link=1gbit, "
+        "hosts.toml.",
+        shown="ranks of this machine",
+    ),
+    nodes=Option("With one --on: measure its first machines: 1,2,3 or 1..3.", shown="all"),
+    ranks=Option("Without --on: numbers of ranks here, 1,2,4 or 1..4.", shown="1,2,4"),
+    out=Option("The folder to create.", shown="runs/scaling-TIME"),
+    csv=Option("Print the figures as CSV on stdout."),
+)
+def scaling(request: ScalingRequest) -> int:
     """Measure the same training on several clusters, and explain what limits the speed-up.
 
     Tokens per second on 1, 2, 4 … ranks of this machine (--ranks), on clusters that you name (--on, once for each), or
     on the first 1, 2, 3 machines of one cluster (--nodes). A row that cannot run is skipped, with the reason.
     """
     from shoal.cli.progress import make_display
-    from shoal.config.load import merge
-    from shoal.tools.bench.scaling import (
-        cluster_rows,
-        measure_scaling,
-        node_rows,
-        rank_rows,
-        scaling_csv,
-        scaling_document,
-    )
+    from shoal.tools.bench.scaling import measure_scaling, scaling_csv, scaling_document
 
-    refuse_wrong_rows(on or [], nodes, ranks)
-    if json and csv:
+    refuse_wrong_rows(request.on or [], request.nodes, request.ranks)
+    if request.json and request.csv:
         raise UsageError(
             "--json does not go with --csv",
             why="only one of them can be printed on stdout",
             fix="leave one out; both are files in the folder of the result: scaling.json and scaling.csv",
         )
-    config = scaling_config(context, preset, merge([depth_overrides(depth), {"train": {"steps": steps}}]), set_ or [])
-    folder = out or default_out("scaling")
-    if nodes is not None:
-        [cluster] = on or []
-        rows = node_rows(config, cluster, parse_numbers("--nodes", nodes), folder)
-    elif on:
-        rows = cluster_rows(config, on)
-    else:
-        rows = rank_rows(config, parse_numbers("--ranks", ranks or "1,2,4"))
-    result = measure_scaling(rows, folder, make_display, repeat, lambda text: typer.echo(text, err=True))
-    if json:
+    folder = request.out or default_out("scaling")
+    rows = _scaling_rows(request, folder)
+    result = measure_scaling(rows, folder, make_display, request.repeat, lambda text: sys.stderr.write(f"{text}\n"))
+    if request.json:
         print_json(scaling_document(result))
-    elif csv:
+    elif request.csv:
         sys.stdout.write(scaling_csv(result))
     else:
         print_clusters(result)
         report = f"\nreport:  {shown(result.report)}" if result.report else ""
-        typer.echo(f"\npicture: {shown(result.picture)}\ntable:   {shown(result.table)}{report}")
-    if any(row.status == "failed" for row in rows):
-        raise typer.Exit(RunFailed.exit_code)
+        sys.stdout.write(f"\npicture: {shown(result.picture)}\ntable:   {shown(result.table)}{report}\n")
+    return RunFailed.exit_code if any(row.status == "failed" for row in rows) else 0
 
 
-@app.command()
-def levers(
-    context: typer.Context,
-    preset: Annotated[str, typer.Argument(help="What to train.")] = "grammar",
-    on: Annotated[str, typer.Option(help="Where: local:2, lab:2,link=100mbit, or a hosts file.")] = "local:2",
-    levers: Annotated[
-        str,
-        typer.Option(
-            help="Sync methods to compare, each METHOD[:NUMBER][+FORMAT]: stock,ddp,int8,accumulate:4+fp16,diloco:50."
-        ),
-    ] = DEFAULT_LEVERS,
-    depth: Depth = None,
-    steps: Annotated[int, typer.Option(min=4, help="Steps of each run; the second half is measured.")] = 100,
-    repeat: Annotated[int, typer.Option(min=1, help="Repetitions; the median one counts.")] = 1,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="One setting, as section.key=value.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder to create.", show_default="runs/levers-TIME")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
-) -> None:
+def _scaling_rows(request: ScalingRequest, folder: Path) -> list[ScalingRow]:
+    from shoal.config.load import merge
+    from shoal.tools.bench.scaling import cluster_rows, node_rows, rank_rows
+
+    flags = merge([depth_overrides(request.depth), {"train": {"steps": request.steps}}])
+    config = scaling_config("shoal bench scaling", request.preset, flags, request.flags(), request.set_ or [])
+    if request.nodes is not None:
+        [cluster] = request.on or []
+        return node_rows(config, cluster, parse_numbers("--nodes", request.nodes), folder)
+    if request.on:
+        return cluster_rows(config, request.on)
+    return rank_rows(config, parse_numbers("--ranks", request.ranks or "1,2,4"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeversRequest(Request):
+    preset: str = "grammar"
+    on: str = "local:2"
+    levers: str = DEFAULT_LEVERS
+    depth: int | None = None
+    steps: int = 100
+    repeat: int = 1
+    set_: list[str] | None = None
+    out: Path | None = None
+    json: bool = False
+
+
+@BENCH.command(
+    on=replace(SETTINGS["on"], help="Where: local:2, lab:2,link=100mbit, or a hosts file.", shown=""),
+    levers=Option(
+        "Sync methods to compare, each METHOD[:NUMBER][+FORMAT]: stock,ddp,int8,accumulate:4+fp16,diloco:50."
+    ),
+    out=Option("The folder to create.", shown="runs/levers-TIME"),
+)
+def levers(request: LeversRequest) -> None:
     """Compare sync methods ("levers") on one model and cluster: speed, bytes sent, loss.
 
     A lever is one way to exchange gradients or weights between ranks: DDP, a smaller number format, fewer exchanges.
@@ -151,27 +157,33 @@ def levers(
     from shoal.config.load import build_config, refuse_duplicate_settings
     from shoal.tools.bench.levers import measure_levers
 
-    flags: Overrides = {"train": {"steps": steps, "eval_every": max(1, steps // 10)}, "run": {"on": on}}
-    flags |= depth_overrides(depth)
-    sets = set_ or []
-    refuse_duplicate_settings(given_settings(context, {"steps": "train.steps", "on": "run.on"}), sets)
-    config = build_config(preset, flags=flags, sets=sets)
-    result = measure_levers(config, levers, out or default_out("levers"), make_display, repeat)
-    if json:
+    flags: Overrides = {
+        "train": {"steps": request.steps, "eval_every": max(1, request.steps // 10)},
+        "run": {"on": request.on},
+        **depth_overrides(request.depth),
+    }
+    sets = request.set_ or []
+    refuse_duplicate_settings(request.flags(), sets)
+    config = build_config(request.preset, flags=flags, sets=sets)
+    result = measure_levers(config, request.levers, request.out or default_out("levers"), make_display, request.repeat)
+    if request.json:
         print_json(levers_document(result))
         return
     print_levers(result.table)
-    typer.echo(f"\npicture: {shown(result.picture)}\nfigures: {shown(result.figures)}")
+    sys.stdout.write(f"\npicture: {shown(result.picture)}\nfigures: {shown(result.figures)}\n")
 
 
-def scaling_config(context: typer.Context, preset: str, flags: Overrides, sets: list[str]) -> Config:
-    """Build the settings of a comparison of rank counts. Refuse settings that it would ignore."""
+def scaling_config(command: str, preset: str, flags: Overrides, typed: dict[str, str], sets: list[str]) -> Config:
+    """Build the settings of a comparison of rank counts. Refuse settings that it would ignore.
+
+    `typed` are the flags of the command line, by setting.
+    """
     from shoal.config.load import build_config, refuse_duplicate_settings, refuse_without_effect, typed_settings
 
-    refuse_duplicate_settings(given_settings(context, {"steps": "train.steps"}), sets)
+    refuse_duplicate_settings(typed, sets)
     if "run.on" in typed_settings(None, sets):
         raise UsageError(
-            f"--set run.on has no effect on {context.command_path}",
+            f"--set run.on has no effect on {command}",
             why="it compares numbers of ranks on this machine, local:1, local:2 and so on",
             fix="leave it out; clusters are compared by: shoal bench scaling --on local:1 --on lab:3",
         )

@@ -6,18 +6,20 @@ import contextlib
 import re
 import shlex
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from shoal.cli.command import Group
+from shoal.cli.options import Option, argument
 from shoal.cli.output import make_console, print_json, print_paragraph, print_table, shown, stdout_console
 from shoal.config.sync_choice import TRAINED_METHODS
 from shoal.errors import UsageError
@@ -50,30 +52,21 @@ _SOAK_LEGEND = (
 # Columns of a terminal from which the texts of `chaos list` have room beside the other columns.
 _LIST_WIDTH = 100
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
-
-On = Annotated[str, typer.Option(help="Where: lab:3 (emulated nodes, made for the run), or local:3 (processes only).")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-ScriptOption = Annotated[
-    str | None,
-    typer.Option(
+CHAOS = Group(
+    "chaos",
+    "Inject scripted or random faults into a small real training and check the outcome.",
+    on=Option("Where: lab:3 (emulated nodes, made for the run), or local:3 (processes only)."),
+    script=Option(
+        "Train your own script with shoal.Session, as for shoal run: 'my_train.py --width 64'.",
         metavar="COMMAND",
-        help="Train your own script with shoal.Session, as for shoal run: 'my_train.py --width 64'.",
-        show_default="a small GPT",
+        shown="a small GPT",
     ),
-]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of the random times, files and faults.")]
+    seed=Option("Seed of the random times, files and faults.", low=0),
+)
 
 
-@app.callback()
-def chaos() -> None:
-    """Inject scripted or random faults into a small real training and check the outcome."""
-    # Clean up lab, training and frozen nodes on SIGTERM as on Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-
-@app.command("list")
-def list_(json: Json = False) -> None:
+@CHAOS.command()
+def list_(json: bool = False) -> None:
     """List every scenario with its fault, where it can run and its target time, and the faults without a scenario.
 
     --json adds the steps of each scenario and what must hold.
@@ -87,65 +80,66 @@ def list_(json: Json = False) -> None:
         _print_list(scenarios)
 
 
-@app.command()
+@CHAOS.command(
+    scenarios=argument("Names from the list, your own files (my.toml), or all.", "SCENARIO…"),
+    times=Option("Repetitions of each scenario, with other random times.", low=1),
+    out=Option("The folder to create.", shown="runs/chaos-TIME"),
+)
 def run(
-    scenarios: Annotated[
-        list[str], typer.Argument(metavar="SCENARIO…", help="Names from the list, your own files (my.toml), or all.")
-    ],
-    on: On = "lab:3",
-    script: ScriptOption = None,
-    times: Annotated[int, typer.Option(min=1, help="Repetitions of each scenario, with other random times.")] = 1,
-    seed: Seed = 1,
-    out: Annotated[Path | None, typer.Option(help="The folder to create.", show_default="runs/chaos-TIME")] = None,
-    json: Json = False,
-) -> None:
+    scenarios: list[str],
+    on: str = "lab:3",
+    script: str | None = None,
+    times: int = 1,
+    seed: int = 1,
+    out: Path | None = None,
+    json: bool = False,
+) -> int:
     """Train in the background, inject the faults, and check the outcome.
 
     Exit code 0: all assertions held. Exit code 1: at least one did not.
     """
     from shoal.tools.chaos.run import FIGURES, choose_scenarios, figures_document, play_all, scenarios_left_out
 
+    _clean_up_on_sigterm()
     folder = (out or default_out("chaos")).absolute()
     words = read_script(script)
     wanted = choose_scenarios(scenarios, on, words)
     for name, reason in scenarios_left_out(scenarios, on, words).items():
-        typer.echo(f"left out: {name} ({reason})", err=True)
+        sys.stderr.write(f"left out: {name} ({reason})\n")
     with _scenario_progress() as (show, done):
         results = play_all(wanted, on, times, seed, folder, show, done, words)
     if json:
         print_json(figures_document(results, on, seed, words))
     else:
         _print_results(results)
-        typer.echo(f"\nfigures: {shown(folder / FIGURES)}")
-    if not all(result.ok for result in results):
-        raise typer.Exit(1)
+        sys.stdout.write(f"\nfigures: {shown(folder / FIGURES)}\n")
+    return 0 if all(result.ok for result in results) else 1
 
 
-@app.command()
+@CHAOS.command(
+    minutes=Option("How long faults are injected, over all sync methods together.", low=0.1),
+    every=Option("Time from one fault to the next."),
+    sync=Option(
+        "A sync method, such as ddp, diloco or ddp+int8; repeat it to test several. "
+        f"all: {', '.join(TRAINED_METHODS)}.",
+        metavar="MODE",
+        shown="ddp",
+    ),
+    fault=Option("Inject only this kind of fault; may be repeated.", metavar="KIND", shown="all kinds"),
+    on=Option("At least three emulated nodes, made for the run."),
+    out=Option("The folder to create.", shown="runs/soak-TIME"),
+)
 def soak(
-    minutes: Annotated[
-        float, typer.Option(min=0.1, help="How long faults are injected, over all sync methods together.")
-    ] = 5.0,
-    every: Annotated[str, typer.Option(help="Time from one fault to the next.")] = "15s",
-    sync: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="MODE",
-            help="A sync method, such as ddp, diloco or ddp+int8; repeat it to test several. "
-            f"all: {', '.join(TRAINED_METHODS)}.",
-            show_default="ddp",
-        ),
-    ] = None,
-    fault: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KIND", help="Inject only this kind of fault; may be repeated.", show_default="all kinds"),
-    ] = None,
-    seed: Seed = 1,
-    on: Annotated[str, typer.Option(help="At least three emulated nodes, made for the run.")] = "lab:3",
-    script: ScriptOption = None,
-    out: Annotated[Path | None, typer.Option(help="The folder to create.", show_default="runs/soak-TIME")] = None,
-    json: Json = False,
-) -> None:
+    minutes: float = 5.0,
+    every: str = "15s",
+    sync: list[str] | None = None,
+    fault: list[str] | None = None,
+    seed: int = 1,
+    on: str = "lab:3",
+    script: str | None = None,
+    out: Path | None = None,
+    json: bool = False,
+) -> int:
     """Inject a random fault every few seconds and check each: one training per sync method, and one without faults.
 
     Ranks and nodes are killed and return, freeze, lose the network once or repeatedly, get slow links, and the disk
@@ -155,23 +149,15 @@ def soak(
     figures after every fault.
     Exit code 0: all assertions held. Exit code 1: at least one did not.
     """
-    from shoal.cluster.lab import LabSpec
-    from shoal.cluster.target import parse_on
     from shoal.tools.chaos.run import new_folder
     from shoal.tools.chaos.soak import FIGURES as SOAK_FIGURES
     from shoal.tools.chaos.soak import SoakOrder, growth_warning, read_kinds, read_modes, soak_document
     from shoal.tools.chaos.soak import soak as soak_run
 
-    spec = parse_on(on)
-    if not isinstance(spec, LabSpec) or len(spec.nodes) < 3 or any(node.slots > 1 for node in spec.nodes):
-        raise UsageError(
-            f"--on {on}: a soak needs three emulated nodes or more, with one rank each",
-            why="with fewer, no majority is left to continue when one node is cut off",
-            fix="--on lab:3",
-        )
-    words = read_script(script)
+    _clean_up_on_sigterm()
+    nodes, words = _soak_nodes(on), read_script(script)
     modes, kinds = read_modes(sync or ["ddp"]), read_kinds(fault or [], words)
-    order = SoakOrder(on, len(spec.nodes), minutes, parse_every(every), seed, modes, kinds, words)
+    order = SoakOrder(on, nodes, minutes, parse_every(every), seed, modes, kinds, words)
     folder = (out or default_out("soak")).absolute()
     new_folder(folder)
     if warning := growth_warning(order):
@@ -182,9 +168,28 @@ def soak(
         print_json(soak_document(order, result))
     else:
         _print_soak(result)
-        typer.echo(f"\nfigures: {shown(folder / SOAK_FIGURES)}")
-    if not result.ok:
-        raise typer.Exit(1)
+        sys.stdout.write(f"\nfigures: {shown(folder / SOAK_FIGURES)}\n")
+    return 0 if result.ok else 1
+
+
+def _clean_up_on_sigterm() -> None:
+    """Clean up lab, training and frozen nodes on SIGTERM as on Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def _soak_nodes(on: str) -> int:
+    """Return the number of emulated nodes; refuse what a soak cannot run on."""
+    from shoal.cluster.lab import LabSpec
+    from shoal.cluster.target import parse_on
+
+    spec = parse_on(on)
+    if not isinstance(spec, LabSpec) or len(spec.nodes) < 3 or any(node.slots > 1 for node in spec.nodes):
+        raise UsageError(
+            f"--on {on}: a soak needs three emulated nodes or more, with one rank each",
+            why="with fewer, no majority is left to continue when one node is cut off",
+            fix="--on lab:3",
+        )
+    return len(spec.nodes)
 
 
 def read_script(text: str | None) -> tuple[str, ...]:

@@ -12,11 +12,12 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from shoal.cli.help import GROUPS, VERBS, help_width, wrap
+from shoal.cli.command import Command, Group, command
+from shoal.cli.help import NAMES, help_width, wrap
+from shoal.cli.main import load_command
+from shoal.cli.options import SETTINGS, Option, argument
 from shoal.cli.output import print_json, shown
-from shoal.config.presets import PRESET_NAMES, PRESETS, did_you_mean
+from shoal.config.presets import PRESET_NAMES, PRESETS, did_you_mean, flag_of
 from shoal.config.sync_choice import SYNC_MODES, WIRE_FORMATS
 from shoal.errors import ConfigError, UsageError
 from shoal.run_folder import write_atomically
@@ -25,17 +26,13 @@ from shoal.units import format_number
 if TYPE_CHECKING:
     from shoal.config.schema import Section
 
-app = typer.Typer(add_completion=False)
-config_app = typer.Typer(add_completion=False, no_args_is_help=True)
-app.add_typer(config_app, name="config")
-
 SHELLS = ("bash", "zsh", "fish")
 # In a completion script of bash: the run folders in ./runs.
 _RUNS = "$(compgen -G 'runs/*')"
 _MARKDOWN_HEAD = """# Settings
 
-Every setting of a run. Give one as `--set section.key=value`, or in a TOML file with `--config FILE`; many have a flag
-of their own (`shoal train --help`). `shoal config explain KEY` prints one of them, `shoal config init` writes a file
+Every setting of a run. Give one as `--set section.key=value`, or in a TOML file with `--config FILE`; many have an
+option of their own, named beside them. `shoal config explain KEY` prints one of them, `shoal config init` writes a file
 to start from. This page is written by `shoal config show --markdown`.
 """
 
@@ -43,25 +40,23 @@ to start from. This page is written by `shoal config show --markdown`.
 @dataclass(frozen=True)
 class Setting:
     key: str
+    flag: str  # of `shoal train`, or nothing
     values: str  # what it may be
     default: str
     meaning: str
     when: str  # when to change it
 
 
-@config_app.callback()
-def config() -> None:
-    """Show, explain and write settings. Give one as --set section.key=value, or a file of them with --config."""
+CONFIG = Group(
+    "config", "Show, explain and write settings. Give one as --set section.key=value, or a file of them with --config."
+)
 
 
-@config_app.command()
-def show(
-    section: Annotated[
-        str | None, typer.Argument(help="Only this section: model, data, train, sync, run or members.")
-    ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/settings.md.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
-) -> None:
+@CONFIG.command(
+    section=argument("Only this section: model, data, train, sync, run or members."),
+    markdown=Option("Print the page docs/settings.md."),
+)
+def show(section: str | None = None, markdown: bool = False, json: bool = False) -> None:
     """List all settings with their values, default and meaning."""
     settings = list_settings()
     sections = list(dict.fromkeys(setting.key.partition(".")[0] for setting in settings))
@@ -81,11 +76,8 @@ def show(
         sys.stdout.write("\n\n".join(_entry(setting, help_width()) for setting in settings) + "\n")
 
 
-@config_app.command()
-def explain(
-    key: Annotated[str, typer.Argument(help="A setting, such as train.lr, or its last part.")],
-    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
-) -> None:
+@CONFIG.command(key=argument("A setting, such as train.lr, or its last part."))
+def explain(key: str, json: bool = False) -> None:
     """Explain one setting: its meaning, its values, its default, and when to change it."""
     settings = list_settings()
     named = [setting for setting in settings if key in (setting.key, setting.key.partition(".")[2])]
@@ -99,11 +91,8 @@ def explain(
     sys.stdout.write("\n".join(texts))
 
 
-@config_app.command()
-def init(
-    preset: Annotated[str, typer.Argument(help=f"{PRESET_NAMES}.")] = "grammar",
-    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("shoal.toml"),
-) -> None:
+@CONFIG.command(preset=argument(f"{PRESET_NAMES}."), out=Option("The file to write."))
+def init(preset: str = "grammar", out: Path = Path("shoal.toml")) -> None:
     """Write a file with the settings of a preset, each with its meaning, to change and to give with --config."""
     from shoal.config.load import build_config
 
@@ -122,8 +111,15 @@ def list_settings() -> list[Setting]:
     """Read all settings from the schema: values and defaults from the models, texts from the docstrings of fields."""
     from shoal.config.schema import Config
 
+    flags = {option.setting: flag_of(name) for name, option in SETTINGS.items()}
     return [
-        Setting(f"{section}.{name}", _values_text(field), _default_text(field.default), *texts[name])
+        Setting(
+            f"{section}.{name}",
+            flags.get(f"{section}.{name}", ""),
+            _values_text(field),
+            _default_text(field.default),
+            *texts[name],
+        )
         for section, part in Config.model_fields.items()
         for model in [typing.cast("type[Section]", part.annotation)]
         for texts in [field_texts(model)]
@@ -182,7 +178,12 @@ def _default_text(value: Any) -> str:
 
 def _entry(setting: Setting, width: int) -> str:
     lines = [f"{setting.key} = {setting.default}"]
-    for text in (setting.meaning, f"values: {setting.values}", f"when to change it: {setting.when}"):
+    for text in (
+        setting.meaning,
+        *([f"option: {setting.flag}"] if setting.flag else []),
+        f"values: {setting.values}",
+        f"when to change it: {setting.when}",
+    ):
         lines += [f"  {line}" for line in wrap(text, width - 2)]
     return "\n".join(lines)
 
@@ -195,7 +196,10 @@ def settings_page(settings: list[Setting]) -> str:
         if (first := setting.key.partition(".")[0]) != section:
             section = first
             lines += [f"## {section}\n"]
-        text = f"`{setting.key}` (default: {setting.default}; {setting.values}). {setting.meaning} *{setting.when}*"
+        flag = f"`{setting.flag}`; " if setting.flag else ""
+        text = (
+            f"`{setting.key}` ({flag}default: {setting.default}; {setting.values}). {setting.meaning} *{setting.when}*"
+        )
         lines += ["\n".join(wrap(f"- {text}", 118, "  "))]
     return "\n".join(lines).replace("\n## ", "\n\n## ").replace("\n\n\n## ", "\n\n## ") + "\n"
 
@@ -219,11 +223,9 @@ def _settings_file(preset: str, values: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-@app.command()
-def completion(
-    shell: Annotated[str, typer.Argument(help="bash, zsh or fish.")],
-) -> None:
-    """Print the script that completes verbs and options in your shell; the examples say where it belongs."""
+@command(shell=argument("bash, zsh or fish."))
+def completion(shell: str) -> None:
+    """Print the script that completes commands and options in your shell; the examples say where it belongs."""
     if shell not in SHELLS:
         raise UsageError(
             f"there is no completion for {shell!r}", why=did_you_mean(shell, SHELLS), fix="use bash, zsh or fish"
@@ -233,47 +235,41 @@ def completion(
 
 
 def completion_values() -> dict[str, list[str]]:
-    """Return the values of options that have a few, by verb and option: `train --sync`."""
-    from shoal.cli.main import load_verb
-    from shoal.cli.train import FLAGS
+    """Return the values of options that have a few, by command and option: `train --sync`."""
     from shoal.config.schema import Config
 
     known = {"sync": list(SYNC_MODES), "wire": list(WIRE_FORMATS)}
-    for name, key in FLAGS.items():
-        section, setting = key.split(".")
+    for name, option in SETTINGS.items():
+        section, setting = option.setting.split(".")
         kind = Config.model_fields[section].annotation.model_fields[setting].annotation  # type: ignore[union-attr]
         for one in (kind, *typing.get_args(kind)):
             if typing.get_origin(one) is typing.Literal:
                 known[name] = [str(value) for value in typing.get_args(one)]
-    commands = {verb: load_verb(verb) for verb in VERBS}
     return {
-        f"{verb} {option.opts[0]}": known[option.name]
-        for verb, command in commands.items()
-        for option in command.params
-        if option.name in known and option.param_type_name == "option" and not option.is_flag
+        f"{name} {parameter.flags[0]}": known[parameter.name]
+        for name in NAMES
+        for parameter in load_command(name).parameters
+        if parameter.name in known and not parameter.is_argument and not parameter.is_flag
     }
 
 
 def completion_words() -> dict[str, list[str]]:
-    """Return what may follow `shoal`, each verb, and each command within a verb."""
-    from shoal.cli.main import load_verb
-
-    words = {"": [*VERBS, "help", "--help", "--version"]}
-    for verb in VERBS:
-        command = load_verb(verb)
-        children = getattr(command, "commands", {})
-        words[verb] = [*children, *_options(command)]
-        words |= {f"{verb} {name}": _options(child) for name, child in children.items()}
+    """Return what may follow `shoal`, each command, and each command within one."""
+    words = {"": [*NAMES, "help", "--help", "--version"]}
+    for name in NAMES:
+        named = load_command(name)
+        words[name] = [*named.commands, *_options(named)]
+        words |= {f"{name} {child}": _options(command) for child, command in named.commands.items()}
     return words
 
 
-def _options(command: Any) -> list[str]:
+def _options(command: Command) -> list[str]:
     """Return the options of a command and what it may be given beside them: presets, or the runs there are."""
-    arguments = [one.name for one in command.params if one.param_type_name == "argument"]
-    presets = list(PRESETS) if {"preset", "runconfig"} & set(arguments) else []
-    runs = [_RUNS] if {"run", "runs"} & set(arguments) else []
-    options = [option for option in command.params if option.param_type_name == "option" and not option.hidden]
-    longs = [next((name for name in option.opts if name.startswith("--")), option.opts[0]) for option in options]
+    arguments = {one.name for one in command.parameters if one.is_argument}
+    presets = list(PRESETS) if {"preset", "presets", "runconfig"} & arguments else []
+    runs = [_RUNS] if {"run", "runs"} & arguments else []
+    options = [one for one in command.parameters if not one.is_argument and not one.option.is_hidden]
+    longs = [next((name for name in one.flags if name.startswith("--")), one.flags[0]) for one in options]
     return [*longs, "--help", *presets, *runs]
 
 
@@ -284,15 +280,15 @@ def _bash(words: dict[str, list[str]], values: dict[str, list[str]], is_zsh: boo
     head = "autoload -U +X bashcompinit && bashcompinit\n" if is_zsh else ""
     # Not `path` and `words`: in zsh the first is the search path, the second what is being completed.
     return f"""{head}_shoal() {{
-  local offered="{" ".join(words[""])}" verb="${{COMP_WORDS[1]}}"
+  local offered="{" ".join(words[""])}" command="${{COMP_WORDS[1]}}"
   if [ "$COMP_CWORD" -gt 1 ]; then
-    case " {groups} " in *" $verb "*) [ "$COMP_CWORD" -gt 2 ] && verb="$verb ${{COMP_WORDS[2]}}" ;; esac
+    case " {groups} " in *" $command "*) [ "$COMP_CWORD" -gt 2 ] && command="$command ${{COMP_WORDS[2]}}" ;; esac
     offered=""
-    case "$verb" in
-    help) offered="{" ".join(VERBS)}" ;;
+    case "$command" in
+    help) offered="{" ".join(NAMES)}" ;;
 {cases}
     esac
-    case "$verb ${{COMP_WORDS[COMP_CWORD - 1]}}" in
+    case "$command ${{COMP_WORDS[COMP_CWORD - 1]}}" in
 {value_cases}
     esac
   fi
@@ -304,10 +300,9 @@ complete -o default -F _shoal shoal
 
 def _fish(words: dict[str, list[str]], values: dict[str, list[str]]) -> str:
     lines = []
-    for verbs in GROUPS.values():
-        for verb, text in verbs.items():
-            quoted = text.replace("'", "\\'")
-            lines.append(f"complete -c shoal -n __fish_use_subcommand -f -a {verb} -d '{quoted}'")
+    for name, text in NAMES.items():
+        quoted = text.replace("'", "\\'")
+        lines.append(f"complete -c shoal -n __fish_use_subcommand -f -a {name} -d '{quoted}'")
     for path, offered in words.items():
         if not path:
             continue

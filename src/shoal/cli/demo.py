@@ -11,32 +11,32 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.markup import escape
 from rich.table import Table
 
-from shoal.cli.output import command, make_console, print_json, print_paragraph, shown, stdout_console
+from shoal.cli.command import Request, command
+from shoal.cli.options import SETTINGS, Option
+from shoal.cli.output import as_command, make_console, print_json, print_paragraph, shown, stdout_console
 from shoal.errors import RunFailed, UsageError
 from shoal.events import Event, read_events
 from shoal.run_folder import RunFolder, default_out
 from shoal.units import format_duration, format_ms, pluralize
 
 if TYPE_CHECKING:
+    from shoal.config.manifest import Manifest
     from shoal.config.schema import Config, EngineConfig
     from shoal.records.scaling import ScalingPoint
     from shoal.records.verify import VerifyResult
     from shoal.runs.start import MakeDisplay, TrainDisplay
     from shoal.tools.bench.scaling import ScalingResult
 
-app = typer.Typer(add_completion=False)
-
 _ONE, _TWO, _ALL = "one", "two", "all"
 _VICTIM = 1
-# A restarted rank imports torch and copies the state. The killed training goes on for at least so long.
+# A restarted rank imports torch and copies the state. The killed training continues for at least this long.
 _RETURN_S = 12.0
 # Two speeds that differ by less are called equal.
 _NEGLIGIBLE = 0.03
@@ -60,47 +60,43 @@ class KilledRank:
     lost_steps: int | None = None  # committed steps that were lost or done again
 
 
-@app.command()
-def demo(
-    context: typer.Context,
-    steps: Annotated[int, typer.Option(min=4, help="Steps of each training.")] = 40,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="One setting, as section.key=value.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder to create.", show_default="runs/demo-TIME")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON on stdout.")] = False,
-) -> None:
-    """Compare one rank with two, then kill a rank of a running training and see the run go on.
+@dataclass(frozen=True, kw_only=True)
+class DemoRequest(Request):
+    steps: int = 40
+    set_: list[str] | None = None
+    out: Path | None = None
+    json: bool = False
+
+
+@command(
+    steps=replace(SETTINGS["steps"], help="Steps of each training.", low=4),
+    out=Option("The folder to create.", shown="runs/demo-TIME"),
+    json=Option("Print all figures as JSON on stdout."),
+)
+def demo(request: DemoRequest) -> int:
+    """Compare one rank with two, then kill a rank of a running training and see the run continue.
 
     A small GPT learns English verb forms: on one rank with one core, on two ranks with one core each, and in one
     process that uses all cores. A fourth training loses a rank to kill -9 and is verified afterwards. All of it runs
     on this machine, without root, in under two minutes on two cores.
     """
     from shoal.host.topology import this_topology, threads_for
-    from shoal.records.manifest import write_derived_files
-    from shoal.records.verify import verify_run
     from shoal.tools.bench.scaling import measure_scaling, scaling_document
-    from shoal.tools.report.page import write_report
 
-    began, cores, folder = time.monotonic(), threads_for(this_topology(), 1), out or default_out("demo")
-    are_all = cores == this_topology().usable
-    config = _demo_config(context, steps, set_ or [])
-    titles = _titles(cores, are_all)
+    began, cores, folder = time.monotonic(), threads_for(this_topology(), 1), request.out or default_out("demo")
+    config = _demo_config(request)
+    titles = _titles(cores, are_all=cores == this_topology().usable)
     make_console(stderr=True).print(f"A small GPT learns English verb forms, in {len(titles) + 1} trainings:")
     result = measure_scaling(_rows(config, titles), folder, _numbered(titles))
     for row in result.rows:
         if row.error is not None:
             raise row.error
-    if not json:
+    if not request.json:
         _print_speeds(result, cores)
     run, killed = _train_and_kill(config, folder / "killed", result, len(titles) + 1)
-    verdict = verify_run(run)
-    killed.lost_steps = len(verdict.ledger.missing) + verdict.ledger.redone + verdict.ledger.abandoned
-    curve = _speed_by_ranks(result)
-    # Of the undisturbed run as well: it is the one to compare with one process.
-    for compared, replicas in ((result.runs[_TWO], None), (run, verdict.replicas)):
-        manifest = write_derived_files(compared, replicas, curve)
-        report = write_report(compared, curve)
+    verdict, manifest, report = _write_results(run, killed, result)
     took_s = time.monotonic() - began
-    if json:
+    if request.json:
         figures = {
             **scaling_document(result),
             "killed": asdict(killed),
@@ -113,10 +109,27 @@ def demo(
         print_json(figures)
     else:
         _print_kill(killed, run, verdict)
-        typer.echo(f"\nreport:  {shown(report)}\npicture: {shown(result.picture)}\nThe demo took {took_s:.0f} s.")
-        typer.echo(_next_steps())
-    if not verdict.ok:
-        raise typer.Exit(1)
+        sys.stdout.write(
+            f"\nreport:  {shown(report)}\npicture: {shown(result.picture)}\nThe demo took {took_s:.0f} s.\n"
+        )
+        sys.stdout.write(f"{_next_steps()}\n")
+    return 0 if verdict.ok else 1
+
+
+def _write_results(run: RunFolder, killed: KilledRank, result: ScalingResult) -> tuple[VerifyResult, Manifest, Path]:
+    """Verify the run that lost a rank; write the manifests and reports of both runs of two ranks."""
+    from shoal.records.manifest import write_derived_files
+    from shoal.records.verify import verify_run
+    from shoal.tools.report.page import write_report
+
+    verdict = verify_run(run)
+    killed.lost_steps = len(verdict.ledger.missing) + verdict.ledger.redone + verdict.ledger.abandoned
+    curve = _speed_by_ranks(result)
+    # Of the undisturbed run as well: it is the one to compare with one process.
+    for compared, replicas in ((result.runs[_TWO], None), (run, verdict.replicas)):
+        manifest = write_derived_files(compared, replicas, curve)
+        report = write_report(compared, curve)
+    return verdict, manifest, report
 
 
 def _next_steps() -> str:
@@ -124,21 +137,22 @@ def _next_steps() -> str:
     words = ("train", "--on", "local:2", "--data", "YOUR-TEXT.txt")
     activate = Path(sys.prefix) / "bin" / "activate"
     if shutil.which("shoal") or not activate.is_file():
-        return f"next: {command(*words)}"
+        return f"next: {as_command(*words)}"
     return f"next: . {shlex.quote(shown(activate))}\n      {shlex.join(['shoal', *words])}"
 
 
-def _demo_config(context: typer.Context, steps: int, sets: list[str]) -> Config:
+def _demo_config(request: DemoRequest) -> Config:
     from shoal.cli.bench import scaling_config
     from shoal.config.load import typed_settings
 
+    sets = request.set_ or []
     if "run.threads" in typed_settings(None, sets):
         raise UsageError(
             "--set run.threads has no effect on shoal demo",
             why="it compares ranks with one thread each and one process with all cores",
             fix="leave it out; a training with other threads: shoal train --on local:2 --threads 2",
         )
-    return scaling_config(context, "grammar", {"train": {"steps": steps}}, sets)
+    return scaling_config("shoal demo", "grammar", {"train": {"steps": request.steps}}, request.flags(), sets)
 
 
 def _titles(cores: int, are_all: bool) -> dict[str, str]:
@@ -311,5 +325,5 @@ def _print_kill(killed: KilledRank, run: RunFolder, verdict: VerifyResult) -> No
         else f"rank {killed.rank} was back at step {killed.back_at_step}, after {format_duration(killed.back_s)}"
     )
     print_paragraph(f"pause: {pause}; steps lost: {killed.lost_steps}; {back}", console)
-    console.print(f"\n[bold]{escape(command('verify', shown(run.path)))}[/]", soft_wrap=True)
+    console.print(f"\n[bold]{escape(as_command('verify', shown(run.path)))}[/]", soft_wrap=True)
     print_verdict(verdict, sharding_of(run))

@@ -6,13 +6,14 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 
+from shoal.cli.command import command
+from shoal.cli.options import Option, argument
 from shoal.cli.output import make_console, print_json, print_paragraph, stdout_console
 from shoal.errors import UsageError
 from shoal.run_folder import RunFolder
@@ -24,21 +25,18 @@ if TYPE_CHECKING:
     from shoal.tools.doctor.run import Diagnosis
 
 
-app = typer.Typer(add_completion=False)
-
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
-@app.command()
+@command(
+    on=Option("Where the run will be: local:N, lab[:N], or a hosts file."),
+    port=Option("The port that the run will use, if you chose one.", low=0, high=65_535),
+    fix_commands=Option("Print only the commands that fix the problems."),
+    no_proof=Option("Skip the real gloo exchange at the end."),
+)
 def doctor(
-    on: Annotated[str, typer.Option(help="Where the run will be: local:N, lab[:N], or a hosts file.")] = "local:2",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port that the run will use, if you chose one.")] = 0,
-    fix_commands: Annotated[
-        bool, typer.Option("--fix-commands", help="Print only the commands that fix the problems.")
-    ] = False,
-    no_proof: Annotated[bool, typer.Option("--no-proof", help="Skip the real gloo exchange at the end.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON on stdout.")] = False,
-) -> None:
+    on: str = "local:2", port: int = 0, fix_commands: bool = False, no_proof: bool = False, json: bool = False
+) -> int:
     """Check machines, GPUs and network before a run. Every finding has its meaning and the command that fixes it.
 
     Exit code 1: something would stop a run or make it much slower.
@@ -59,7 +57,7 @@ def doctor(
         sys.stdout.write("".join(f"# {place}\n{fix}\n" for place, fix in fixes))
     else:
         _print_diagnosis(diagnosis)
-    raise typer.Exit(0 if diagnosis.healthy else 1)
+    return 0 if diagnosis.healthy else 1
 
 
 def place_of(finding: Finding) -> str:
@@ -144,13 +142,8 @@ _TITLES = {
 }
 
 
-@app.command()
-def explain(
-    log: Annotated[
-        Path, typer.Argument(help="A log file, a run folder, or - for standard input.", readable=False)
-    ] = _STDIN,
-    json: Annotated[bool, typer.Option("--json", help="Print the explanations as JSON on stdout.")] = False,
-) -> None:
+@command(log=argument("A log file, a run folder, or - for standard input."))
+def explain(log: Path = _STDIN, json: bool = False) -> int:
     """Explain an error log of torch, gloo, torchrun, ssh or shoal: cause and fix.
 
     Exit code 0: an error was recognised. Exit code 1: none was.
@@ -165,8 +158,7 @@ def explain(
                 print_fix(text, label)
             else:
                 print_paragraph(escape(text), label=label)
-    if not findings.explanations:
-        raise typer.Exit(1)
+    return 0 if findings.explanations else 1
 
 
 def print_fix(text: str, label: str) -> None:

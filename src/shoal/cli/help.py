@@ -1,7 +1,4 @@
-"""The help of shoal and of its verbs, in groups and with examples, and the completion scripts for shells.
-
-Not by typer: its formatter imports a markdown parser and a highlighter, which takes longer than the rest of a command.
-"""
+"""The help of shoal and of its commands, in groups and with examples."""
 
 from __future__ import annotations
 
@@ -11,14 +8,17 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from shoal.terminal import raw_stream
 
-# The verbs of each group, in the order in which the overview lists them.
+if TYPE_CHECKING:
+    from shoal.cli.command import Command, Parameter
+
+# The commands of each group, in the order in which the overview lists them.
 GROUPS = {
     "Train": {
-        "demo": "Start here: one rank against two, and a rank that is killed while the run goes on.",
+        "demo": "Start here: one rank against two, and a rank that is killed while the run continues.",
         "train": "Train the built-in GPT on your text, data-parallel on all machines.",
         "run": "Start your own torchrun-style script on the cluster.",
         "host": "Train with machines that join without SSH; prints the command to type on each of them.",
@@ -43,6 +43,7 @@ GROUPS = {
         "setup": "Prepare machines over SSH: environment, shoal and your project; safe to repeat.",
         "probe": "Measure links, gloo and machines in a minute; writes the profile that shoal plan reads.",
         "plan": "Predict step time and speed on 1, 2, 3 … machines, and which sync method helps; starts nothing.",
+        "simulate": "Simulate a training over hours or months, with failures and stragglers; starts nothing.",
         "config": "Show, explain and write settings.",
         "completion": "Print the completion script for bash, zsh or fish.",
     },
@@ -53,14 +54,14 @@ GROUPS = {
         "chaos": "Inject scripted faults into a small real training and check the outcome.",
     },
 }
-VERBS = {verb: text for verbs in GROUPS.values() for verb, text in verbs.items()}
+NAMES = {name: text for names in GROUPS.values() for name, text in names.items()}
 
-# Commands that do what is said beside them, by verb; a test checks that each of them is accepted.
+# Command lines that do what is said beside them, by command; a test checks that each of them is accepted.
 EXAMPLES = {
     "": (
         ("shoal demo", "a first training, in under two minutes"),
         ("shoal train --on local:2 --data notes.txt", "your own text, on two ranks of this machine"),
-        ("shoal help train", "what a verb can do"),
+        ("shoal help train", "what a command can do"),
     ),
     "demo": (("shoal demo", "four trainings on this machine"), ("shoal demo --steps 20", "shorter ones")),
     "train": (
@@ -68,16 +69,16 @@ EXAMPLES = {
         ("shoal train --data notes.txt --steps 500", "your own text"),
         ("shoal train gpt2-124m --on hosts.toml --sync diloco", "over SSH, on a slow network"),
         ("shoal train --set train.warmup_steps=50", "any setting; see shoal config show"),
-        ("shoal train --resume runs/NAME", "go on after a stop"),
+        ("shoal train --resume runs/NAME", "continue after a stop"),
     ),
     "run": (
         ("shoal run --on local:2 train.py", "your script, on two ranks"),
         ("shoal run --measure train.py --lr 0.1", "with the script's own options; measures its steps"),
-        ("shoal run --resume runs/NAME", "go on with a script that uses shoal.Session"),
+        ("shoal run --resume runs/NAME", "continue a script that uses shoal.Session"),
     ),
     "host": (
         ("shoal host --machines 3", "this machine and two that join"),
-        ("shoal host runs/NAME", "let a machine join a run that is going on"),
+        ("shoal host runs/NAME", "let a machine join a running run"),
     ),
     "join": (("shoal join 192.168.1.10:29400", "as shoal host prints it"),),
     "emit": (
@@ -92,7 +93,7 @@ EXAMPLES = {
         ("shoal runs --delete runs/NAME", "delete one; asks first"),
     ),
     "logs": (("shoal logs -f runs/NAME", "until the run ends"), ("shoal logs --rank 1 runs/NAME", "of one rank")),
-    "attach": (("shoal attach runs/NAME", "Ctrl-C leaves the run going on"),),
+    "attach": (("shoal attach runs/NAME", "Ctrl-C leaves it running"),),
     "watch": (
         ("shoal watch --open runs/NAME", "a page in the browser"),
         ("shoal watch --terminal runs/NAME", "over SSH"),
@@ -126,6 +127,10 @@ EXAMPLES = {
         ("shoal plan gpt2-124m --profile profile.toml", "on machines that shoal probe measured"),
         ("shoal plan --nodes 1,2,4 --json", "for programs"),
     ),
+    "simulate": (
+        ("shoal simulate three-laptops.toml", "docs/simulate.md has this file"),
+        ("shoal simulate scenario.toml -o simulation.png", "also as a figure"),
+    ),
     "config": (
         ("shoal config show", "every setting and its default"),
         ("shoal config explain train.lr", "what a setting means and when to change it"),
@@ -150,7 +155,7 @@ EXAMPLES = {
     "chaos": (("shoal chaos list", "what can be tried"), ("shoal chaos run SCENARIO", "try one of them")),
 }
 
-# The options of verbs that have many, by parameter. What is in no group stands in the last one, `Options`.
+# The options of commands that have many, by parameter. What is in no group stands in the last one, `Options`.
 OPTION_GROUPS = {
     "train": {
         "Text and model": "data tokenizer depth seq_len config set_",
@@ -165,10 +170,7 @@ OPTION_GROUPS = {
         "ranks_per_node on",
         "Model and batch": "params grad_dtype tokens depth seq_len global_batch micro_batch scaling config set_",
         "Exchange": "sync accumulate wire",
-        "Result": "output json",
-        "Failures over time": "simulate hours step_s tokens_per_step mtbf_hours all_share recovery checkpoint_every "
-        "checkpoint_s hidden_checkpoints detect_s restart_s regroup_s rejoin_s repair_minutes straggler min_nodes "
-        "spares seeds seed",
+        "Result": "out json",
     },
 }
 
@@ -179,7 +181,7 @@ _NARROWEST, _WIDEST = 60, 100
 
 
 def help_width() -> int:
-    """Return the columns of the terminal, of `$COLUMNS`, or 80; not so many that lines are hard to read."""
+    """Return the columns of the terminal, of `$COLUMNS`, or 80; at most what is easy to read."""
     return min(max(shutil.get_terminal_size((80, 24)).columns, _NARROWEST), _WIDEST)
 
 
@@ -192,26 +194,25 @@ def is_styled() -> bool:
 
 def print_overview() -> None:
     width = help_width()
-    lines = ["Usage: shoal VERB [OPTIONS] …", ""]
+    lines = ["Usage: shoal COMMAND [OPTIONS] …", ""]
     lines += _paragraphs("Train a PyTorch model data-parallel on the computers you already have.", width)
-    for title, verbs in GROUPS.items():
-        lines += ["", _title(title), *_columns(verbs.items(), width)]
+    for title, names in GROUPS.items():
+        lines += ["", _title(title), *_columns(names.items(), width)]
     options = {
-        "-h, --help": "With any verb: explain it.",
+        "-h, --help": "With any command: explain it.",
         "--version": "Print the version.",
-        "--debug": "With any verb: print the traceback of an error.",
+        "--debug": "With any command: print the traceback of an error.",
     }
     lines += ["", _title("Options"), *_columns(options.items(), width), *_examples("", width)]
     _write(lines)
 
 
-def print_command_help(command: Any, path: str) -> None:
-    """Print the help of a verb, or of a command within a verb."""
+def print_command_help(command: Command, path: str) -> None:
+    """Print the help of a command, or of a command within it."""
     width = help_width()
-    shown = [parameter for parameter in command.params if not parameter.hidden]
-    arguments = [parameter for parameter in shown if parameter.param_type_name == "argument"]
-    options = [parameter for parameter in shown if parameter.param_type_name == "option"]
-    children = {name: child for name, child in getattr(command, "commands", {}).items() if not child.hidden}
+    arguments = [parameter for parameter in command.parameters if _is_shown(parameter, is_argument=True)]
+    options = [parameter for parameter in command.parameters if _is_shown(parameter, is_argument=False)]
+    children = command.commands
     words = ["COMMAND"] if children else []
     words += ["[OPTIONS]", *(_usage(argument) for argument in arguments)]
     usage = textwrap.fill(
@@ -221,11 +222,11 @@ def print_command_help(command: Any, path: str) -> None:
         break_on_hyphens=False,
         break_long_words=False,
     )
-    lines = [usage, "", *_paragraphs(command.help or "", width)]
+    lines = [usage, "", *_paragraphs(command.help, width)]
     if children:
-        texts = ((name, (child.help or "").partition("\n\n")[0]) for name, child in children.items())
+        texts = ((name, child.help.partition("\n\n")[0]) for name, child in children.items())
         lines += ["", _title("Commands"), *_columns(texts, width)]
-    named = [(_argument_name(argument), _meaning(argument)) for argument in arguments]
+    named = [(argument.shown_name, _meaning(argument)) for argument in arguments]
     if any(text for _, text in named):
         lines += ["", _title("Arguments"), *_columns(named, width)]
     rows = {option.name: (_option_name(option), _meaning(option)) for option in options}
@@ -233,8 +234,8 @@ def print_command_help(command: Any, path: str) -> None:
     for title, names in OPTION_GROUPS.get(path.partition(" ")[2], {}).items():
         lines += ["", _title(title), *_columns([rows.pop(name) for name in names.split()], width, start)]
     lines += ["", _title("Options"), *_columns([*rows.values(), ("-h, --help", "Print this help.")], width, start)]
-    verb, *rest = path.split()[1:] or [""]
-    lines += _examples(verb, width, rest[0] if rest else "")
+    name, *rest = path.split()[1:]
+    lines += _examples(name, width, rest[0] if rest else "")
     _write(lines)
 
 
@@ -277,9 +278,9 @@ def _columns(rows: Iterable[tuple[str, str]], width: int, start: int = 0) -> Ite
         yield from (" " * start + line for line in lines[1:])
 
 
-def _examples(verb: str, width: int, child: str = "") -> list[str]:
-    """Return the examples of a verb, or those of one of its commands, each with its meaning beside or below it."""
-    rows = [row for row in EXAMPLES.get(verb, ()) if not child or f" {verb} {child}" in row[0]]
+def _examples(name: str, width: int, child: str = "") -> list[str]:
+    """Return the examples of a command, or those of a command within it, each with its meaning beside or below it."""
+    rows = [row for row in EXAMPLES.get(name, ()) if not child or f" {name} {child}" in row[0]]
     if not rows:
         return []
     lines = ["", _title("Examples")]
@@ -293,43 +294,39 @@ def _examples(verb: str, width: int, child: str = "") -> list[str]:
     return lines
 
 
-def _usage(argument: Any) -> str:
-    name = _argument_name(argument)
-    if argument.nargs == -1 and not name.endswith("…"):
+def _is_shown(parameter: Parameter, is_argument: bool) -> bool:
+    return parameter.is_argument == is_argument and not parameter.option.is_hidden
+
+
+def _usage(argument: Parameter) -> str:
+    name = argument.shown_name
+    if argument.is_list and not name.endswith("…"):
         name += " …"
-    return name if argument.required else f"[{name}]"
+    return name if argument.is_required else f"[{name}]"
 
 
-def _argument_name(argument: Any) -> str:
-    return str(argument.metavar or argument.name.rstrip("_").upper())
-
-
-def _option_name(option: Any) -> str:
+def _option_name(option: Parameter) -> str:
     """Return `-f, --follow` or `--steps N`. Of several long names the first is shown, the others are older ones."""
-    longs = [name for name in option.opts if name.startswith("--")]
-    shorts = [name for name in option.opts if not name.startswith("--")]
-    names = ", ".join([*shorts, *longs[:1], *option.secondary_opts])
-    return names if option.is_flag else f"{names} {type_name(option)}"
+    longs = [name for name in option.flags if name.startswith("--")]
+    shorts = [name for name in option.flags if not name.startswith("--")]
+    names = ", ".join([*shorts, *longs[:1]])
+    return names if option.is_flag else f"{names} {_value_name(option)}"
 
 
-def type_name(option: Any) -> str:
-    """Return what to write after an option: N for a whole number, X for any number, FILE, or TEXT."""
-    if option.metavar:
-        return str(option.metavar)
-    kind = option.type_descriptor.annotation
-    return {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")
+def _value_name(option: Parameter) -> str:
+    """Return what to write after an option: N for a whole number, X for any number, PATH, or TEXT."""
+    return option.option.metavar or {int: "N", float: "X", Path: "PATH"}.get(option.kind, "TEXT")
 
 
-def _meaning(parameter: Any) -> str:
-    text = " ".join((parameter.help or "").split())
-    default = parameter.show_default if isinstance(parameter.show_default, str) else None
-    if default is None and parameter.show_default and parameter.default not in (None, "", False, ()):
+def _meaning(parameter: Parameter) -> str:
+    text, default = parameter.option.help, parameter.option.shown
+    if not default and not parameter.is_required and parameter.default not in (None, "", False, ()):
         value = parameter.default
-        default = f"{value:g}" if isinstance(value, float) else None if callable(value) else str(value)
-    if default and len(default) > _MOST_NAME:
+        default = f"{value:g}" if isinstance(value, float) else str(value)
+    if len(default) > _MOST_NAME:
         # A list without spaces could not be wrapped.
         default = ", ".join(part.strip() for part in default.split(","))
     notes = [f"default: {default}"] if default else []
-    if parameter.param_type_name == "option" and parameter.required:
+    if parameter.is_required and not parameter.is_argument:
         notes.append("required")
     return f"{text} [{', '.join(notes)}]" if notes else text

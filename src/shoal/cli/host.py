@@ -10,28 +10,29 @@ import select
 import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import typer
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from shoal.cli.command import Request, command
+from shoal.cli.options import SETTINGS, Option, argument
 from shoal.cli.output import (
-    Depth,
     advising_flags,
-    command,
+    as_command,
     make_console,
     print_json,
     print_note,
     print_paragraph,
-    print_run,
+    print_result,
     shown,
     stdout_console,
 )
 from shoal.config.defaults import DEFAULT_PRESET
-from shoal.config.presets import PRESET_NAMES, PRESETS, Overrides, depth_overrides
+from shoal.config.presets import PRESET_NAMES, PRESETS, depth_overrides
 from shoal.errors import ShoalError, UsageError
 from shoal.events import EventTail
 from shoal.run_folder import RunFolder, default_out
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from shoal.runs.start import TrainDisplay
 
 
-app = typer.Typer(add_completion=False)
-
 CODE_VARIABLE = "SHOAL_JOIN_CODE"
 _MOST_CODE_BYTES = 1024
 # A code from a pipe or a file arrives within this time, and no note is needed.
@@ -56,35 +55,31 @@ Results: TypeAlias = "Mapping[str, SetupResult | ShoalError]"
 _COLOURS = {"made": "green", "updated": "green"}
 
 
-@app.command()
-def host(
-    context: typer.Context,
-    preset: Annotated[
-        str | None,
-        typer.Argument(help=f"{PRESET_NAMES}; or the folder of a running run.", show_default="grammar"),
-    ] = None,
-    machines: Annotated[
-        int | None, typer.Option(min=2, help="How many machines take part, this one included.", show_default="2")
-    ] = None,
-    address: Annotated[
-        str | None, typer.Option(help="The address at which the others reach this machine.", show_default="found")
-    ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on.", show_default="a free one")] = 0,
-    data: Annotated[
-        Path | None, typer.Option(help="A text file, or a folder of text files; it is sent to the others.")
-    ] = None,
-    depth: Depth = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Number of steps.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="One setting, as section.key=value; may be repeated.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="The run folder to create.", show_default="runs/NAME-TIME")] = None,
-    confirm: Annotated[
-        bool, typer.Option("--confirm", help="Ask here, y or n, before a joining machine receives anything.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON on stdout.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class HostRequest(Request):
+    preset: str | None = None
+    machines: int | None = None
+    address: str | None = None
+    port: int = 0
+    data: Path | None = None
+    depth: int | None = None
+    steps: int | None = None
+    config: Path | None = None
+    set_: list[str] | None = None
+    out: Path | None = None
+    confirm: bool = False
+    json: bool = False
+
+
+@command(
+    preset=argument(f"{PRESET_NAMES}; or the folder of a running run.", shown="grammar"),
+    machines=Option("How many machines take part, this one included.", shown="2", low=2),
+    address=Option("The address at which the others reach this machine.", shown="found"),
+    data=replace(SETTINGS["data"], help="A text file, or a folder of text files; it is sent to the others."),
+    confirm=Option("Ask here, y or n, before a joining machine receives anything."),
+    json=Option("Print the manifest as JSON on stdout."),
+)
+def host(request: HostRequest) -> None:
     """Train with machines that join without SSH. Prints for each the command to type there, and a one-time code.
 
     It is the same as shoal train --on join:N, which has all other options of a training. To invite one more machine
@@ -95,86 +90,65 @@ def host(
     from shoal.runs.invite import invite
     from shoal.runs.start import refuse_confirm, start_training
 
-    name = preset or DEFAULT_PRESET
+    name = request.preset or DEFAULT_PRESET
     if name not in PRESETS and Path(name).is_dir():
-        _refuse_settings(machines, data, depth, steps, config, set_, out, json)
-        sys.stdout.write(f"{invite(Path(name), address, port, print_note, confirm)}\n")
+        if request.given.keys() - {"preset", "address", "port", "confirm"}:
+            raise UsageError(
+                "a running run keeps its settings",
+                why="with a run folder, shoal host has only --address, --port and --confirm",
+                fix="leave the others out",
+            )
+        code = invite(Path(name), request.address, request.port, print_note, request.confirm)
+        sys.stdout.write(f"{code}\n")
         return
-    on = f"join:{machines or 2}" + (f",address={address}" if address else "") + (f",port={port}" if port else "")
-    pairs = (("train.steps", "--steps", steps), ("data.path", "--data", data))
-    named = {key: flag for key, flag, value in pairs if value is not None}
-    settings = _host_config(name, on, depth, steps, data, config, set_ or [], named)
-    if confirm:
-        refuse_confirm(on)
+    settings = _host_config(name, request)
+    if request.confirm:
+        refuse_confirm(settings.run.on)
     clear_leftovers(clean=False)
-    with advising_flags(named):
-        run, manifest = start_training(
-            settings, out or default_out(name_training(settings)), make_display, confirm=confirm
-        )
+    with advising_flags(request.flags()):
+        out = request.out or default_out(name_training(settings))
+        run, manifest = start_training(settings, out, make_display, confirm=request.confirm)
     if manifest is not None:
-        print_json(manifest.model_dump(mode="json")) if json else print_run(run, manifest)
+        print_result(run, manifest, request.json)
 
 
-def _host_config(
-    preset: str,
-    on: str,
-    depth: int | None,
-    steps: int | None,
-    data: Path | None,
-    file: Path | None,
-    sets: list[str],
-    named: dict[str, str],
-) -> Config:
-    """Build the settings of a run with joining machines. `named` are the given flags, by setting."""
+def _host_config(preset: str, request: HostRequest) -> Config:
+    """Build the settings of a run with joining machines."""
     from shoal.config.load import build_config, refuse_duplicate_settings, refuse_without_effect, typed_settings
 
-    refuse_duplicate_settings(named, sets)
+    sets = request.set_ or []
+    refuse_duplicate_settings(request.flags(), sets)
     if "run.on" in typed_settings(None, sets):
         raise UsageError(
             "--set run.on does not go with shoal host",
             why="shoal host trains with machines that join it",
             fix="give their number: --machines N; or train elsewhere: shoal train --on …",
         )
-    flags: Overrides = {"run": {"on": on}, **depth_overrides(depth)}
-    if steps is not None:
-        flags["train"] = {"steps": steps}
-    if data is not None:
-        flags["data"] = {"path": data}
-    settings = build_config(preset, file, flags, sets)
+    parts = [f"join:{request.machines or 2}"]
+    parts += [f"address={request.address}"] if request.address else []
+    parts += [f"port={request.port}"] if request.port else []
+    flags = request.overrides() | {"run": {"on": ",".join(parts)}} | depth_overrides(request.depth)
+    settings = build_config(preset, request.config, flags, sets)
     refuse_without_effect(settings, typed_settings(None, sets))
     return settings
 
 
-def _refuse_settings(*given: object) -> None:
-    if any(given):
-        raise UsageError(
-            "a running run keeps its settings",
-            why="with a run folder, shoal host has only --address, --port and --confirm",
-            fix="leave the others out",
-        )
-
-
-# A code after the address is an extra argument that the help page does not show.
-@app.command(context_settings={"allow_extra_args": True})
+@command(
+    invitation=argument("ADDRESS:PORT, as shoal host printed it; or the folder of a run to rejoin."),
+    out=Option("This machine's run folder.", shown="runs/joined-TIME"),
+    code_file=Option("A file with the code that only you can read.", shown="the code is asked for"),
+    node=Option("With a run folder that has several nodes: the node to restart."),
+    script=Option("To join the run of a script: this machine's copy of it. Its arguments follow after --."),
+    # A code after the address is accepted, with a warning; the help does not show it.
+    words=argument(is_hidden=True),
+)
 def join(
-    context: typer.Context,
-    invitation: Annotated[
-        str, typer.Argument(help="ADDRESS:PORT, as shoal host printed it; or the folder of a run to rejoin.")
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="This machine's run folder.", show_default="runs/joined-TIME")
-    ] = None,
-    code_file: Annotated[
-        Path | None,
-        typer.Option(help="A file with the code that only you can read.", show_default="the code is asked for"),
-    ] = None,
-    node: Annotated[
-        str | None, typer.Option(help="With a run folder that has several nodes: the node to restart.")
-    ] = None,
-    script: Annotated[
-        Path | None,
-        typer.Option(help="To join the run of a script: this machine's copy of it. Its arguments follow after --."),
-    ] = None,
+    invitation: str,
+    out: Path | None = None,
+    code_file: Path | None = None,
+    node: str | None = None,
+    script: Path | None = None,
+    words: list[str] | None = None,
 ) -> None:
     """Join a run that another machine hosts. Type `shoal host` there, and here the command that it prints.
 
@@ -185,7 +159,7 @@ def join(
     """
     from shoal.control.invitation import parse_invitation
 
-    code = " ".join(context.args) if context.args and script is None else None
+    code = " ".join(words) if words and script is None else None
     if Path(invitation).is_dir():
         if code is not None or code_file is not None:
             raise UsageError(f"{invitation} is a run folder: rejoining a run needs no code")
@@ -206,13 +180,13 @@ def join(
             why="it selects the node that rejoins; a machine that joins gets a new name",
             fix=f"leave it out: shoal join {invitation}",
         )
-    words = [] if script is None else [str(script), *context.args]
+    argv = [] if script is None else [str(script), *(words or [])]
     invited = _with_code(parse_invitation(invitation), code, code_file)
     from shoal.runs.join import join as take_part
 
     show = LocalRankDisplay()
     try:
-        joined = take_part(invited, out or default_out("joined"), print_note, show, words)
+        joined = take_part(invited, out or default_out("joined"), print_note, show, argv)
     finally:
         show.close()
     print_paragraph(
@@ -348,17 +322,19 @@ class LocalRankDisplay:
                 self._display.close()
 
 
-@app.command()
+@command(
+    hosts=argument("A hosts file in TOML, or an MPI or DeepSpeed hostfile."),
+    project=Option("The folder to copy.", shown="the git project you are in"),
+    no_project=Option("Copy no project."),
+    wheels=Option("Install from this folder of wheels, for hosts without Internet."),
+    json=Option("Print what was done as JSON on stdout."),
+)
 def setup(
-    hosts: Annotated[Path, typer.Argument(help="A hosts file in TOML, or an MPI or DeepSpeed hostfile.")],
-    project: Annotated[
-        Path | None, typer.Option(help="The folder to copy.", show_default="the git project you are in")
-    ] = None,
-    no_project: Annotated[bool, typer.Option("--no-project", help="Copy no project.")] = False,
-    wheels: Annotated[
-        Path | None, typer.Option(help="Install from this folder of wheels, for hosts without Internet.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON on stdout.")] = False,
+    hosts: Path,
+    project: Path | None = None,
+    no_project: bool = False,
+    wheels: Path | None = None,
+    json: bool = False,
 ) -> None:
     """Prepare machines over SSH: environment, shoal and your project; safe to repeat.
 
@@ -415,7 +391,7 @@ def _print_setup(spec: HostsSpec, results: Results) -> None:
         return
     if not _changed(results):
         console.print("everything is in place; nothing was changed")
-    console.print(f"next: {escape(command('train', '--on', shown(spec.path.absolute())))}", soft_wrap=True)
+    console.print(f"next: {escape(as_command('train', '--on', shown(spec.path.absolute())))}", soft_wrap=True)
 
 
 def _cells(result: SetupResult | ShoalError) -> tuple[str, ...]:

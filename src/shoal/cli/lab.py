@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-import typer
-import typer.core
 from rich.markup import escape
 
+from shoal.cli.command import Group
+from shoal.cli.options import Option, argument
 from shoal.cli.output import print_json, print_paragraph, print_table, print_with_command, stdout_console
 from shoal.control.processes import find_processes
 from shoal.errors import UsageError
@@ -27,46 +28,48 @@ if TYPE_CHECKING:
 _LONGEST_COMMAND = 80
 
 
-class LabCommands(typer.core.TyperGroup):
+class LabGroup(Group):
     """The commands call `shoal_lab` directly; its errors become shoal's in this one place."""
 
-    def invoke(self, ctx: Any) -> Any:
+    def call(self, path: str, words: Sequence[str]) -> object:
         from shoal.cluster.lab import translate_errors
 
         with translate_errors():
-            return super().invoke(ctx)
+            return super().call(path, words)
 
 
-app = typer.Typer(cls=LabCommands, add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
-
-NodeName = Annotated[str, typer.Argument(metavar="NODE", help="node1, node2, …")]
-Name = Annotated[str | None, typer.Option("--name", help="Which lab.", show_default="the default lab, or the only one")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the commands instead of running them.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the lab as JSON on stdout.")]
-Delay = Annotated[str | None, typer.Option(help="Delay in one direction, such as 2ms; a ping takes twice that.")]
-Loss = Annotated[str | None, typer.Option(help="Lost packets, such as 1%.")]
-
-
-@app.callback()
-def lab() -> None:
-    """Emulate a cluster on this machine: nodes with limited links and CPUs, and faults on demand."""
+LAB = LabGroup(
+    "lab",
+    "Emulate a cluster on this machine: nodes with limited links and CPUs, and faults on demand.",
+    node=argument("node1, node2, …"),
+    name=Option("Which lab.", shown="the default lab, or the only one"),
+    dry_run=Option("Print the commands instead of running them."),
+    delay=Option("Delay in one direction, such as 2ms; a ping takes twice that."),
+    loss=Option("Lost packets, such as 1%."),
+)
 
 
-@app.command("up")
+@LAB.command(
+    nodes=argument("Number of nodes."),
+    link=Option("Rate of each link: 100mbit, 1gbit, or 1gbit/1gbit/100mbit."),
+    cpu=Option("Cores of each node: 0.5, or 1/1/0.5."),
+    slots=Option("Ranks on each node: 2, or 2/1/1.", shown="1"),
+    profile=Option(f"A kind of link: {', '.join(PROFILES)}.", flags="--kind --profile"),
+    name=Option("The lab's name, if you have several."),
+    sshd=Option("Run a real SSH server on each node (needs root)."),
+)
 def up_(
-    nodes: Annotated[int, typer.Argument(help="Number of nodes.")],
-    link: Annotated[str | None, typer.Option(help="Rate of each link: 100mbit, 1gbit, or 1gbit/1gbit/100mbit.")] = None,
-    delay: Delay = None,
-    loss: Loss = None,
-    cpu: Annotated[str | None, typer.Option(help="Cores of each node: 0.5, or 1/1/0.5.")] = None,
-    slots: Annotated[str | None, typer.Option(help="Ranks on each node: 2, or 2/1/1.", show_default="1")] = None,
-    profile: Annotated[
-        str | None, typer.Option("--kind", "--profile", help=f"A kind of link: {', '.join(PROFILES)}.")
-    ] = None,
-    name: Annotated[str, typer.Option(help="The lab's name, if you have several.")] = DEFAULT_NAME,
-    sshd: Annotated[bool, typer.Option("--sshd", help="Run a real SSH server on each node (needs root).")] = False,
-    dry_run: DryRun = False,
-    json: Json = False,
+    nodes: int,
+    link: str | None = None,
+    delay: str | None = None,
+    loss: str | None = None,
+    cpu: str | None = None,
+    slots: str | None = None,
+    profile: str | None = None,
+    name: str = DEFAULT_NAME,
+    sshd: bool = False,
+    dry_run: bool = False,
+    json: bool = False,
 ) -> None:
     """Build a lab: N nodes on one switch, each with its own eth0, address, host name and processes."""
     from shoal_lab.kernel import find_features
@@ -84,8 +87,8 @@ def up_(
     _show(Lab.build(spec), json)
 
 
-@app.command()
-def status(name: Name = None, json: Json = False) -> None:
+@LAB.command()
+def status(name: str | None = None, json: bool = False) -> None:
     """Show a lab's nodes, links and processes; without --name, those of every lab and its owner."""
     from shoal_lab import state
     from shoal_lab.lab import Lab
@@ -99,7 +102,7 @@ def status(name: Name = None, json: Json = False) -> None:
     elif documents:
         _print_labs(documents)
     else:
-        typer.echo("no lab is up; make one: shoal lab up 3")
+        sys.stdout.write("no lab is up; make one: shoal lab up 3\n")
 
 
 def _show(opened: Lab, json: bool) -> None:
@@ -110,12 +113,12 @@ def _show(opened: Lab, json: bool) -> None:
         _print_lab(document)
 
 
-@app.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-def exec_(
-    node: Annotated[str, typer.Argument(metavar="NODE", help="node1, node2, …, or switch.")],
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…")],
-    name: Name = None,
-) -> None:
+@LAB.command(
+    takes_words=True,
+    node=argument("node1, node2, …, or switch."),
+    command=argument(metavar="-- COMMAND…"),
+)
+def exec_(node: str, command: list[str], name: str | None = None) -> None:
     """Run a command on a node and return its exit code."""
     from shoal_lab.lab import Lab
 
@@ -139,14 +142,14 @@ def split_exec_words(name: str | None, words: list[str]) -> tuple[str | None, li
     return name, words[1:] if words and words[0] == "--" else words
 
 
-@app.command()
+@LAB.command(rate=argument("100mbit, 1gbit, or none (no limit)."))
 def link(
-    node: NodeName,
-    rate: Annotated[str | None, typer.Argument(help="100mbit, 1gbit, or none (no limit).")] = None,
-    delay: Delay = None,
-    loss: Loss = None,
-    name: Name = None,
-    dry_run: DryRun = False,
+    node: str,
+    rate: str | None = None,
+    delay: str | None = None,
+    loss: str | None = None,
+    name: str | None = None,
+    dry_run: bool = False,
 ) -> None:
     """Change a node's link, in both directions, while everything runs."""
     from shoal_lab.spec import Link, change_link
@@ -164,13 +167,8 @@ def _link_text(rate: str | None, delay: str | None, loss: str | None) -> str:
     return "now " + ", ".join(word for word in words if word)
 
 
-@app.command()
-def cpu(
-    node: NodeName,
-    cores: Annotated[str, typer.Argument(help="0.3 is three tenths of one core; none removes the limit.")],
-    name: Name = None,
-    dry_run: DryRun = False,
-) -> None:
+@LAB.command(cores=argument("0.3 is three tenths of one core; none removes the limit."))
+def cpu(node: str, cores: str, name: str | None = None, dry_run: bool = False) -> None:
     """Set a node's CPU limit."""
     from shoal_lab.spec import parse_cpu
 
@@ -179,44 +177,38 @@ def cpu(
     _perform(name, lambda view: view.set_cpu(node, share), dry_run, done)
 
 
-@app.command()
-def kill(
-    node: NodeName,
-    silent: Annotated[bool, typer.Option("--silent", help="As in a power cut: connections are not closed.")] = False,
-    name: Name = None,
-    dry_run: DryRun = False,
-) -> None:
+@LAB.command(silent=Option("As in a power cut: connections are not closed."))
+def kill(node: str, silent: bool = False, name: str | None = None, dry_run: bool = False) -> None:
     """End every process of a node and take it off the network."""
     done = f"{node} is killed; start it again: {_hint(name, 'start', node)}"
     _perform(name, lambda view: view.kill_node(node, silent), dry_run, done)
 
 
-@app.command()
-def start(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
+@LAB.command()
+def start(node: str, name: str | None = None, dry_run: bool = False) -> None:
     """Start a killed node again, without processes, with the link and limits it had."""
     _perform(name, lambda view: view.restart_node(node), dry_run, f"{node} is up again, without processes")
 
 
-@app.command()
-def freeze(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
+@LAB.command()
+def freeze(node: str, name: str | None = None, dry_run: bool = False) -> None:
     """Pause all processes of a node, as closing a laptop's lid does."""
     done = f"{node} is frozen; continue it: {_hint(name, 'thaw', node)}"
     _perform(name, lambda view: view.set_frozen(node, frozen=True), dry_run, done)
 
 
-@app.command()
-def thaw(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
+@LAB.command()
+def thaw(node: str, name: str | None = None, dry_run: bool = False) -> None:
     """Continue a frozen node."""
     _perform(name, lambda view: view.set_frozen(node, frozen=False), dry_run, f"{node} continues")
 
 
-@app.command()
+@LAB.command(
+    other=argument("The other node; without it, all others."),
+    one_way=Option("Drop only what NODE sends; it still receives."),
+)
 def cut(
-    node: NodeName,
-    other: Annotated[str | None, typer.Argument(help="The other node; without it, all others.")] = None,
-    one_way: Annotated[bool, typer.Option("--one-way", help="Drop only what NODE sends; it still receives.")] = False,
-    name: Name = None,
-    dry_run: DryRun = False,
+    node: str, other: str | None = None, one_way: bool = False, name: str | None = None, dry_run: bool = False
 ) -> None:
     """Drop every packet between two nodes, silently."""
     from shoal_lab.kernel import need_tools
@@ -229,26 +221,21 @@ def cut(
     _perform(name, lambda view: view.cut_off(node, other, one_way), dry_run, done)
 
 
-@app.command()
-def heal(
-    node: Annotated[str | None, typer.Argument(help="The node whose cuts to undo; without it, all.")] = None,
-    other: Annotated[str | None, typer.Argument(help="Undo only the cut between these two.")] = None,
-    name: Name = None,
-    dry_run: DryRun = False,
-) -> None:
+@LAB.command(
+    node=argument("The node whose cuts to undo; without it, all."),
+    other=argument("Undo only the cut between these two."),
+)
+def heal(node: str | None = None, other: str | None = None, name: str | None = None, dry_run: bool = False) -> None:
     """Undo cuts."""
     done = f"the cuts of {node}{f' and {other}' if other else ''} are undone" if node else "all cuts are undone"
     _perform(name, lambda view: view.heal_cuts(node, other), dry_run, done)
 
 
-@app.command()
-def firewall(
-    node: NodeName,
-    allow: Annotated[str, typer.Option(help="TCP ports that stay open: 22,29500-29600.")] = "",
-    off: Annotated[bool, typer.Option("--off", help="Remove the firewall.")] = False,
-    name: Name = None,
-    dry_run: DryRun = False,
-) -> None:
+@LAB.command(
+    allow=Option("TCP ports that stay open: 22,29500-29600."),
+    off=Option("Remove the firewall."),
+)
+def firewall(node: str, allow: str = "", off: bool = False, name: str | None = None, dry_run: bool = False) -> None:
     """Block incoming connections, as a home firewall does that makes a run hang."""
     from shoal_lab.commands import parse_ports
     from shoal_lab.kernel import need_tools
@@ -267,12 +254,8 @@ def firewall(
     _perform(name, lambda view: view.set_firewall(node, allowed), dry_run, done)
 
 
-@app.command()
-def down(
-    name: Name = None,
-    all_: Annotated[bool, typer.Option("--all", help="Every lab of this user, except those of running runs.")] = False,
-    dry_run: DryRun = False,
-) -> None:
+@LAB.command(all_=Option("Every lab of this user, except those of running runs."))
+def down(name: str | None = None, all_: bool = False, dry_run: bool = False) -> None:
     """Remove a lab and all its processes; also the remains of a crashed one."""
     from shoal_lab import state
     from shoal_lab.lab import has_owner, removal_steps, remove_lab, why_stale
@@ -283,14 +266,14 @@ def down(
     chosen = state.list_labs() if all_ else [check_name(name) if name else _lab_to_remove()]
     for lab_name in chosen:
         if all_ and has_owner(lab_name) and not why_stale(lab_name):
-            typer.echo(f"lab {lab_name!r} is kept: it belongs to a running run, which will remove it", err=True)
+            sys.stderr.write(f"lab {lab_name!r} is kept: it belongs to a running run, which will remove it" + "\n")
             continue
         if dry_run:
             _print_script(removal_steps(lab_name))
         else:
             existed = lab_name in state.list_labs()
             remove_lab(lab_name)
-            typer.echo(f"lab {lab_name!r} is down" if existed else f"there was no lab {lab_name!r}")
+            sys.stdout.write(f"lab {lab_name!r} is down\n" if existed else f"there was no lab {lab_name!r}\n")
 
 
 def _lab_to_remove() -> str:
@@ -323,7 +306,7 @@ def _print_script(steps: Iterable[Step]) -> None:
     from shoal_lab.commands import render
     from shoal_lab.kernel import path_line
 
-    typer.echo(path_line() + render(steps), nl=False)
+    sys.stdout.write(path_line() + render(steps))
 
 
 def _lab_document(lab: Lab) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What all verbs share: safe consoles, results as text or JSON, lines of ranks, and checks of given options."""
+"""What all commands share: safe consoles, tables and paragraphs, and results as text or JSON."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ import re
 import shlex
 import shutil
 import sys
-import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import typer
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 from rich.control import Control
 from rich.errors import MarkupError
@@ -39,20 +36,15 @@ from shoal.units import (
 if TYPE_CHECKING:
     from shoal.config.manifest import Manifest
     from shoal.control.processes import RunProcess
-    from shoal.launch.logs import LogLine
 
 
 # A note may come from another machine's journal.
-_LONGEST_NOTE = 4_000
-_REDRAW_S = 0.1
+LONGEST_NOTE = 4_000
 _WIDE = 1000
 # Between the columns of a table.
 GAP = 2
 # Of a user's own values, in the summary of a run.
 _MOST_LOGGED = 12
-# Show the current lines of at most so many ranks.
-_MOST_CURRENT = 8
-_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 # The only tags that are markup here. Any other, such as a link, is text.
 _STYLES = {"bold", "dim", "red", "green", "yellow", "cyan"}
@@ -69,7 +61,7 @@ class SafeConsole(Console):
 
     @property
     def file(self) -> IO[str]:
-        """Return the unprotected stream: the protection of stdout and stderr would remove our own styles too."""
+        """Return the unprotected stream: the protection of stdout and stderr would remove shoal's own styles too."""
         stream: IO[str] = raw_stream(Console.file.fget(self))  # type: ignore[attr-defined]
         return stream
 
@@ -113,16 +105,19 @@ def make_console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool =
     return SafeConsole(stderr=stderr, quiet=quiet, soft_wrap=soft_wrap, highlight=False, emoji=False)
 
 
-# An option of every verb that takes the size of a model.
-Depth = Annotated[int | None, typer.Option(help="Model size as one number; 12 is GPT-2.")]
-
-
 def stdout_console() -> Console:
     return make_console()
 
 
 def print_json(document: Any) -> None:
     sys.stdout.write(printable_json(document, indent=2) + "\n")
+
+
+def check_picture(path: Path) -> None:
+    if path.suffix != ".png":
+        raise UsageError(
+            f"{path} is not a PNG file", why="-o writes a figure as PNG", fix=f"write -o {path.with_suffix('.png')}"
+        )
 
 
 def open_browser(url: str) -> None:
@@ -140,7 +135,7 @@ def shown(path: Path) -> str:
         return str(path)
 
 
-def command(*words: str) -> str:
+def as_command(*words: str) -> str:
     """Return a shoal command that can be pasted here, with its path where `shoal` is not on PATH."""
     started = Path(sys.argv[0])
     if shutil.which("shoal"):
@@ -161,9 +156,21 @@ def print_run(run: RunFolder, manifest: Manifest, *, stderr: bool = False) -> No
         print_paragraph(escape(text), console)
     folder = shown(run.path)
     # Only shoal's own GPT writes text.
-    nexts = "; ".join(command(verb, folder) for verb in ("report", "sample" if manifest.trains == "gpt" else "verify"))
+    nexts = "; ".join(
+        as_command(name, folder) for name in ("report", "sample" if manifest.trains == "gpt" else "verify")
+    )
     # Not through rich: a folder named `[x]` is not markup, and a command to paste is not wrapped.
     (sys.stderr if stderr else sys.stdout).write(f"run folder: {folder}\nnext: {nexts}\n")
+
+
+def print_result(run: RunFolder, manifest: Manifest | None, json: bool) -> None:
+    """Print the result of a training, or without one the commands for its run in the background."""
+    if manifest is None:
+        print_detached(run, json)
+    elif json:
+        print_json(manifest.model_dump(mode="json"))
+    else:
+        print_run(run, manifest)
 
 
 def print_detached(run: RunFolder, json: bool) -> None:
@@ -173,7 +180,7 @@ def print_detached(run: RunFolder, json: bool) -> None:
         return
     folder = shown(run.path)
     verbs = (("attach", folder), ("watch", folder), ("logs", "-f", folder), ("stop", folder))
-    nexts = "\n      ".join(command(*words) for words in verbs)
+    nexts = "\n      ".join(as_command(*words) for words in verbs)
     sys.stdout.write(f"run folder: {folder}\nnext: {nexts}\n")
 
 
@@ -287,95 +294,6 @@ def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def _label_of(node: str, rank: int | None) -> str:
-    return f"[{node if rank is None else rank}] "
-
-
-def make_line_printer(console: Console) -> Callable[[LogLine], None]:
-    """Return a function that prints a rank's line with a coloured label."""
-
-    @cache
-    def label(node: str, rank: int | None) -> str:
-        text = Text(_label_of(node, rank), style=_COLOURS[(rank or 0) % len(_COLOURS)])
-        with console.capture() as drawn:
-            console.print(text, end="")
-        return drawn.get()
-
-    def show(line: LogLine) -> None:
-        # Not through rich, which would turn tabs into spaces and take ten times as long.
-        for part in printable(line.text).splitlines() or [""]:
-            console.file.write(f"{label(line.node, line.rank)}{part}\n")
-        console.file.flush()
-
-    return show
-
-
-class LineDisplay:
-    """Print the finished lines of ranks. On a terminal, redraw their unfinished lines (progress bars) below."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._show = make_line_printer(console)
-        # With FORCE_COLOR rich treats a pipe as a terminal.
-        self.is_live = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
-        self.hidden: set[tuple[int | None, str]] = set()  # rank and line: errors that the launcher prints for all
-        self.status = ""  # the last line of a live display: what the run is doing, or a bar
-        self._drawn: list[str] = []  # the unfinished lines on the screen
-        self._drawn_at = 0.0
-
-    def lines(self, lines: Sequence[LogLine], current: Sequence[LogLine] = ()) -> None:
-        lines = [line for line in lines if (line.rank, line.text) not in self.hidden]
-        below = self._below(current) if self.is_live else []
-        is_due = time.monotonic() - self._drawn_at >= _REDRAW_S
-        if not lines and (below == self._drawn or not is_due):
-            return
-        self._erase()
-        for line in lines:
-            self._show(line)
-        self._draw(below)
-
-    def note(self, text: str) -> None:
-        self.beside(lambda: print_note(text))
-
-    def beside(self, print_text: Callable[[], None]) -> None:
-        """Call `print_text`, which prints to the same terminal, above the current lines."""
-        below = self._drawn
-        self._erase()
-        # It may print to stderr, which is another stream.
-        self._console.file.flush()
-        print_text()
-        self._draw(below)
-
-    def close(self) -> None:
-        self._erase()
-        self._console.file.flush()
-
-    def _below(self, current: Sequence[LogLine]) -> list[str]:
-        """Return the current lines, cut to the width of the terminal: a wrapped line could not be redrawn."""
-        most = max(1, min(_MOST_CURRENT, self._console.height // 3))
-        shown = list(current) if len(current) <= most else list(current[: most - 1])
-        below = [self._cut(_label_of(line.node, line.rank) + line.text) for line in shown]
-        if len(shown) < len(current):
-            below.append(f"… and the current lines of {len(current) - len(shown)} more ranks")
-        return [*below, *([self._cut(self.status)] if self.status else [])]
-
-    def _cut(self, text: str) -> str:
-        text = printable_line(text, _LONGEST_NOTE).expandtabs()
-        return set_cell_size(text, self._console.width - 1).rstrip()
-
-    def _draw(self, below: list[str]) -> None:
-        if below:
-            end_stage()
-        self._console.file.write("".join(f"{line}\n" for line in below))
-        self._console.file.flush()
-        self._drawn, self._drawn_at = below, time.monotonic()
-
-    def _erase(self) -> None:
-        if self._drawn:
-            self._console.file.write(f"\x1b[{len(self._drawn)}A\r\x1b[J")
-            self._drawn = []
-
-
 def process_lines(processes: Iterable[RunProcess]) -> Iterator[str]:
     """Yield one line for each process, in columns."""
     processes = list(processes)
@@ -387,7 +305,7 @@ def process_lines(processes: Iterable[RunProcess]) -> Iterator[str]:
 
 
 def print_note(text: str) -> None:
-    print_with_command(printable_line(text, _LONGEST_NOTE), make_console(stderr=True), Text("note: ", style="yellow"))
+    print_with_command(printable_line(text, LONGEST_NOTE), make_console(stderr=True), Text("note: ", style="yellow"))
 
 
 def print_with_command(text: str, console: Console | None = None, label: Text | str = "") -> None:
@@ -400,29 +318,6 @@ def print_with_command(text: str, console: Console | None = None, label: Text | 
         return
     console.print(Text.assemble(label, prose))
     console.print(Text(f"  {command}"), soft_wrap=True)
-
-
-def is_given(context: typer.Context, name: str) -> bool:
-    """Return whether the command line has the parameter; a default does not count."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of a parameter: `--step-s` for `step_s`, `--set` for `set_`."""
-    return "--" + ("out" if name == "output" else name.rstrip("_")).replace("_", "-")
-
-
-def given_settings(context: typer.Context, settings: dict[str, str]) -> dict[str, str]:
-    """Return the given flags by setting. `settings` maps a parameter to its setting."""
-    return {key: flag_of(name) for name, key in settings.items() if is_given(context, name)}
-
-
-def refuse_given(context: typer.Context, names: Iterable[str], beside: str, why: str, fix: str) -> None:
-    """Refuse the first of these parameters that is given, because it would have no effect."""
-    for name in names:
-        if is_given(context, name):
-            raise UsageError(f"{flag_of(name)} has no effect {beside}", why=why, fix=fix)
 
 
 @contextlib.contextmanager

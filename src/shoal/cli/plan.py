@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
-from functools import cache
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import typer
 from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from shoal.cli import plan_options
-from shoal.cli import simulate as options
-from shoal.cli.output import (
-    Depth,
-    advising_flags,
-    command,
-    given_settings,
-    print_json,
-    refuse_given,
-    shown,
-    stdout_console,
-)
-from shoal.cli.plan_options import LINK, Basis, basis
-from shoal.cli.simulate import run_simulation
+from shoal.cli.command import Request, command
+from shoal.cli.options import SETTINGS, Option, argument
+from shoal.cli.output import advising_flags, as_command, check_picture, print_json, shown, stdout_console
 from shoal.config.presets import PRESET_NAMES
 from shoal.config.sync_choice import PLAN_USAGES, WIRE_USAGES, join_or
 from shoal.cost.data_sheets import LINKS, MACHINES
 from shoal.errors import ConfigError, UsageError
+from shoal.tools.plan.request import (
+    LINK,
+    Basis,
+    PlanRequest,
+    make_basis,
+    on_devices,
+    parse_nodes,
+    refuse_conflicts,
+    train_words,
+    what_to_plan,
+)
 from shoal.units import (
     format_amount,
     format_change,
@@ -45,13 +44,10 @@ from shoal.units import (
 
 if TYPE_CHECKING:
     from shoal.config.profile import Profile
-    from shoal.cost.predict import ClusterModel, Prediction
     from shoal.cost.strategy import SyncStrategy
     from shoal.cost.workload import Workload
     from shoal.tools.plan.advise import Advice, Plan, PlanOption, PlanRow
     from shoal.tools.plan.compare import CalibrationResult
-
-app = typer.Typer(add_completion=False)
 
 # By strategy and number of nodes.
 Commands: TypeAlias = "Mapping[tuple[SyncStrategy, int], str | None]"
@@ -72,229 +68,139 @@ _LESS_IMPORTANT = ("payload", "wait", "memory", "eff.", "comm", "compute", "expo
 _GAP = 2
 _WHOLE_WIDTH = 100
 
-DEFAULTS = options.SimulateOptions
-# Options that plans and simulations share.
-_SHARED = ("nodes", "scaling", "ranks_per_node")
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand(PlanRequest, Request):
+    nodes: str | None = None
+    out: Path | None = None
+    calibrate: bool = False
+    json: bool = False
 
 
-@app.command()
-def plan(
-    context: typer.Context,
-    preset: Annotated[
-        list[str] | None,
-        typer.Argument(help=f"{PRESET_NAMES}; with --calibrate: runs.", show_default="grammar"),
-    ] = None,
-    nodes: Annotated[
-        str | None,
-        typer.Option(
-            help="Numbers of nodes: 4, 1..8 or 1,2,4.", show_default="1..8, or the machines named or measured"
-        ),
-    ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Link of the nodes: {', '.join(LINKS)}, or a rate such as 300mbit; of each: 1gbe,1gbe,wifi.",
-            show_default=LINK,
-        ),
-    ] = None,
-    profile: Annotated[Path | None, typer.Option(help="Plan for the machines that shoal probe measured.")] = None,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Fit the profile's constants to past runs, and save it.")
-    ] = False,
-    latency: Annotated[str | None, typer.Option(help="Latency of a message, software included, such as 0.5ms.")] = None,
-    efficiency: Annotated[float | None, typer.Option(help="Part of the link's rate that gradients reach.")] = None,
-    machine: Annotated[
-        str | None,
-        typer.Option(help=f"{', '.join(MACHINES)}; several kinds: desktop,laptop.", show_default="by link"),
-    ] = None,
-    flops: Annotated[float | None, typer.Option(help="The machine's peak FLOP/s, such as 2e12.")] = None,
-    mfu: Annotated[float | None, typer.Option(help="The part of --flops that training reaches.")] = None,
-    memory_gb: Annotated[float | None, typer.Option(help="The machine's memory in GB.")] = None,
-    ranks_per_node: Annotated[int, typer.Option(min=1, max=64, help="Ranks per node, such as its GPUs.")] = 1,
-    params: Annotated[
-        float | None, typer.Option(help="A model with this many parameters instead of a preset, such as 760e6.")
-    ] = None,
-    grad_dtype: Annotated[str, typer.Option(help="Gradients are computed in fp32 or bf16.")] = "fp32",
-    tokens: Annotated[float | None, typer.Option(help="Tokens per step, over all ranks.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="One setting, as section.key=value; may be repeated.")
-    ] = None,
-    depth: Depth = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
-    global_batch: Annotated[int | None, typer.Option(help="Sequences per step, over all ranks.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Sequences that a rank computes at once.")] = None,
-    scaling: Annotated[str | None, typer.Option(help="strong: fixed global batch; weak: fixed batch per rank.")] = None,
-    accumulate: Annotated[
-        int | None, typer.Option(help="Multiply the batch between two exchanges by this.", show_default="1")
-    ] = None,
-    wire: Annotated[str | None, typer.Option(help=f"Number format of sent gradients: {join_or(WIRE_USAGES)}.")] = None,
-    sync: Annotated[str | None, typer.Option(help=f"{', '.join(PLAN_USAGES)}.")] = None,
-    on: Annotated[
-        str | None,
-        typer.Option(
-            help="Where the printed command would run; shoal plan does not look there.", show_default="hosts.toml"
-        ),
-    ] = None,
-    output: Annotated[Path | None, typer.Option("--out", "--output", "-o", help="Also write a figure (PNG).")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON on stdout.")] = False,
-    simulate: options.Simulate = False,
-    hours: options.Hours = DEFAULTS.hours,
-    step_s: options.StepS = None,
-    tokens_per_step: options.TokensPerStep = None,
-    mtbf_hours: options.MtbfHours = DEFAULTS.mtbf_hours,
-    all_share: options.AllShare = DEFAULTS.all_share,
-    recovery: options.RecoveryKind = DEFAULTS.recovery,
-    checkpoint_every: options.CheckpointEvery = DEFAULTS.checkpoint_every,
-    checkpoint_s: options.CheckpointS = DEFAULTS.checkpoint_s,
-    hidden_checkpoints: options.HiddenCheckpoints = DEFAULTS.hidden_checkpoints,
-    detect_s: options.DetectS = DEFAULTS.detect_s,
-    restart_s: options.RestartS = DEFAULTS.restart_s,
-    regroup_s: options.RegroupS = DEFAULTS.regroup_s,
-    rejoin_s: options.RejoinS = DEFAULTS.rejoin_s,
-    repair_minutes: options.RepairMinutes = DEFAULTS.repair_minutes,
-    straggler: options.Straggler = DEFAULTS.straggler,
-    min_nodes: options.MinNodes = DEFAULTS.min_nodes,
-    spares: options.Spares = DEFAULTS.spares,
-    seeds: options.Seeds = DEFAULTS.seeds,
-    seed: options.Seed = DEFAULTS.seed,
-) -> None:
+@command(
+    presets=argument(f"{PRESET_NAMES}; with --calibrate: runs.", "PRESET", shown="grammar"),
+    nodes=Option("Numbers of nodes: 4, 1..8 or 1,2,4.", shown="1..8, or the machines named or measured"),
+    link=Option(
+        f"Link of the nodes: {', '.join(LINKS)}, or a rate such as 300mbit; of each: 1gbe,1gbe,wifi.", shown=LINK
+    ),
+    profile=Option("Plan for the machines that shoal probe measured."),
+    calibrate=Option("Fit the profile's constants to past runs, and save it."),
+    latency=Option("Latency of a message, software included, such as 0.5ms."),
+    efficiency=Option("Part of the link's rate that gradients reach."),
+    machine=Option(f"{', '.join(MACHINES)}; several kinds: desktop,laptop.", shown="by link"),
+    flops=Option("The machine's peak FLOP/s, such as 2e12."),
+    mfu=Option("The part of --flops that training reaches."),
+    memory_gb=Option("The machine's memory in GB."),
+    ranks_per_node=Option("Ranks per node, such as its GPUs.", low=1, high=64),
+    params=Option("A model with this many parameters instead of a preset, such as 760e6."),
+    grad_dtype=Option("Gradients are computed in fp32 or bf16."),
+    tokens=Option("Tokens per step, over all ranks.", "train.global_batch"),
+    accumulate=replace(SETTINGS["accumulate"], shown="1"),
+    wire=replace(SETTINGS["wire"], help=f"Number format of sent gradients: {join_or(WIRE_USAGES)}."),
+    sync=replace(SETTINGS["sync"], help=f"{', '.join(PLAN_USAGES)}.", shown=""),
+    on=replace(
+        SETTINGS["on"],
+        help="Where the printed command would run; shoal plan does not look there.",
+        shown="hosts.toml",
+    ),
+    out=Option("Also write a figure (PNG).", flags="--out --output -o"),
+    json=Option("Print the plan as JSON on stdout."),
+)
+def plan(request: PlanCommand) -> None:
     """Predict step time and speed on 1, 2, 3 … machines, and which sync strategy helps. Starts nothing.
 
-    With --simulate: the effect of failures, stragglers and checkpoints over hours or months.
+    The effect of failures, stragglers and checkpoints over hours or months: shoal simulate.
     """
-    given = dict(locals())
-    from shoal.tools.plan.advise import make_plan
-
-    _refuse_without_effect(context, calibrate, simulate)
-    if calibrate:
-        _calibrate(preset or [], profile, json)
+    if request.calibrate:
+        _calibrate(request)
         return
-    given["preset"] = plan_options.one_preset(preset)
-    if output is not None:
-        plan_options.check_picture(output)
-    flags = given_settings(context, plan_options.SETTINGS)
-    plan_options.refuse_conflicts(flags, given)
-    made_from = basis(given)
-    counts = plan_options.parse_nodes(nodes or made_from.nodes)
+    if request.out is not None:
+        check_picture(request.out)
+    flags = request.flags()
+    refuse_conflicts(flags, request)
+    basis = make_basis(request)
+    counts = parse_nodes(request.nodes or basis.nodes)
     # --tokens sets the global batch in another unit.
     advised = {key: "--global-batch" if flag == "--tokens" else flag for key, flag in flags.items()}
     with advising_flags(advised):
-        workload, strategy, notes = plan_options.what_to_plan(given, max(counts) * made_from.setting.ranks_per_node)
-        made_from = plan_options.on_devices(made_from, given)
-    if simulate:
-        run_simulation(_simulate_options(given, workload, strategy, made_from.setting, max(counts)), json, output)
-        return
+        workload, strategy, notes = what_to_plan(request, max(counts) * basis.setting.ranks_per_node)
+        basis = on_devices(basis, request)
+        made = _make_plan(request, workload, strategy, basis, counts)
+    _show(made, [basis.note, *notes, *_assumptions(made, basis)], request, basis)
+
+
+def _make_plan(
+    request: PlanRequest, workload: Workload, strategy: SyncStrategy, basis: Basis, counts: list[int]
+) -> Plan:
+    from shoal.tools.plan.advise import make_plan
+
     try:
-        with advising_flags(advised):
-            made = make_plan(workload, strategy, made_from.setting, counts)
+        return make_plan(workload, strategy, basis.setting, counts)
     except ConfigError as error:
-        # The error suggests --set, but a model given by --params has flags only.
-        fix = "use another --global-batch or --micro-batch, or fewer --nodes" if params is not None else error.fix
-        raise ConfigError(error.seen, why=error.why, fix=fix) from None
-    _show(made, [made_from.note, *notes, *_assumptions(made, made_from)], given, made_from)
+        if request.params is not None:
+            # The error suggests --set, but a model given by --params has flags only.
+            error.fix = "use another --global-batch or --micro-batch, or fewer --nodes"
+        raise
 
 
-def _assumptions(made: Plan, made_from: Basis) -> Iterator[str]:
+def _assumptions(made: Plan, basis: Basis) -> Iterator[str]:
     """Yield what a reader of the table must know about nodes that differ or were not measured."""
-    if made_from.known and max(row.nodes for row in made.rows) > made_from.known:
-        yield f"nodes beyond the {made_from.known} {made_from.how} ones are assumed to equal the last of them"
+    if basis.known and max(row.nodes for row in made.rows) > basis.known:
+        yield f"nodes beyond the {basis.known} {basis.how} ones are assumed to equal the last of them"
     if len(set(made.setting.node_names)) > 1:
         base = made.rows[-1]
         yield f"speed-ups are against {base.base} alone, which trains {format_speed(base.base_tokens_per_s)}"
 
 
-def _refuse_without_effect(context: typer.Context, calibrate: bool, simulate: bool) -> None:
-    """Refuse an option that has no effect together with the others."""
-    names = [name for name in context.params if name not in ("preset", "profile", "json", "calibrate")]
-    if calibrate:
-        fix = "write for example: shoal plan --calibrate runs/one runs/two --profile profile.toml"
-        refuse_given(context, names, "with --calibrate", "it fits a profile to past runs and plans nothing", fix)
-    own = ({field.name for field in fields(options.SimulateOptions)} & set(names)) - {*_SHARED}
-    if not simulate:
-        refuse_given(
-            context,
-            [name for name in names if name in own],
-            "without --simulate",
-            "it is an option of the simulation of failures, stragglers and checkpoints",
-            "add --simulate, or leave it out",
-        )
-        return
-    refuse_given(context, ["on"], "with --simulate", "a simulation prints no command to paste", "leave it out")
-    chosen = context.params
-    if chosen["checkpoint_every"] == "never":
-        why = "checkpoints are never written"
-        refuse_given(
-            context, ["checkpoint_s", "hidden_checkpoints"], "with --checkpoint-every never", why, "leave it out"
-        )
-    if chosen["recovery"] == "restart":
-        why = "all ranks are restarted from a checkpoint"
-        refuse_given(context, ["regroup_s", "rejoin_s"], "with --recovery restart", why, "use --recovery both")
-
-
-def _simulate_options(
-    given: dict[str, Any], workload: Workload, strategy: SyncStrategy, setting: ClusterModel, nodes: int
-) -> options.SimulateOptions:
-    """Return the simulator's options, with the plan's prediction for every number of remaining nodes."""
-    from shoal.cost.predict import predict
-
-    own = {field.name for field in fields(options.SimulateOptions)} - {"nodes", "step_s", "tokens_per_step", "scaling"}
-    values = {name: given[name] for name in own} | {"ranks_per_node": setting.ranks_per_node}
-
-    @cache
-    def planned(count: int) -> Prediction:
-        return predict(workload, strategy, setting, count * setting.ranks_per_node)
-
-    step_s = (lambda count: planned(count).step.step_s) if given["step_s"] is None else given["step_s"]
-    tokens = planned(nodes).tokens if given["tokens_per_step"] is None else given["tokens_per_step"]
-    scaling = workload.train.scaling
-    return options.SimulateOptions(nodes=nodes, step_s=step_s, tokens_per_step=tokens, scaling=scaling, **values)
-
-
-def _calibrate(runs: list[str], profile: Path | None, json: bool) -> None:
+def _calibrate(request: PlanCommand) -> None:
+    fix = "write for example: shoal plan --calibrate runs/one runs/two --profile profile.toml"
+    request.refuse(
+        [name for name in request.given if name not in ("presets", "profile", "json", "calibrate")],
+        "with --calibrate",
+        "it fits a profile to past runs and plans nothing",
+        fix,
+    )
+    runs, profile = request.presets, request.profile
     if not runs or profile is None:
-        raise UsageError(
-            "--calibrate needs runs to learn from and a profile to write into",
-            fix="write for example: shoal plan --calibrate runs/one runs/two --profile profile.toml",
-        )
+        raise UsageError("--calibrate needs runs to learn from and a profile to write into", fix=fix)
     from shoal.config.load import write_profile
     from shoal.tools.plan.compare import calibrate_profile
 
     fitted, results = calibrate_profile(profile, [Path(run) for run in runs])
     write_profile(fitted, profile)
-    if json:
+    if request.json:
         print_json(_calibration_document(fitted, results))
     else:
         _print_calibration(fitted, results, profile)
 
 
-def _show(made: Plan, notes: list[str], given: dict[str, Any], made_from: Basis) -> None:
+def _show(made: Plan, notes: list[str], request: PlanCommand, basis: Basis) -> None:
     from shoal.tools.plan.advise import advise
 
     advice = advise(made)
     choices = (*advice.options, advice.best, advice.other_training)
     commands = {
-        (option.strategy, option.row.nodes): _command(given, made_from, made, option)
+        (option.strategy, option.row.nodes): _command_to_train(request, basis, made, option)
         for option in choices
         if option is not None
     }
-    if given["output"] is not None:
+    if request.out is not None:
         from shoal.tools.plan.figures import plot_plan
 
-        plot_plan(made, advice, given["output"])
-    if given["json"]:
+        plot_plan(made, advice, request.out)
+    if request.json:
         print_json(_plan_document(made, advice, notes, commands))
         return
     _print_plan(made, advice, notes, commands)
-    if given["output"] is not None:
-        typer.echo(f"\npicture: {shown(given['output'])}")
+    if request.out is not None:
+        sys.stdout.write(f"\npicture: {shown(request.out)}\n")
 
 
-def _command(given: dict[str, Any], made_from: Basis, made: Plan, option: PlanOption) -> str | None:
-    """Return the command, or None for what shoal cannot do: a planned sync method, or a model that is no preset."""
-    if given["params"] is not None or not option.is_possible:
+def _command_to_train(request: PlanRequest, basis: Basis, made: Plan, option: PlanOption) -> str | None:
+    """Return the command, or None for what shoal cannot do: a planned sync method, or a model that is not a preset."""
+    if request.params is not None or not option.is_possible:
         return None
-    return command(*plan_options.train_words(given, made_from, made, option))
+    return as_command(*train_words(request, basis, made, option))
 
 
 def _print_plan(plan: Plan, advice: Advice, notes: Sequence[str], commands: Commands) -> None:

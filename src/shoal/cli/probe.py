@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.cells import cell_len
 from rich.markup import escape
 
+from shoal.cli.command import command
+from shoal.cli.options import Option
 from shoal.cli.output import GAP, make_console, print_json, print_paragraph, print_table, shown, stdout_console
 from shoal.config.presets import depth_overrides
 from shoal.errors import DataError, UsageError
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from shoal.config.schema import ModelConfig
 
 
-app = typer.Typer(add_completion=False)
-
 # Columns of a table that hold words, besides the first one.
 _TEXT_TITLES = ("", "bound by", "tokens/s by threads")
 
@@ -29,21 +29,20 @@ TitlesAndRows = tuple[tuple[str, ...], list[tuple[str, ...]]]
 _BACKENDS = {"gloo": "over gloo", "nccl": "over NCCL", "staged": "between GPUs, by pinned memory and gloo"}
 
 
-@app.command()
+@command(
+    on=Option("What to measure: local:N, lab[:N], or a hosts file."),
+    out=Option("The profile to write.", flags="--out --output -o"),
+    budget=Option("Seconds to aim at; starting ranks and the shortest measurements may take longer.", low=5),
+    model=Option("Also time this model: a preset, or depth:N; may be repeated."),
+    depth=Option("Also time the demo's model with this depth; 12 is GPT-2."),
+)
 def probe(
-    on: Annotated[str, typer.Option(help="What to measure: local:N, lab[:N], or a hosts file.")] = "local:2",
-    output: Annotated[Path, typer.Option("--out", "--output", "-o", help="The profile to write.")] = Path(
-        "profile.toml"
-    ),
-    budget: Annotated[
-        float,
-        typer.Option(min=5, help="Seconds to aim at; starting ranks and the shortest measurements may take longer."),
-    ] = 60.0,
-    model: Annotated[
-        list[str] | None, typer.Option(help="Also time this model: a preset, or depth:N; may be repeated.")
-    ] = None,
-    depth: Annotated[int | None, typer.Option(help="Also time the demo's model with this depth; 12 is GPT-2.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON on stdout.")] = False,
+    on: str = "local:2",
+    out: Path = Path("profile.toml"),
+    budget: float = 60.0,
+    model: list[str] | None = None,
+    depth: int | None = None,
+    json: bool = False,
 ) -> None:
     """Measure links, gloo, machines, and where there are GPUs: products, copies, NCCL. Writes a profile and a figure.
 
@@ -53,20 +52,20 @@ def probe(
     from shoal.tools.probe.figure import plot_probe
     from shoal.tools.probe.run import probe as measure
 
-    check_profile_writable(output)
-    picture = picture_of(output)
+    check_profile_writable(out)
+    picture = picture_of(out)
     names = [*(model or []), *([f"depth:{depth}"] if depth is not None else [])]
     models = {name: _find_model(name) for name in names}
     console = make_console(stderr=True)
     with console.status("") as spinner:
         profile = measure(on, budget, lambda text: spinner.update(escape(text)), models)
-    write_profile(profile, output)
+    write_profile(profile, out)
     plot_probe(profile, picture)
     if json:
         print_json(profile.model_dump(mode="json"))
         return
     print_profile(profile)
-    typer.echo(f"\nprofile: {shown(output)}\npicture: {shown(picture)}")
+    sys.stdout.write(f"\nprofile: {shown(out)}\npicture: {shown(picture)}\n")
 
 
 def picture_of(profile: Path) -> Path:

@@ -1,24 +1,30 @@
-"""Show the progress of a training on stderr: a bar on a terminal, plain lines elsewhere."""
+"""Show what a run prints and how far it is: the lines of its ranks, and a bar or plain lines of its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
+from rich.cells import set_cell_size
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
+from rich.text import Text
 
-from shoal.cli.output import LineDisplay, make_console, print_paragraph
+from shoal.cli.output import LONGEST_NOTE, make_console, print_note, print_paragraph
 from shoal.config.defaults import DEFAULT_PRESET
 from shoal.errors import split_command
 from shoal.events import Event
 from shoal.step_line import StepLine
+from shoal.terminal import end_stage, printable, printable_line
 from shoal.units import TOKENS, format_amount, format_count, format_value, pluralize, unit_of
 
 if TYPE_CHECKING:
     from shoal.config.schema import EngineConfig
+    from shoal.launch.logs import LogLine
     from shoal.runs.start import TrainDisplay
 
 
@@ -31,10 +37,103 @@ _PLAIN_EVERY_S = 10.0
 _TEXT_WIDTH = 66
 _LEAST_BAR, _MOST_BAR = 6, 40
 _MOST_STATUS_BAR = 16
+_REDRAW_S = 0.1
+# Show the current lines of at most this many ranks.
+_MOST_CURRENT = 8
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 # Values of a program's own in one line.
 _MOST_VALUES = 8
 # Longer rounds than any training has steps.
 _NEVER_STEPS = 10**8
+
+
+def _label_of(node: str, rank: int | None) -> str:
+    return f"[{node if rank is None else rank}] "
+
+
+def make_line_printer(console: Console) -> Callable[[LogLine], None]:
+    """Return a function that prints a rank's line with a coloured label."""
+
+    @cache
+    def label(node: str, rank: int | None) -> str:
+        text = Text(_label_of(node, rank), style=_COLOURS[(rank or 0) % len(_COLOURS)])
+        with console.capture() as drawn:
+            console.print(text, end="")
+        return drawn.get()
+
+    def show(line: LogLine) -> None:
+        # Not through rich, which would turn tabs into spaces and take ten times as long.
+        for part in printable(line.text).splitlines() or [""]:
+            console.file.write(f"{label(line.node, line.rank)}{part}\n")
+        console.file.flush()
+
+    return show
+
+
+class LineDisplay:
+    """Print the finished lines of ranks. On a terminal, redraw their unfinished lines (progress bars) below."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._show = make_line_printer(console)
+        # With FORCE_COLOR rich treats a pipe as a terminal.
+        self.is_live = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
+        self.hidden: set[tuple[int | None, str]] = set()  # rank and line: errors that the launcher prints for all
+        self.status = ""  # the last line of a live display: what the run is doing, or a bar
+        self._drawn: list[str] = []  # the unfinished lines on the screen
+        self._drawn_at = 0.0
+
+    def lines(self, lines: Sequence[LogLine], current: Sequence[LogLine] = ()) -> None:
+        lines = [line for line in lines if (line.rank, line.text) not in self.hidden]
+        below = self._below(current) if self.is_live else []
+        is_due = time.monotonic() - self._drawn_at >= _REDRAW_S
+        if not lines and (below == self._drawn or not is_due):
+            return
+        self._erase()
+        for line in lines:
+            self._show(line)
+        self._draw(below)
+
+    def note(self, text: str) -> None:
+        self.beside(lambda: print_note(text))
+
+    def beside(self, print_text: Callable[[], None]) -> None:
+        """Call `print_text`, which prints to the same terminal, above the current lines."""
+        below = self._drawn
+        self._erase()
+        # It may print to stderr, which is another stream.
+        self._console.file.flush()
+        print_text()
+        self._draw(below)
+
+    def close(self) -> None:
+        self._erase()
+        self._console.file.flush()
+
+    def _below(self, current: Sequence[LogLine]) -> list[str]:
+        """Return the current lines, cut to the width of the terminal: a wrapped line could not be redrawn."""
+        most = max(1, min(_MOST_CURRENT, self._console.height // 3))
+        shown = list(current) if len(current) <= most else list(current[: most - 1])
+        below = [self._cut(_label_of(line.node, line.rank) + line.text) for line in shown]
+        if len(shown) < len(current):
+            below.append(f"… and the current lines of {len(current) - len(shown)} more ranks")
+        return [*below, *([self._cut(self.status)] if self.status else [])]
+
+    def _cut(self, text: str) -> str:
+        text = printable_line(text, LONGEST_NOTE).expandtabs()
+        return set_cell_size(text, self._console.width - 1).rstrip()
+
+    def _draw(self, below: list[str]) -> None:
+        if below:
+            end_stage()
+        self._console.file.write("".join(f"{line}\n" for line in below))
+        self._console.file.flush()
+        self._drawn, self._drawn_at = below, time.monotonic()
+
+    def _erase(self) -> None:
+        if self._drawn:
+            self._console.file.write(f"\x1b[{len(self._drawn)}A\r\x1b[J")
+            self._drawn = []
 
 
 class PlainDisplay:

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import typer
 from rich.markup import escape
 
-from shoal.cli.output import command, make_console, open_browser, print_json, print_paragraph, shown, stdout_console
+from shoal.cli.command import command
+from shoal.cli.options import Option, argument
+from shoal.cli.output import as_command, make_console, open_browser, print_json, print_paragraph, shown, stdout_console
 from shoal.config.defaults import SEED
 from shoal.config.presets import did_you_mean
 from shoal.control.processes import find_processes
@@ -30,35 +31,32 @@ if TYPE_CHECKING:
     from shoal.records.verify import VerifyResult
 
 
-app = typer.Typer(add_completion=False)
-
+_RUN = argument("A run folder.")
 # The formats of `shoal export`; weights have the name of their file, or folder, in the run folder.
 _METRICS = ("csv", "jsonl", "tensorboard", "wandb")
 _STREAMED = ("csv", "jsonl")
 _WEIGHTS = {"hf": "hf", "state-dict": "state-dict.safetensors"}
 
 
-@app.command()
+@command(
+    runs=argument("Run folders; several are compared.", "RUN…"),
+    out=Option(
+        "A folder for the page, or a file that ends with .html; with .pdf it is printed too.",
+        flags="--out -o",
+        shown="the run's folder; beside the first run for several",
+    ),
+    open_=Option("Open the page in the browser."),
+    pdf=Option("Also print it as a PDF; needs Chromium."),
+    redact=Option("Replace hosts, addresses, users and paths by stand-ins, such as node-1."),
+    json=Option("Print paths, and the compared figures, as JSON."),
+)
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN…", help="Run folders; several are compared.", readable=False)
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="A folder for the page, or a file that ends with .html; with .pdf it is printed too.",
-            show_default="the run's folder; beside the first run for several",
-        ),
-    ] = None,
-    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
-    pdf: Annotated[bool, typer.Option("--pdf", help="Also print it as a PDF; needs Chromium.")] = False,
-    redact: Annotated[
-        bool,
-        typer.Option("--redact", help="Replace hosts, addresses, users and paths by stand-ins, such as node-1."),
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print paths, and the compared figures, as JSON.")] = False,
+    runs: list[Path],
+    out: Path | None = None,
+    open_: bool = False,
+    pdf: bool = False,
+    redact: bool = False,
+    json: bool = False,
 ) -> None:
     """Write one self-contained HTML page about a run: loss, time per phase, scaling, manifest.
 
@@ -86,7 +84,7 @@ def report(
     else:
         for path in (document["report"], document.get("pdf")):
             if path:
-                typer.echo(shown(Path(str(path))))
+                sys.stdout.write(shown(Path(str(path))) + "\n")
     if open_:
         open_browser(page.resolve().as_uri())
 
@@ -118,15 +116,12 @@ def _page_file(out: Path | None, folder: Path, name: str, is_redacted: bool) -> 
     return (out or folder) / (name.replace(".html", "-redacted.html") if is_redacted else name)
 
 
-@app.command()
-def trace(
-    run: Annotated[Path, typer.Argument(help="A run folder.", readable=False)],
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The file to write; compressed if it ends with .gz.", show_default="RUN/trace.json"),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print path, events and clock offsets as JSON.")] = False,
-) -> None:
+@command(
+    run=_RUN,
+    out=Option("The file to write; compressed if it ends with .gz.", shown="RUN/trace.json"),
+    json=Option("Print path, events and clock offsets as JSON."),
+)
+def trace(run: Path, out: Path | None = None, json: bool = False) -> None:
     """Write all ranks on one time axis, as a trace for https://ui.perfetto.dev or chrome://tracing.
 
     It shows computing, communication, waiting, checkpoints and recovery of every rank. The clocks of the machines are
@@ -139,7 +134,7 @@ def trace(
     if json:
         print_json({**asdict(summary), "path": str(summary.path)})
         return
-    typer.echo(shown(summary.path))
+    sys.stdout.write(shown(summary.path) + "\n")
     offsets = [
         f"{node} {1e3 * offset_s:+.1f} ms (± {1e3 * summary.spreads_s[node]:.1f})"
         for node, offset_s in summary.offsets_s.items()
@@ -152,20 +147,13 @@ def trace(
         print_paragraph(escape(text), make_console(stderr=True))
 
 
-@app.command()
-def export(
-    run: Annotated[Path, typer.Argument(help="A run folder.", readable=False)],
-    format: Annotated[
-        str, typer.Option("--format", "-f", help=f"One of {', '.join((*_METRICS, *_WEIGHTS))}.", show_default=False)
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", help="The file or folder to write; - is stdout, for csv and jsonl.", show_default="in RUN"
-        ),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print path, steps and skipped lines as JSON.")] = False,
-) -> None:
+@command(
+    run=_RUN,
+    format=Option(f"One of {', '.join((*_METRICS, *_WEIGHTS))}.", flags="--format -f"),
+    out=Option("The file or folder to write; - is stdout, for csv and jsonl.", flags="--out -o", shown="in RUN"),
+    json=Option("Print path, steps and skipped lines as JSON."),
+)
+def export(run: Path, format: str, out: Path | None = None, json: bool = False) -> int:
     """Write the metrics or the weights of a run in a format that other programs read.
 
     csv, jsonl: what the ranks have recorded, with one row per step and rank: step, rank, node, time, loss, tokens,
@@ -187,39 +175,41 @@ def export(
         raise UsageError(
             f"there is no format {format!r}",
             why=did_you_mean(format, formats) or f"the formats are {', '.join(formats)}",
-            fix=command("export", shown(folder.path), "--format", formats[0]),
+            fix=as_command("export", shown(folder.path), "--format", formats[0]),
         )
     if str(out) == "-" and format not in _STREAMED:
         raise UsageError(
             f"--format {format} cannot be written to stdout",
             why=f"only {' and '.join(_STREAMED)} are text",
-            fix=command("export", shown(folder.path), "--format", format),
+            fix=as_command("export", shown(folder.path), "--format", format),
         )
     if format in _METRICS:
         summary = export_metrics(folder, format, out)
     else:
         path = out or folder.path / _WEIGHTS[format]
-        summary = ExportSummary(str(path), _export_weights(folder, format, path), 0)
+        written = _export_weights(folder, format, path)
+        if written.returncode:
+            return written.returncode
+        summary = ExportSummary(str(path), int(written.stdout), 0)
     if json:
         print_json(asdict(summary))
     elif not summary.path:
-        typer.echo(f"{pluralize(summary.steps, 'step')} sent to wandb")
+        sys.stdout.write(f"{pluralize(summary.steps, 'step')} sent to wandb\n")
     elif summary.path != "-":
-        typer.echo(shown(Path(summary.path)))
+        sys.stdout.write(shown(Path(summary.path)) + "\n")
     if summary.unreadable:
-        typer.echo(f"{pluralize(summary.unreadable, 'line')} of its event files could not be read", err=True)
+        sys.stderr.write(f"{pluralize(summary.unreadable, 'line')} of its event files could not be read\n")
+    return 0
 
 
-def _export_weights(run: RunFolder, format: str, out: Path) -> int:
-    """Write weights in a separate process, because the command line never imports torch; return their step."""
+def _export_weights(run: RunFolder, format: str, out: Path) -> subprocess.CompletedProcess[str]:
+    """Write weights in a separate process, because the command line never imports torch; it prints their step."""
     argv = [sys.executable, "-P", "-m", "shoal.train.export", str(run.path), format, str(out), *_width_option()]
     begin_stage("shoal export: writing the weights")
     result = subprocess.run(argv, check=False, capture_output=True, text=True)
     end_stage()
     sys.stderr.write(result.stderr)
-    if result.returncode:
-        raise typer.Exit(result.returncode)
-    return int(result.stdout)
+    return result
 
 
 def _width_option() -> list[str]:
@@ -228,11 +218,8 @@ def _width_option() -> list[str]:
     return [] if width is None else [f"--width={width}"]
 
 
-@app.command()
-def verify(
-    run: Annotated[Path, typer.Argument(help="A run folder.", readable=False)],
-    json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
-) -> None:
+@command(run=_RUN, json=Option("Print the verdict as JSON on stdout."))
+def verify(run: Path, json: bool = False) -> int:
     """Check that all replicas are equal bit for bit, that every sample was used once, and that all files agree.
 
     Ledger, events, checkpoints, final states, settings and manifest are compared with each other. An unfinished run is
@@ -255,8 +242,7 @@ def verify(
         print_verdict(verdict, sharding_of(folder))
         if verdict.status != "finished" and not find_processes(folder.path):
             print_resume(folder)
-    if not verdict.ok:
-        raise typer.Exit(1)
+    return 0 if verdict.ok else 1
 
 
 def sharding_of(folder: RunFolder) -> str:
@@ -363,16 +349,24 @@ def _history(ledger: LedgerReport) -> str:
     return "".join(f", {part}" for part in parts if part)
 
 
-@app.command()
+@command(
+    run=_RUN,
+    count=Option("How many texts.", low=1, high=1000),
+    prompt=Option("The beginning of each text."),
+    temperature=Option("0 always takes the most likely token.", low=0, high=10),
+    length=Option("Most tokens per text.", low=1, high=100_000),
+    seed=Option("The same seed gives the same texts.", low=0),
+    json=Option("Print the texts as JSON on stdout."),
+)
 def sample(
-    run: Annotated[Path, typer.Argument(help="A run folder.", readable=False)],
-    count: Annotated[int, typer.Option(min=1, max=1000, help="How many texts.")] = 5,
-    prompt: Annotated[str, typer.Option(help="The beginning of each text.")] = "",
-    temperature: Annotated[float, typer.Option(min=0, max=10, help="0 always takes the most likely token.")] = 0.7,
-    length: Annotated[int, typer.Option(min=1, max=100_000, help="Most tokens per text.")] = 100,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same texts.")] = SEED,
-    json: Annotated[bool, typer.Option("--json", help="Print the texts as JSON on stdout.")] = False,
-) -> None:
+    run: Path,
+    count: int = 5,
+    prompt: str = "",
+    temperature: float = 0.7,
+    length: int = 100,
+    seed: int = SEED,
+    json: bool = False,
+) -> int:
     """Generate text with a trained model, from its newest checkpoint.
 
     A model of the sentences that shoal generates writes one sentence a line. A model of another text writes --length
@@ -394,7 +388,7 @@ def sample(
             sys.stdout.flush()
         end_stage()
         sys.stderr.write(writer.communicate()[1].decode(errors="replace"))
-    raise typer.Exit(writer.returncode)
+    return writer.returncode
 
 
 def refuse_script(run: RunFolder) -> None:
@@ -405,10 +399,11 @@ def refuse_script(run: RunFolder) -> None:
     config = load_settings(run.config)
     if isinstance(config, Config):
         return
+    export = as_command("export", shown(run.path), "--format", "state-dict")
     raise UsageError(
         f"{shown(run.path)} has no GPT of shoal: the script {config.run.preset} trained its own model",
         why="shoal sample writes text with shoal's GPT and the run's tokenizer; it cannot build another model",
-        fix=f"take its weights into your own program: {command('export', shown(run.path), '--format', 'state-dict')}",
+        fix=f"take its weights into your own program: {export}",
     )
 
 
@@ -424,5 +419,5 @@ def refuse_without_checkpoint(run: RunFolder) -> None:
         f"{shown(run.path)} has no checkpoint yet",
         why=f"it is running and writes its first checkpoint after step {first} "
         + ("(its last)" if first == train.steps else "(train.checkpoint_every)"),
-        fix=f"wait for it: {command('logs', '-f', shown(run.path))}",
+        fix=f"wait for it: {as_command('logs', '-f', shown(run.path))}",
     )

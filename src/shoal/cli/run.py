@@ -4,113 +4,77 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from shoal import __version__
-from shoal.cli.output import Depth, advising_flags, given_settings, print_json, print_note, refuse_given
-from shoal.cli.train import BALANCE_DEFAULT, BALANCE_HELP, DROP_HELP, PROFILE
+from shoal.cli.command import COMMANDS, Group, Request, command
+from shoal.cli.options import PROFILE, SESSION_SETTINGS, SETTINGS, Option, argument
+from shoal.cli.output import advising_flags, print_json, print_note
 from shoal.config.defaults import DEFAULT_CLAIM, DEFAULT_PRESET, GRACE_S, MOUNT
-from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_mean
-from shoal.config.sync_choice import SYNC_HELP, WIRE_HELP
+from shoal.config.presets import PRESETS, depth_overrides, did_you_mean
 from shoal.errors import ShoalError, UsageError
 from shoal.run_folder import RunFolder, default_out, write_atomically
 
 if TYPE_CHECKING:
     from shoal.config.schema import Config
     from shoal.launch.emit import EmitJob
+    from shoal.runs.supervisor import RunJob
 
-
-app = typer.Typer(add_completion=False)
 
 _LONGEST_GRACE_S = 86400.0
-_SETTINGS_OF_FLAGS = {
-    "on": "run.on",
-    "threads": "run.threads",
-    "balance": "run.balance",
-    "drop_slower_than": "members.drop_slower_than",
-    "steps": "train.steps",
-    "sync": "sync.mode",
-    "wire": "sync.wire",
-    "accumulate": "sync.accumulate",
-    "profile_steps": "train.profile_steps",
-}
 # Options that scripts of others seldom have.
 _OF_SHOAL = {"--on", "--detach", "--measure", "--wire", "--balance", "--restarts"}
-# A resumed run has the values of its first start.
-_OF_NEW_RUNS = ("on", "out", "threads", "port", "python", "grace", "measure", "restarts")
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-def run(
-    context: typer.Context,
-    script: Annotated[
-        list[str] | None, typer.Argument(help="A Python script, or -m MODULE, and its own arguments.")
-    ] = None,
-    on: Annotated[str, typer.Option(help="Where to run: local:N, lab:N[,link=1gbit,…] or a hosts file.")] = "local:2",
-    out: Annotated[Path | None, typer.Option(help="The folder for logs.", show_default="runs/NAME-TIME")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads per rank.", show_default="cores / ranks")] = None,
-    port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, help="MASTER_PORT, if a firewall allows only one.", show_default="a free one"),
-    ] = 0,
-    python: Annotated[
-        str, typer.Option(help="The Python that runs it.", show_default="the activated environment's, or shoal's own")
-    ] = "",
-    grace: Annotated[
-        float, typer.Option(min=0, help="Seconds that ranks have to end after Ctrl-C or shoal stop.")
-    ] = GRACE_S,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Record step and all-reduce times of an unmodified DDP script.")
-    ] = False,
-    restarts: Annotated[
-        int, typer.Option(min=0, help="How often to start all ranks again after a failure (no session).")
-    ] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the script's session.", show_default=False)] = None,
-    sync: Annotated[str | None, typer.Option(help=f"{SYNC_HELP} (session).", show_default=False)] = None,
-    wire: Annotated[str | None, typer.Option(help=f"{WIRE_HELP} (session).", show_default=False)] = None,
-    accumulate: Annotated[
-        int | None, typer.Option(min=1, help="Batches between two exchanges (session).", show_default=False)
-    ] = None,
-    balance: Annotated[
-        str | None, typer.Option(help=f"{BALANCE_HELP.rstrip('.')} (session).", show_default=BALANCE_DEFAULT)
-    ] = None,
-    drop_slower_than: Annotated[
-        float | None, typer.Option(help=f"{DROP_HELP.rstrip('.')} (session).", show_default="none is left out")
-    ] = None,
-    profile_steps: Annotated[
-        str | None,
-        typer.Option(help="Steps that torch.profiler records (session, --measure), such as 20-22; see shoal trace."),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="A setting of the session, as section.key=value; may be repeated."),
-    ] = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Continue the session of this run from its newest checkpoint.")
-    ] = None,
-    plan: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN",
-            help="Predict the step time (session) from this earlier run on one rank, and compare at the end.",
-        ),
-    ] = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="The profile for --plan; see shoal probe.", show_default=str(PROFILE))
-    ] = None,
-    clean: Annotated[bool, typer.Option("--clean", help="End processes left over from earlier runs.")] = False,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Start the run in the background; see shoal ps, logs, attach.")
-    ] = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Serve a live page about the run while it goes on; see shoal watch.")
-    ] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class RunRequest(Request):
+    script: list[str] | None = None
+    on: str = "local:2"
+    out: Path | None = None
+    threads: int | None = None
+    port: int = 0
+    python: str = ""
+    grace: float = GRACE_S
+    measure: bool = False
+    restarts: int = 0
+    steps: int | None = None
+    sync: str | None = None
+    wire: str | None = None
+    accumulate: int | None = None
+    balance: str | None = None
+    drop_slower_than: float | None = None
+    profile_steps: str | None = None
+    set_: list[str] | None = None
+    resume: Path | None = None
+    plan: Path | None = None
+    profile: Path | None = None
+    clean: bool = False
+    detach: bool = False
+    watch: bool = False
+
+
+@command(
+    takes_words=True,
+    **SESSION_SETTINGS,
+    script=argument("A Python script, or -m MODULE, and its own arguments."),
+    out=Option("The folder for logs.", effect="new run", shown="runs/NAME-TIME"),
+    port=Option(
+        "MASTER_PORT, if a firewall allows only one.", effect="new run", shown="a free one", low=0, high=65_535
+    ),
+    python=Option("The Python that runs it.", effect="new run", shown="the activated environment's, or shoal's own"),
+    grace=Option("Seconds that ranks have to end after Ctrl-C or shoal stop.", effect="new run", low=0),
+    measure=Option("Record step and all-reduce times of an unmodified DDP script.", effect="new run"),
+    restarts=Option("How often to start all ranks again after a failure (no session).", effect="new run", low=0),
+    resume=Option("Continue the session of this run from its newest checkpoint."),
+    plan=Option(
+        "Predict the step time (session) from this earlier run on one rank, and compare at the end.", metavar="RUN"
+    ),
+    profile=Option("The profile for --plan; see shoal probe.", shown=str(PROFILE)),
+)
+def run(request: RunRequest) -> None:
     """Start your own script on every slot of the cluster: one that uses shoal.Session, or any torchrun-style script.
 
     Options marked (session), and --steps and --set, are for a script that uses shoal.Session; they win over its own
@@ -121,104 +85,36 @@ def run(
     on the machines that are left; the script continues from its own checkpoint.
     Modules are imported from the script's folder first; with -m from the current folder, unless others can write to it.
     """
-    from shoal.cli.runs import print_script_end, resume_session, watch_script
+    from shoal.config.load import refuse_duplicate_settings
+
+    refuse_duplicate_settings(request.flags(), request.set_ or [])
+    _refuse_plan_without_effect(request)
+    if request.resume is not None:
+        _resume(request, request.resume)
+        return
+    if not request.script:
+        raise UsageError("no script to run", fix="write for example: shoal run --on local:2 train.py --epochs 3")
+    from shoal.cli.runs import print_script_end, watch_script
     from shoal.cli.train import clear_leftovers
     from shoal.cli.watch import watched
-    from shoal.cluster.target import JoinSpec, parse_on
-    from shoal.config.load import refuse_duplicate_settings, validate_session
     from shoal.records.explain_run import prediction_line
     from shoal.runs.start import start_script
-    from shoal.runs.supervisor import RunJob
-    from shoal.tools.plan.compare import first_speeds, predict_script
+    from shoal.tools.plan.compare import predict_script
 
-    flags: Overrides = {
-        "run": {"threads": threads, "balance": balance},
-        "members": {"drop_slower_than": drop_slower_than},
-        "train": {"steps": steps, "profile_steps": profile_steps},
-        "sync": {"mode": sync, "wire": wire, "accumulate": accumulate},
-    }
-    typed = given_settings(context, _SETTINGS_OF_FLAGS)
-    refuse_duplicate_settings(typed, set_ or [])
-    for option, is_given in (("--plan", plan is not None), ("--profile", profile is not None)):
-        if is_given and (measure or resume is not None or plan is None):
-            against = "--measure" if measure else "--resume" if resume is not None else "a run without --plan"
-            raise UsageError(
-                f"{option} does not go with {against}",
-                why="a prediction needs a session's compute time, from an earlier run on one rank",
-                fix="shoal run --on local:1 --out runs/alone SCRIPT\nthen: shoal run --plan runs/alone SCRIPT",
-            )
-    if resume is not None:
-        if script:
-            raise UsageError(
-                f"--resume {resume} does not go with a script",
-                why="the run folder knows its script",
-                fix=f"shoal run --resume {resume}",
-            )
-        refuse_given(
-            context,
-            _OF_NEW_RUNS,
-            "with --resume",
-            why="the run goes on in its folder, on its cluster, as it was started",
-            fix=f"leave it out: shoal run --resume {resume}",
-        )
-        clear_leftovers(clean)
-        with watched(watch, detach) as page:
-            if page is not None:
-                page.start(RunFolder.open(resume))
-            with advising_flags(typed):
-                changes = session_settings(flags, set_ or [], None)
-            resume_session(resume, changes, detach)
-        return
-    if not script:
-        raise UsageError("no script to run", fix="write for example: shoal run --on local:2 train.py --epochs 3")
-    argv, name = script_command(script)
-    if note := misplaced_note(script):
+    argv, name = script_command(request.script)
+    if note := misplaced_note(request.script):
         print_note(note)
-    with advising_flags(typed):
-        session = session_settings(flags, set_ or [], on)
-    on = session["run"]["on"]
-    if not grace <= _LONGEST_GRACE_S:
-        raise UsageError(
-            f"--grace {grace:g} is not a usable time",
-            why="ranks are ended after it, so it must be finite",
-            fix=f"write seconds, up to a day: --grace {_LONGEST_GRACE_S:.0f}",
-        )
-    if restarts and isinstance(parse_on(on), JoinSpec):
-        raise UsageError(
-            f"--restarts does not go with --on {on}",
-            why="a machine that joined by a code takes part in one launch only",
-            fix="leave --restarts out, or name the machines in a hosts file",
-        )
-    if argv[0] == "-m" and isinstance(parse_on(on), JoinSpec):
-        raise UsageError(
-            f"-m {argv[1]} does not go with --on {on}",
-            why="the owner of a machine that joins names the script there, and both are compared",
-            fix="start a script file instead",
-        )
-    prediction = None if plan is None else predict_script(session, plan, profile or PROFILE)
-    clear_leftovers(clean)
-    if (path := profile or PROFILE).exists():
-        with contextlib.suppress(ShoalError):
-            # A profile of other machines is of no use here.
-            if speeds := first_speeds(validate_session(session), path):
-                session["run"]["speeds"] = speeds
-    out = out or default_out(name)
-    job = RunJob(
-        script=tuple(argv),
-        on=on,
-        port=port,
-        grace_s=grace,
-        python=python,
-        session=dumps(session),
-        measure=measure,
-        restarts=restarts,
-    )
+    with advising_flags(request.flags()):
+        session = session_settings(request)
+    _refuse_unfit(request, argv)
+    prediction = None if request.plan is None else predict_script(session, request.plan, request.profile or PROFILE)
+    clear_leftovers(request.clean)
+    job = _job_of_script(request, argv, session)
     # A script that is only measured shows its own progress.
-    display, show = watch_script(with_progress=not detach and not measure)
+    display, show = watch_script(with_progress=not request.detach and not request.measure)
     if prediction is not None:
         display.note(prediction_line(prediction))
-
-    with watched(watch, detach) as page:
+    with watched(request.watch, request.detach) as page:
 
         def before(folder: RunFolder) -> None:
             if prediction is not None:
@@ -226,21 +122,112 @@ def run(
             if page is not None:
                 page.start(folder)
 
-        print_script_end(start_script(job, out, detach, display, show, before), detach)
+        out = request.out or default_out(name)
+        print_script_end(start_script(job, out, request.detach, display, show, before), request.detach)
 
 
-def session_settings(flags: Overrides, sets: list[str], on: str | None) -> dict[str, Any]:
+def _refuse_plan_without_effect(request: RunRequest) -> None:
+    for name in ("plan", "profile"):
+        if name in request.given and (request.measure or request.resume is not None or request.plan is None):
+            beside = "--resume" if request.resume is not None else "a run without --plan"
+            raise UsageError(
+                f"--{name} does not go with {'--measure' if request.measure else beside}",
+                why="a prediction needs a session's compute time, from an earlier run on one rank",
+                fix="shoal run --on local:1 --out runs/alone SCRIPT\nthen: shoal run --plan runs/alone SCRIPT",
+            )
+
+
+def _resume(request: RunRequest, run: Path) -> None:
+    """Continue the session of a script."""
+    from shoal.cli.runs import resume_session
+    from shoal.cli.train import clear_leftovers
+    from shoal.cli.watch import watched
+
+    if request.script:
+        raise UsageError(
+            f"--resume {run} does not go with a script",
+            why="the run folder knows its script",
+            fix=f"shoal run --resume {run}",
+        )
+    request.refuse(
+        [name for name, option in request.given.items() if option.effect == "new run"],
+        "with --resume",
+        why="the run continues in its folder, on its cluster, as it was started",
+        fix=f"leave it out: shoal run --resume {run}",
+    )
+    clear_leftovers(request.clean)
+    with watched(request.watch, request.detach) as page:
+        if page is not None:
+            page.start(RunFolder.open(run))
+        with advising_flags(request.flags()):
+            changes = session_settings(request)
+        resume_session(run, changes, request.detach)
+
+
+def _refuse_unfit(request: RunRequest, argv: list[str]) -> None:
+    """Refuse what cannot be done on this cluster, or not in any time."""
+    from shoal.cluster.target import JoinSpec, parse_on
+
+    if not request.grace <= _LONGEST_GRACE_S:
+        raise UsageError(
+            f"--grace {request.grace:g} is not a usable time",
+            why="ranks are ended after it, so it must be finite",
+            fix=f"write seconds, up to a day: --grace {_LONGEST_GRACE_S:.0f}",
+        )
+    if not isinstance(parse_on(request.on), JoinSpec):
+        return
+    if request.restarts:
+        raise UsageError(
+            f"--restarts does not go with --on {request.on}",
+            why="a machine that joined by a code takes part in one launch only",
+            fix="leave --restarts out, or name the machines in a hosts file",
+        )
+    if argv[0] == "-m":
+        raise UsageError(
+            f"-m {argv[1]} does not go with --on {request.on}",
+            why="the owner of a machine that joins names the script there, and both are compared",
+            fix="start a script file instead",
+        )
+
+
+def _job_of_script(request: RunRequest, argv: list[str], session: dict[str, Any]) -> RunJob:
+    from shoal.config.load import validate_session
+    from shoal.runs.supervisor import RunJob
+    from shoal.tools.plan.compare import first_speeds
+
+    if (path := request.profile or PROFILE).exists():
+        with contextlib.suppress(ShoalError):
+            # A profile of other machines is of no use here.
+            if speeds := first_speeds(validate_session(session), path):
+                session["run"]["speeds"] = speeds
+    return RunJob(
+        script=tuple(argv),
+        on=session["run"]["on"],
+        port=request.port,
+        grace_s=request.grace,
+        python=request.python,
+        session=dumps(session),
+        measure=request.measure,
+        restarts=request.restarts,
+    )
+
+
+def session_settings(request: RunRequest) -> dict[str, Any]:
     """Return the settings of the command line for the sessions of a script, and refuse wrong ones before it starts."""
     from shoal.cluster.target import place_ranks
-    from shoal.config.load import merge, parse_set, refuse_without_effect, typed_settings, validate_session
+    from shoal.config.load import (
+        merge,
+        parse_set,
+        refuse_without_effect,
+        typed_settings,
+        validate_session,
+    )
 
-    given = {
-        section: chosen
-        for section, values in flags.items()
-        if (chosen := {key: value for key, value in values.items() if value is not None})
-    }
-    settings = merge([{"run": {"on": on}} if on else {}, given, *map(parse_set, sets)])
-    config = validate_session(settings, typed=[*typed_settings(given, sets), *(["run.on"] if on else [])])
+    given, sets = request.overrides(), request.set_ or []
+    # A resumed run is where it was.
+    on = {} if request.resume is not None else {"run": {"on": request.on}}
+    settings = merge([on, given, *map(parse_set, sets)])
+    config = validate_session(settings, typed=[*typed_settings(given, sets), *typed_settings(on, ())])
     if on and (devices := place_ranks(config).run.devices):
         settings["run"]["devices"] = devices
     if "mode" in settings.get("sync", {}):
@@ -264,21 +251,14 @@ def misplaced_note(words: list[str]) -> str:
 
 def script_command(words: list[str]) -> tuple[list[str], str]:
     """Return the command to start and a name for its folder."""
-    from shoal.cli.main import load_verb, suggest_option
-
     if words[0] == "-m":
         if len(words) < 2:
             raise UsageError("-m without a module", fix="write for example: shoal run -m my.training --epochs 3")
         return words, words[1].rpartition(".")[2]
     if words[0].startswith("-"):
-        name = words[0].partition("=")[0]
-        verb = load_verb("run")
-        known = [option for parameter in verb.params for option in parameter.opts]
-        why, fix = suggest_option(name, verb, ["run", *words]) or (
-            did_you_mean(name, known),
-            "see its options: shoal run --help",
-        )
-        raise UsageError(f"shoal run has no option {name}", why=why, fix=fix)
+        error = COMMANDS["run"].unknown_option(words[0].partition("=")[0], "run", words)
+        error.fix = error.fix or "see its options: shoal run --help"
+        raise error
     script = Path(words[0])
     if not script.is_file():
         raise UsageError(
@@ -289,101 +269,97 @@ def script_command(words: list[str]) -> tuple[list[str], str]:
     return [str(script.resolve()), *words[1:]], script.stem
 
 
-emit_app = typer.Typer(add_completion=False, no_args_is_help=True)
-app.add_typer(emit_app, name="emit")
-
-RunConfig = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="RUNCONFIG", help="A preset, a TOML file with settings, or a run folder.", show_default="grammar"
-    ),
-]
-On = Annotated[
-    str | None,
-    typer.Option(help="Nodes and ranks: local:N, lab:N, lab.", show_default="the configuration's"),
-]
-Set = Annotated[list[str] | None, typer.Option("--set", help="One setting, as section.key=value; may be repeated.")]
-Python = Annotated[str, typer.Option(help="The Python that has shoal, on the training machines.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+EMIT = Group(
+    "emit",
+    "Write the training for other launchers: torchrun commands, a Slurm script, a Kubernetes manifest.",
+    runconfig=argument("A preset, a TOML file with settings, or a run folder.", shown="grammar"),
+    on=replace(SETTINGS["on"], help="Nodes and ranks: local:N, lab:N, lab.", shown="the configuration's"),
+    python=Option("The Python that has shoal, on the training machines."),
+    json=Option("Print the result as JSON on stdout."),
+)
 
 
-@emit_app.callback()
-def emit() -> None:
-    """Write the training for other launchers: torchrun commands, a Slurm script, a Kubernetes manifest."""
+@dataclass(frozen=True, kw_only=True)
+class EmitRequest(Request):
+    runconfig: str | None = None
+    on: str | None = None
+    depth: int | None = None
+    set_: list[str] | None = None
+    out: Path | None = None
+    python: str = sys.executable
+    json: bool = False
 
 
-@emit_app.command()
-def torchrun(
-    runconfig: RunConfig = None,
-    on: On = None,
-    depth: Depth = None,
-    set_: Set = None,
-    out: Annotated[Path | None, typer.Option(help="The run folder.", show_default="runs/NAME-TIME")] = None,
-    port: Annotated[int, typer.Option(min=1, max=65_535, help="Rendezvous port on the first node.")] = 29500,
-    python: Python = sys.executable,
-    json: Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TorchrunRequest(EmitRequest):
+    port: int = 29500
+
+
+@dataclass(frozen=True, kw_only=True)
+class K8sRequest(EmitRequest):
+    image: str = f"shoal:{__version__}"
+    claim: str = DEFAULT_CLAIM
+    memory: str | None = None
+    python: str = "python3"
+
+
+@EMIT.command(
+    out=Option("The run folder.", shown="runs/NAME-TIME"),
+    port=Option("Rendezvous port on the first node.", low=1, high=65_535),
+)
+def torchrun(request: TorchrunRequest) -> None:
     """Print one torchrun command for each node; type it there."""
     from shoal.launch.emit import slug, torchrun_commands, torchrun_text
 
-    config = _config(runconfig, on, depth, set_)
-    job = _job(config, out or default_out(slug(config.run.preset)), python, with_addresses=True)
-    if json:
-        print_json({"format": "torchrun", "commands": [asdict(command) for command in torchrun_commands(job, port)]})
+    config = _config(request)
+    job = _job(config, request.out or default_out(slug(config.run.preset)), request.python, with_addresses=True)
+    if request.json:
+        commands = [asdict(one) for one in torchrun_commands(job, request.port)]
+        print_json({"format": "torchrun", "commands": commands})
     else:
-        sys.stdout.write(torchrun_text(job, port))
+        sys.stdout.write(torchrun_text(job, request.port))
 
 
-@emit_app.command()
-def slurm(
-    runconfig: RunConfig = None,
-    on: On = None,
-    depth: Depth = None,
-    set_: Set = None,
-    out: Annotated[Path | None, typer.Option(help="The run folder.", show_default="runs/NAME-JOBID")] = None,
-    python: Python = sys.executable,
-    json: Json = False,
-) -> None:
+@EMIT.command(out=Option("The run folder.", shown="runs/NAME-JOBID"))
+def slurm(request: EmitRequest) -> None:
     """Print an sbatch script: one task per node, each a torchrun."""
     from shoal.launch.emit import slug, slurm_text
 
-    config = _config(runconfig, on, depth, set_)
-    job = _job(config, out or Path("runs") / slug(config.run.preset), python)
-    _print_file("slurm", f"shoal-{slug(config.run.preset)}.sbatch", slurm_text(job, new_folder=out is None), json)
+    config = _config(request)
+    job = _job(config, request.out or Path("runs") / slug(config.run.preset), request.python)
+    _print_file(
+        "slurm",
+        f"shoal-{slug(config.run.preset)}.sbatch",
+        slurm_text(job, new_folder=request.out is None),
+        request.json,
+    )
 
 
-@emit_app.command()
-def k8s(
-    runconfig: RunConfig = None,
-    on: On = None,
-    depth: Depth = None,
-    set_: Set = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The run folder, on the volume; names the Job.", show_default="runs/NAME")
-    ] = None,
-    image: Annotated[str, typer.Option(help="A container image that has shoal.")] = f"shoal:{__version__}",
-    claim: Annotated[str, typer.Option(help=f"The volume claim that the pods share at {MOUNT}.")] = DEFAULT_CLAIM,
-    memory: Annotated[
-        str | None, typer.Option(help="Memory per pod.", show_default="what its ranks need, as shoal plan estimates it")
-    ] = None,
-    python: Annotated[str, typer.Option(help="The Python that has shoal, in the image.")] = "python3",
-    json: Json = False,
-) -> None:
+@EMIT.command(
+    out=Option("The run folder, on the volume; names the Job.", shown="runs/NAME"),
+    image=Option("A container image that has shoal."),
+    claim=Option(f"The volume claim that the pods share at {MOUNT}."),
+    memory=Option("Memory per pod.", shown="what its ranks need, as shoal plan estimates it"),
+    python=Option("The Python that has shoal, in the image."),
+)
+def k8s(request: K8sRequest) -> None:
     """Print a Kubernetes manifest: an indexed Job with one pod per node, and a headless Service."""
     from shoal.launch.emit import Pods, k8s_name, k8s_text, slug
 
-    config = _config(runconfig, on, depth, set_)
-    job = _job(config, out or Path("runs") / slug(config.run.preset), python)
-    _print_file("k8s", f"{k8s_name(job)}.yaml", k8s_text(job, Pods(image, claim, memory)), json)
+    config = _config(request)
+    job = _job(config, request.out or Path("runs") / slug(config.run.preset), request.python)
+    _print_file(
+        "k8s", f"{k8s_name(job)}.yaml", k8s_text(job, Pods(request.image, request.claim, request.memory)), request.json
+    )
 
 
-def _config(runconfig: str | None, on: str | None, depth: int | None, sets: list[str] | None) -> Config:
+def _config(request: EmitRequest) -> Config:
     from shoal.cluster.target import place_ranks
     from shoal.config.load import build_config
 
-    flags: Overrides = depth_overrides(depth) | ({} if on is None else {"run": {"on": on}})
-    preset, file = find_config(runconfig or DEFAULT_PRESET)
-    return place_ranks(build_config(preset, file, flags, sets or []))
+    preset, file = find_config(request.runconfig or DEFAULT_PRESET)
+    flags = depth_overrides(request.depth) | request.overrides()
+    return place_ranks(build_config(preset, file, flags, request.set_ or []))
 
 
 def find_config(name: str) -> tuple[str, Path | None]:

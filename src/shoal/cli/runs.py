@@ -11,15 +11,14 @@ import time
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.markup import escape
 
+from shoal.cli.command import command
+from shoal.cli.options import Option, argument
 from shoal.cli.output import (
-    LineDisplay,
-    command,
-    is_given,
+    as_command,
     make_console,
     print_detached,
     print_json,
@@ -40,11 +39,10 @@ from shoal.terminal import begin_stage, end_stage
 from shoal.units import Unit, format_duration, format_loss, format_si, format_speed
 
 if TYPE_CHECKING:
+    from shoal.cli.progress import LineDisplay
     from shoal.runs.manage import PastRun, RunState, StopResult
     from shoal.runs.start import TrainDisplay, WatchScript
 
-
-app = typer.Typer(add_completion=False)
 
 _STATES = ("running", "finished", "ended early", "interrupted", "failed", "unfinished", "unsupervised", "left over")
 STARTING = "starting the ranks"
@@ -52,14 +50,11 @@ STARTING = "starting the ranks"
 _STOP_ORDER = ("not_running", "stopped", "ended")
 
 
-@app.command()
-def ps(
-    on: Annotated[
-        Path | None, typer.Option(help="A hosts file: list the runs on those machines.", show_default="here")
-    ] = None,
-    all_: Annotated[bool, typer.Option("--all", "-a", help="Also list every process with its command.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
-) -> None:
+@command(
+    on=Option("A hosts file: list the runs on those machines.", shown="here"),
+    all_=Option("Also list every process with its command.", flags="--all -a"),
+)
+def ps(on: Path | None = None, all_: bool = False, json: bool = False) -> None:
     """List the runs, their ranks, and processes left over from earlier runs."""
     from shoal.runs.manage import as_json, running_runs, runs_on
 
@@ -114,18 +109,20 @@ def _print_processes(states: list[RunState]) -> None:
             sys.stdout.write(f"  {line}\n")
 
 
-@app.command()
+@command(
+    text=argument("Only runs with this in their name, preset or place."),
+    folder=Option("Where the run folders are.", flags="--in"),
+    state=Option(f"Only runs in this state: {', '.join(_STATES)}.", shown="any"),
+    delete=Option("Delete this run folder; may be repeated."),
+    yes=Option("With --delete: do not ask."),
+)
 def runs(
-    text: Annotated[
-        str, typer.Argument(help="Only runs with this in their name, preset or place.", show_default="")
-    ] = "",
-    folder: Annotated[Path, typer.Option("--in", help="Where the run folders are.")] = Path("runs"),
-    state: Annotated[
-        str | None, typer.Option(help=f"Only runs in this state: {', '.join(_STATES)}.", show_default="any")
-    ] = None,
-    delete: Annotated[list[Path] | None, typer.Option(help="Delete this run folder; may be repeated.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="With --delete: do not ask.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    text: str = "",
+    folder: Path = Path("runs"),
+    state: str | None = None,
+    delete: list[Path] | None = None,
+    yes: bool = False,
+    json: bool = False,
 ) -> None:
     """List past and present runs, the newest first: where, steps, loss, speed and state. Delete those not needed."""
     from shoal.runs.manage import past_runs, running_runs
@@ -166,7 +163,7 @@ def _print_past_runs(runs: list[PastRun]) -> None:
 
 
 def _delete_runs(folders: list[RunFolder], yes: bool) -> None:
-    """Delete run folders after a confirmation; refuse one whose run is going on."""
+    """Delete run folders after a confirmation; refuse one that is running."""
     from shoal.runs.manage import read_past_run
 
     for folder in folders:
@@ -174,7 +171,7 @@ def _delete_runs(folders: list[RunFolder], yes: bool) -> None:
             raise UsageError(
                 f"{shown(folder.path)} is running",
                 why="its processes still write to the folder",
-                fix=f"stop it first: {command('stop', shown(folder.path))}",
+                fix=f"stop it first: {as_command('stop', shown(folder.path))}",
             )
     for folder in folders:
         run = read_past_run(folder)
@@ -195,17 +192,17 @@ def _delete_runs(folders: list[RunFolder], yes: bool) -> None:
         sys.stdout.write(f"deleted {what}\n")
 
 
-@app.command()
-def logs(
-    run: Annotated[Path, typer.Argument(help="The run folder.", readable=False)],
-    rank: Annotated[int | None, typer.Option(min=0, help="Print only this rank.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")] = False,
-) -> None:
+@command(
+    rank=Option("Print only this rank.", low=0),
+    follow=Option("Keep printing until the run ends.", flags="--follow -f"),
+)
+def logs(run: Path, rank: int | None = None, follow: bool = False) -> None:
     """Print the output of all ranks, stderr included: in order, line by line, coloured by rank.
 
     Progress goes to stderr: steps, losses and warnings of a training (not with --rank), and for any run which members
-    left or joined and how it ended. With --follow, both go on until the run ends.
+    left or joined and how it ended. With --follow, both continue until the run ends.
     """
+    from shoal.cli.progress import LineDisplay
     from shoal.launch.logs import LogFollower
 
     folder = RunFolder.find(run)
@@ -302,7 +299,7 @@ class RunEventPrinter:
             self._lines.beside(lambda: progress([*notes, *events]))
 
     def show_end(self) -> None:
-        """Print how the run ended, if it ended while we followed."""
+        """Print how the run ended, if it ended while it was followed."""
         self.show()
         if self._keeping.ended is not None:
             failed = self._keeping.ended["code"]
@@ -311,6 +308,8 @@ class RunEventPrinter:
 
 def watch_script(with_progress: bool) -> tuple[LineDisplay, WatchScript]:
     """Return what shows the lines of a script that is about to be launched, and what shows its session beside them."""
+    from shoal.cli.progress import LineDisplay
+
     display = LineDisplay(make_console(soft_wrap=True))
     display.status = STARTING
     return display, lambda run: RunEventPrinter(run, display, with_progress, is_new=True).show
@@ -336,13 +335,10 @@ def print_script_end(run: RunFolder, detach: bool, json: bool = False) -> None:
         sys.stderr.write(f"run folder: {shown(run.path)}\n")
 
 
-@app.command()
-def attach(
-    run: Annotated[Path, typer.Argument(help="The run folder.", readable=False)],
-    json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON on stdout.")] = False,
-) -> None:
+@command(json=Option("Print the manifest as JSON on stdout."))
+def attach(run: Path, json: bool = False) -> None:
     """Watch a run as if it had been started here. Ctrl-C leaves it running; shoal stop ends it."""
-    from shoal.cli.progress import make_display
+    from shoal.cli.progress import LineDisplay, make_display
     from shoal.runs.manage import attach_script, attach_training
     from shoal.runs.start import require_manifest
     from shoal.runs.supervisor import is_script
@@ -364,7 +360,7 @@ def attach(
         else:
             attach_training(folder, make_display)
     except KeyboardInterrupt:
-        sys.stderr.write(f"\nthe run continues; to stop it: {command('stop', shown(folder.path))}\n")
+        sys.stderr.write(f"\nthe run continues; to stop it: {as_command('stop', shown(folder.path))}\n")
         return
     manifest = require_manifest(folder)
     if json:
@@ -373,29 +369,23 @@ def attach(
         print_run(folder, manifest)
 
 
-@app.command()
-def stop(
-    context: typer.Context,
-    run: Annotated[Path, typer.Argument(help="The run folder.", readable=False)],
-    now: Annotated[bool, typer.Option("--now", help="Do not wait for the current step and the checkpoint.")] = False,
-    wait_s: Annotated[
-        float | None,
-        typer.Option(
-            "--wait",
-            min=0,
-            help="Seconds that it has to stop by itself.",
-            show_default=f"{ASK_S:.0f}, or more for a script with a longer --grace",
-        ),
-    ] = None,
-    here: Annotated[bool, typer.Option("--here", hidden=True, help="On this machine only.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
-) -> None:
+@command(
+    now=Option("Do not wait for the current step and the checkpoint."),
+    wait_s=Option(
+        "Seconds that it has to stop by itself.",
+        flags="--wait",
+        low=0,
+        shown=f"{ASK_S:.0f}, or more for a script with a longer --grace",
+    ),
+    here=Option("On this machine only.", is_hidden=True),
+)
+def stop(run: Path, now: bool = False, wait_s: float | None = None, here: bool = False, json: bool = False) -> None:
     """Ask a run to finish its step and save. If it does not, end its own processes and no others."""
     from shoal.cluster.hosts.spec import HostsSpec
     from shoal.runs.manage import StopResult, cluster_of, stop_on
     from shoal.runs.manage import stop_run as stop_run
 
-    if now and is_given(context, "wait_s"):
+    if now and wait_s is not None:
         raise UsageError("--wait has no effect with --now", why="--now waits for nothing", fix="leave one of them out")
     folder = RunFolder(run.resolve()) if find_processes(run.resolve()) else RunFolder.find(run)
     begin_stage("ending its processes" if now else "waiting for the end of its step and a checkpoint; not with --now")
@@ -422,14 +412,14 @@ def stop(
 
 
 def print_resume(folder: RunFolder) -> None:
-    """Print the command that resumes a run, if it has a checkpoint; where a machine joined, how it goes on."""
+    """Print the command that resumes a run, if it has a checkpoint; where a machine joined, how it continues."""
     from shoal.runs.supervisor import is_script
 
     if advice := folder.rejoin_advice():
         sys.stdout.write(f"next: {advice}\n")
     elif folder.has_checkpoint():
         verb = "run" if is_script(folder) else "train"
-        sys.stdout.write(f"next: {command(verb, '--resume', shown(folder.path))}\n")
+        sys.stdout.write(f"next: {as_command(verb, '--resume', shown(folder.path))}\n")
 
 
 def _outcome_text(outcome: StopResult, run: RunFolder) -> str:

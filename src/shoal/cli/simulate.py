@@ -1,249 +1,62 @@
-"""`shoal plan --simulate`: turn options into scenarios, simulate them, and print or draw the result."""
+"""`shoal simulate`: a training over time, with failures, stragglers and checkpoints, from a scenario file."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.markup import escape
 
-from shoal.cli.output import print_json, print_paragraph, print_table, shown, stdout_console
-from shoal.errors import ConfigError, DataError
-from shoal.run_folder import RunFolder
+from shoal.cli.command import command
+from shoal.cli.options import Option, argument
+from shoal.cli.output import check_picture, print_json, print_paragraph, print_table, shown, stdout_console
 from shoal.units import format_duration, format_si
 
-# Imported inside functions: the simulator imports numpy and matplotlib, and `plan --help` must answer at once.
+# Imported inside functions: the simulator imports numpy, and `simulate --help` must answer at once.
 if TYPE_CHECKING:
-    from shoal.tools.plan.scenario import (
-        Checkpoints,
-        Failures,
-        Policy,
-        Scaling,
-        SimulatedCluster,
-        SimulationScenario,
-        StepTime,
-        Straggling,
-    )
+    from shoal.tools.plan.scenario import Policy, SimulationScenario
+    from shoal.tools.plan.scenario_file import ScenarioFile
     from shoal.tools.plan.simulation import Band, Forecast
 
-_POLICIES: dict[str, tuple[Policy, ...]] = {
-    "both": ("restart", "live"),
-    "restart": ("restart",),
-    "live": ("live",),
-}
 _LEAST_SHARE = 5e-5
 # Below this part of the ideal a training makes no progress, and a ratio to it means nothing.
 _NOWHERE = 0.02
-_PANEL = "Simulation (--simulate)"
 
 
-def _option(flag: str, text: str) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(flag, help=text, rich_help_panel=_PANEL)
-    return option
+@command(
+    scenario=argument("A scenario file; docs/simulate.md has its keys."),
+    out=Option("Also write a figure (PNG).", flags="--out -o"),
+)
+def simulate(scenario: Path, out: Path | None = None, json: bool = False) -> None:
+    """Simulate a training over hours or months: failures, stragglers, checkpoints, recovery. Starts nothing.
 
+    A scenario file has the nodes, the step, and what happens to them; each key has a default:
 
-# `plan` declares its options with these annotations and passes the values on as `SimulateOptions`.
-Simulate = Annotated[
-    bool, _option("--simulate", "Simulate training over time, with stragglers, failures and recovery.")
-]
-Hours = Annotated[float, _option("--hours", "Simulated hours of training.")]
-StepS = Annotated[float | None, _option("--step-s", "Seconds of an undisturbed step; default: the plan's.")]
-TokensPerStep = Annotated[float | None, _option("--tokens-per-step", "Tokens per step; default: the plan's.")]
-MtbfHours = Annotated[float, _option("--mtbf-hours", "Mean time between failures of one node, in hours; inf: never.")]
-AllShare = Annotated[
-    float, _option("--all-share", "Part of the failures that stop every node, such as a switch failure.")
-]
-RecoveryKind = Annotated[
-    str, _option("--recovery", "restart: from a checkpoint, as torchrun does; live: survivors regroup; or both.")
-]
-CheckpointEvery = Annotated[
-    str, _option("--checkpoint-every", "Steps between checkpoints; best: by Young and Daly's formula; never.")
-]
-CheckpointS = Annotated[float, _option("--checkpoint-s", "Seconds a checkpoint takes.")]
-HiddenCheckpoints = Annotated[
-    bool, _option("--hidden-checkpoints", "Checkpoints are written while training continues.")
-]
-DetectS = Annotated[float, _option("--detect-s", "Seconds until a lost node is detected.")]
-RestartS = Annotated[float, _option("--restart-s", "Seconds from then to the next step, if all ranks are restarted.")]
-RegroupS = Annotated[float, _option("--regroup-s", "Seconds from then to the next step, if survivors regroup.")]
-RejoinS = Annotated[float, _option("--rejoin-s", "Seconds that all nodes wait while a joining node copies the state.")]
-RepairMinutes = Annotated[float, _option("--repair-minutes", "Minutes until a lost node is back.")]
-Straggler = Annotated[
-    str, _option("--straggler", "Spread of step times: none, lognormal:SIGMA, or a run folder to fit it to.")
-]
-MinNodes = Annotated[int, _option("--min-nodes", "With fewer nodes than this, training waits.")]
-Spares = Annotated[int, _option("--spares", "Standby nodes that replace lost ones.")]
-Seeds = Annotated[int, _option("--seeds", "Number of simulated trainings; percentiles are taken over them.")]
-Seed = Annotated[int, _option("--seed", "The same seed gives the same figures.")]
+    nodes = 3, step_s = 2, tokens_per_step = 2048, hours = 48, mtbf_hours = 24, straggler = "lognormal:0.1".
 
+    Instead of step_s and tokens_per_step it may have a section [plan] with options of shoal plan, such as
+    preset = "gpt2-124m" and link = "wifi", which predict them for any number of nodes.
+    """
+    from shoal.tools.plan.scenario_file import read_scenario, simulate
 
-@dataclass(frozen=True)
-class SimulateOptions:
-    nodes: int
-    step_s: float | StepTime  # a number, or the plan's prediction by number of nodes
-    tokens_per_step: float
-    hours: float = 24.0
-    ranks_per_node: int = 1
-    scaling: str = "strong"
-    # Meta's research cluster: a failure every 7.9 h on 128 nodes (arXiv 2410.21680). Laptops that sleep fail far more.
-    mtbf_hours: float = 1000.0
-    all_share: float = 0.0
-    recovery: str = "both"
-    checkpoint_every: str = "best"
-    # 124M parameters and their moments are 1.5 GB; SHA-256 alone takes 1.4 s for 496 MB on one core.
-    checkpoint_s: float = 5.0
-    hidden_checkpoints: bool = False
-    # A run that cannot continue ends after 20 s without a heartbeat; one that can continue reacts after 2.5 s.
-    detect_s: float = 20.0
-    # torchrun took 82 s from a killed node to the next step, detection included (three emulated nodes, torch 2.13).
-    restart_s: float = 62.0
-    # From the kill of a rank to the survivors' next step with DDP wrapped again: 0.5 s (three ranks, torch 2.13).
-    regroup_s: float = 0.5
-    # The same 1.5 GB over gloo at 0.95 Gbit/s.
-    rejoin_s: float = 12.5
-    # An assumption: a machine reboots, or its user restarts it.
-    repair_minutes: float = 10.0
-    straggler: str = "none"
-    min_nodes: int = 1
-    spares: int = 0
-    seeds: int = 20
-    seed: int = 0
-
-
-def run_simulation(options: SimulateOptions, json: bool, picture: Path | None) -> None:
-    forecasts = simulate(options)
-    if picture is not None:
+    if out is not None:
+        check_picture(out)
+    file = read_scenario(scenario)
+    forecasts = simulate(file)
+    if out is not None:
         from shoal.tools.plan.figures import plot_simulation
 
-        plot_simulation(forecasts, picture)
-
+        plot_simulation(forecasts, out)
     if json:
-        print_json(as_json(forecasts, options))
-        return
-    print_simulation(forecasts, options, shown(picture) if picture else None)
-
-
-def simulate(options: SimulateOptions) -> dict[Policy, Forecast]:
-    """Return the forecasts by policy, in the order they are shown."""
-    from shoal.tools.plan.simulation import simulate as forecast
-
-    return {policy: forecast(scenario, options.seeds, options.seed) for policy, scenario in scenarios(options).items()}
-
-
-def scenarios(options: SimulateOptions) -> dict[Policy, SimulationScenario]:
-    from shoal.tools.plan.scenario import Failures, RecoveryModel, SimulationScenario
-
-    if options.recovery not in _POLICIES:
-        raise ConfigError(
-            f"--recovery {options.recovery!r} is not restart, live or both",
-            why="restart goes back to the last checkpoint; with live the survivors continue",
-            fix="use --recovery both to compare them",
-        )
-    straggling, cluster = _straggling(options.straggler), _cluster(options)
-    failures = Failures(3600 * options.mtbf_hours, options.all_share)
-    checkpoints = _checkpoints(options, cluster, failures, straggling)
-    times = (options.detect_s, options.restart_s, options.regroup_s, options.rejoin_s, 60 * options.repair_minutes)
-    return {
-        policy: SimulationScenario(
-            cluster, failures, RecoveryModel(policy, *times), checkpoints, 3600 * options.hours, straggling
-        )
-        for policy in _POLICIES[options.recovery]
-    }
-
-
-def _cluster(options: SimulateOptions) -> SimulatedCluster:
-    from shoal.tools.plan.scenario import SimulatedCluster
-
-    return SimulatedCluster(
-        nodes=options.nodes,
-        step_s=_step_time(options, _scaling(options.scaling)),
-        tokens_per_step=options.tokens_per_step,
-        ranks_per_node=options.ranks_per_node,
-        scaling=_scaling(options.scaling),
-        min_nodes=options.min_nodes,
-        spares=options.spares,
-    )
-
-
-def _step_time(options: SimulateOptions, scaling: Scaling) -> StepTime:
-    from shoal.tools.plan.scenario import divided_work
-
-    if callable(options.step_s):
-        return options.step_s
-    return divided_work(options.step_s, options.nodes, scaling)
-
-
-def _scaling(text: str) -> Scaling:
-    if text not in ("strong", "weak"):
-        raise ConfigError(
-            f"--scaling {text!r} is neither strong nor weak",
-            why="strong keeps the global batch when nodes are lost, weak the batch of each node",
-            fix="use --scaling strong",
-        )
-    return "weak" if text == "weak" else "strong"
-
-
-def _checkpoints(
-    options: SimulateOptions, cluster: SimulatedCluster, failures: Failures, straggling: Straggling
-) -> Checkpoints:
-    from shoal.tools.plan.scenario import Checkpoints
-    from shoal.tools.plan.simulation import best_every
-
-    text = options.checkpoint_every
-    if text == "never":
-        return Checkpoints(None, options.checkpoint_s)
-    if text == "best":
-        template = Checkpoints(1, options.checkpoint_s, options.hidden_checkpoints)
-        every = best_every(cluster, failures, straggling, template)
-    elif text.isdecimal():
-        every = int(text)
+        print_json(as_json(forecasts, file))
     else:
-        raise ConfigError(
-            f"--checkpoint-every {text!r} is not a number of steps",
-            why="it is a number above zero, `best` (Young and Daly's formula) or `never`",
-            fix="use --checkpoint-every best",
-        )
-    return Checkpoints(every, options.checkpoint_s, options.hidden_checkpoints)
+        print_simulation(forecasts, file, shown(out) if out else None)
 
 
-def _straggling(text: str) -> Straggling:
-    from shoal.tools.plan.scenario import Lognormal, Steady
-
-    if text == "none":
-        return Steady()
-    kind, _, value = text.partition(":")
-    if kind != "lognormal":
-        return _fitted(Path(text))
-    try:
-        return Lognormal(float(value))
-    except ValueError:
-        raise ConfigError(
-            f"--straggler {text!r} states no spread",
-            why="SIGMA is the spread of the logarithm of a rank's step time: 0.02 is quiet, 0.3 is bad",
-            fix="write for example: --straggler lognormal:0.05",
-        ) from None
-
-
-def _fitted(folder: Path) -> Straggling:
-    from shoal.records.rank_log import step_time_factors
-    from shoal.tools.plan.scenario import fit_stragglers
-
-    try:
-        run = RunFolder.open(folder)
-    except DataError as error:
-        raise ConfigError(
-            f"--straggler {str(folder)!r} is neither none, lognormal:SIGMA nor a run folder",
-            why=error.seen,
-            fix="write for example: --straggler lognormal:0.05, or name a folder of: shoal runs",
-        ) from None
-    return fit_stragglers(step_time_factors(run.read_all_events()))
-
-
-def print_simulation(forecasts: dict[Policy, Forecast], options: SimulateOptions, picture: str | None) -> None:
+def print_simulation(forecasts: dict[Policy, Forecast], options: ScenarioFile, picture: str | None) -> None:
     console = stdout_console()
     print_paragraph(escape(_headline(forecasts, options)), console)
     console.print()
@@ -257,7 +70,7 @@ def print_simulation(forecasts: dict[Policy, Forecast], options: SimulateOptions
         console.print(f"picture: {escape(picture)}", soft_wrap=True)
 
 
-def _headline(forecasts: dict[Policy, Forecast], options: SimulateOptions) -> str:
+def _headline(forecasts: dict[Policy, Forecast], options: ScenarioFile) -> str:
     scenario = next(iter(forecasts.values())).scenario
     cluster = scenario.cluster
     ranks = f" × {cluster.ranks_per_node} ranks" if cluster.ranks_per_node > 1 else ""
@@ -280,7 +93,7 @@ def _verdicts(forecasts: dict[Policy, Forecast]) -> list[str]:
     return lines
 
 
-def as_json(forecasts: dict[Policy, Forecast], options: SimulateOptions) -> dict[str, Any]:
+def as_json(forecasts: dict[Policy, Forecast], options: ScenarioFile) -> dict[str, Any]:
     scenario = next(iter(forecasts.values())).scenario
     cluster = scenario.cluster
     given = {name: _finite(value) for name, value in vars(options).items() if not callable(value)}
@@ -336,7 +149,7 @@ def _largest_loss(policy: Policy, forecast: Forecast) -> str:
     """Name the largest loss.
 
     Use means over the seeds, because only means add up: the medians of a part and of the whole may be of two seeds. A
-    cause that gains time (fewer nodes where the network is the limit) is no loss and is named separately.
+    cause that gains time (fewer nodes where the network is the limit) is not a loss and is named separately.
     """
     from shoal.tools.plan.figures import LABELS
     from shoal.tools.plan.simulation import CAUSES

@@ -5,26 +5,24 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
-import typer
 from rich.markup import escape
 
+from shoal.cli.command import Request, command
+from shoal.cli.options import PROFILE, SETTINGS, Option
 from shoal.cli.output import (
-    Depth,
     advising_flags,
-    flag_of,
     make_console,
-    print_detached,
     print_json,
     print_paragraph,
-    print_run,
+    print_result,
     process_lines,
 )
 from shoal.config.defaults import DEFAULT_PRESET
-from shoal.config.presets import PRESET_NAMES, PRESETS, Overrides, depth_overrides
-from shoal.config.sync_choice import OUTER_METHODS, ROUND_STEPS_TEXT, SYNC_HELP, WIRE_HELP
+from shoal.config.presets import PRESETS, Overrides, depth_overrides, flag_of
 from shoal.errors import ShoalError, UsageError
 from shoal.run_folder import RunFolder, default_out
 
@@ -33,126 +31,60 @@ if TYPE_CHECKING:
     from shoal.config.schema import Config
 
 
-app = typer.Typer(add_completion=False)
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest(Request):
+    preset: str | None = None
+    on: str | None = None
+    config: Path | None = None
+    set_: list[str] | None = None
+    steps: int | None = None
+    out: Path | None = None
+    resume: Path | None = None
+    lineage: str | None = None
+    data: Path | None = None
+    tokenizer: str | None = None
+    depth: int | None = None
+    seq_len: int | None = None
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    scaling: str | None = None
+    lr: float | None = None
+    seed: int | None = None
+    sync: str | None = None
+    every: int | None = None
+    accumulate: int | None = None
+    wire: str | None = None
+    measure: str | None = None
+    on_silent_tie: str | None = None
+    inside: str | None = None
+    balance: str | None = None
+    drop_slower_than: float | None = None
+    launcher: str | None = None
+    threads: int | None = None
+    device: str | None = None
+    compile_: str | None = None
+    precision: str | None = None
+    pin: str | None = None
+    profile_steps: str | None = None
+    clean: bool = False
+    detach: bool = False
+    confirm: bool = False
+    watch: bool = False
+    plan: bool = False
+    profile: Path | None = None
+    dry_run: bool = False
+    json: bool = False
 
-PROFILE = Path("profile.toml")
-BALANCE_HELP = (
-    "How unequal machines share a batch: off (equally, or by run.weights), static (by their speed in the first steps) "
-    "or live (shares follow their speed)."
+
+@command(
+    resume=Option("Continue this run from its last checkpoint."),
+    lineage=Option("With --resume, after a network partition: the lineage to continue."),
+    confirm=Option("With --on join:N, ask here before a joining machine receives anything."),
+    plan=Option("Predict the step time first, and compare at the end.", effect="new run"),
+    dry_run=Option("Print the commands without starting them.", effect="new run"),
+    json=Option("Print the result as JSON on stdout."),
 )
-BALANCE_DEFAULT = "live where machines differ by more than 10%"
-DROP_HELP = (
-    "Leave a machine out that computes at less than this part of the speed of the fastest, such as 0.2; it stays a "
-    "spare."
-)
-# The setting of each flag; a flag has the name of its parameter below.
-FLAGS = {
-    "on": "run.on",
-    "launcher": "run.launcher",
-    "threads": "run.threads",
-    "balance": "run.balance",
-    "drop_slower_than": "members.drop_slower_than",
-    "data": "data.path",
-    "tokenizer": "data.tokenizer",
-    "steps": "train.steps",
-    "global_batch": "train.global_batch",
-    "micro_batch": "train.micro_batch",
-    "scaling": "train.scaling",
-    "lr": "train.lr",
-    "seed": "train.seed",
-    "device": "train.device",
-    "compile_": "train.compile",
-    "precision": "train.precision",
-    "pin": "train.pin",
-    "profile_steps": "train.profile_steps",
-    "seq_len": "model.seq_len",
-    "sync": "sync.mode",
-    "every": "sync.every",
-    "accumulate": "sync.accumulate",
-    "wire": "sync.wire",
-    "measure": "sync.measure",
-    "inside": "sync.inside",
-    "on_silent_tie": "members.on_silent_tie",
-}
-
-
-@app.command()
-def train(
-    preset: Annotated[str | None, typer.Argument(help=f"{PRESET_NAMES}.", show_default="grammar")] = None,
-    on: Annotated[
-        str | None,
-        typer.Option(help="local:N, lab:N[,link=1gbit,…], lab[:NAME], a hosts file or join:N.", show_default="local:2"),
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="One setting, as section.key=value; may be repeated.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Number of steps.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The run folder to create.", show_default="runs/NAME-TIME")] = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Continue this run from its last checkpoint.", readable=False)
-    ] = None,
-    lineage: Annotated[
-        str | None, typer.Option(help="With --resume, after a network partition: the lineage to continue.")
-    ] = None,
-    data: Annotated[Path | None, typer.Option(help="A text file, or a folder of text files.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="char, byte or bpe.")] = None,
-    depth: Depth = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
-    global_batch: Annotated[int | None, typer.Option(help="Sequences per step, over all ranks.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Sequences that a rank computes at once.")] = None,
-    scaling: Annotated[str | None, typer.Option(help="strong: fixed global batch; weak: fixed batch per rank.")] = None,
-    lr: Annotated[float | None, typer.Option(help="The highest learning rate.", show_default="the preset's")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the first weights, the order of samples and dropout.")] = None,
-    sync: Annotated[str | None, typer.Option(help=f"How replicas agree. {SYNC_HELP}.", show_default="ddp")] = None,
-    every: Annotated[
-        int | None,
-        typer.Option(help=f"Steps between exchanges of {', '.join(OUTER_METHODS)}.", show_default=ROUND_STEPS_TEXT),
-    ] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Multiply the batch between two exchanges by this.")] = None,
-    wire: Annotated[str | None, typer.Option(help=f"Number format of sent gradients. {WIRE_HELP}.")] = None,
-    measure: Annotated[str | None, typer.Option(help="How the all-reduce is timed: hook, barrier or off.")] = None,
-    on_silent_tie: Annotated[
-        str | None,
-        typer.Option(help="If half of the machines fall silent, the others continue on their own or pause."),
-    ] = None,
-    inside: Annotated[
-        str | None, typer.Option(help="Exchange between ranks of one machine: auto, gloo, copies or shared (memory).")
-    ] = None,
-    balance: Annotated[str | None, typer.Option(help=BALANCE_HELP, show_default=BALANCE_DEFAULT)] = None,
-    drop_slower_than: Annotated[float | None, typer.Option(help=DROP_HELP, show_default="none is left out")] = None,
-    launcher: Annotated[str | None, typer.Option(help="What starts the ranks: shoal, torchrun or spawn.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads per rank.", show_default="cores / ranks")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    compile_: Annotated[
-        str | None, typer.Option("--compile", help="torch.compile: on, off, or auto (if a trial shows a gain).")
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(help="Precision of matrix products: fp32, bf16 or auto; by default bf16 on a GPU that has it."),
-    ] = None,
-    pin: Annotated[str | None, typer.Option(help="Pin each rank to its own cores: auto, on or off.")] = None,
-    profile_steps: Annotated[
-        str | None, typer.Option(help="Steps that torch.profiler records, such as 20-22; see shoal trace.")
-    ] = None,
-    clean: Annotated[bool, typer.Option("--clean", help="End processes left over from earlier runs.")] = False,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Start the run in the background; see shoal ps, logs, attach.")
-    ] = False,
-    confirm: Annotated[
-        bool, typer.Option("--confirm", help="With --on join:N, ask here before a joining machine receives anything.")
-    ] = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Serve a live page about the run while it goes on; see shoal watch.")
-    ] = False,
-    plan: Annotated[bool, typer.Option("--plan", help="Predict the step time first, and compare at the end.")] = False,
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="The profile for --plan and --sync auto; see shoal probe.", show_default=str(PROFILE)),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands without starting them.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
-) -> None:
+def train(request: TrainRequest) -> None:
     """Train the built-in GPT on your text. Gradients are exchanged in every step, or weights every few steps (--sync).
 
     A model of your own: shoal run, with shoal.Session or without.
@@ -161,75 +93,89 @@ def train(
     With --resume only settings that no finished step depends on: steps, weights, balance, threads, intervals, measure,
     members.
     """
-    given = dict(locals())
-    from shoal.cli.progress import make_display, name_training
-    from shoal.cli.runs import resume_session
-    from shoal.cli.watch import watched
-    from shoal.runs.start import refuse_confirm, resume_training, start_training
-    from shoal.runs.supervisor import is_script
-
-    if lineage and resume is None:
+    if request.resume is not None:
+        _resume(request, request.resume)
+        return
+    if request.lineage:
         raise UsageError(
             "--lineage goes with --resume",
             why="it names one of the lineages that a run's machines trained during a network partition",
-            fix=f"shoal train --resume RUN --lineage {lineage}",
+            fix=f"shoal train --resume RUN --lineage {request.lineage}",
         )
-    if resume is not None:
-        refuse_with_resume(given)
-        changes = resume_changes(given)
-        is_of_script = is_script(RunFolder(resume.resolve()))
+    from shoal.cli.progress import make_display, name_training
+    from shoal.cli.watch import watched
+    from shoal.runs.start import refuse_confirm, start_training
+
+    settings = new_run_config(request)
+    folder = request.out or default_out(name_training(settings))
+    if request.dry_run:
+        refuse_with_dry_run(request)
+        with advising_flags(request.flags()):
+            print_plan(settings, folder, request.json)
+        return
+    if request.confirm:
+        refuse_confirm(settings.run.on)
+    clear_leftovers(request.clean)
+    with advising_flags(request.flags()), watched(request.watch, request.detach) as page:
+        before = before_start(settings, request.profile, request.plan, page)
+        run, manifest = start_training(settings, folder, make_display, request.detach, before, request.confirm)
+    print_result(run, manifest, request.json)
+
+
+def _resume(request: TrainRequest, run: Path) -> None:
+    """Continue a training of the GPT, or the session of a script."""
+    from shoal.cli.progress import make_display
+    from shoal.cli.runs import resume_session
+    from shoal.cli.watch import watched
+    from shoal.runs.start import resume_training
+    from shoal.runs.supervisor import is_script
+
+    refuse_with_resume(request)
+    changes = resume_changes(request)
+    is_of_script = is_script(RunFolder(run.resolve()))
+    if is_of_script:
+        for name in ("lineage", "confirm", *(() if request.detach else ("json",))):
+            if getattr(request, name):
+                raise UsageError(
+                    f"--{name} does not go with the run of a script",
+                    why="it is for a training of shoal's own GPT",
+                    fix=f"leave it out: shoal run --resume {shlex.quote(str(run))}",
+                )
+    clear_leftovers(request.clean)
+    with advising_flags(request.flags()), watched(request.watch, request.detach) as page:
+        if page is not None:
+            page.start(RunFolder.open(run))
         if is_of_script:
-            for name, value in (("--lineage", lineage), ("--confirm", confirm), ("--json", json and not detach)):
-                if value:
-                    raise UsageError(
-                        f"{name} does not go with the run of a script",
-                        why="it is for a training of shoal's own GPT",
-                        fix=f"leave it out: shoal run --resume {shlex.quote(str(resume))}",
-                    )
-        clear_leftovers(clean)
-        with advising_flags(named_flags(given)), watched(watch, detach) as page:
-            if page is not None:
-                page.start(RunFolder.open(resume))
-            if is_of_script:
-                resume_session(resume, changes, detach, json)
-                return
-            run, manifest = resume_training(resume, make_display, changes, detach, lineage or "", confirm)
-    else:
-        settings = new_run_config(given)
-        folder = out or default_out(name_training(settings))
-        if dry_run:
-            refuse_with_dry_run(given)
-            with advising_flags(named_flags(given)):
-                print_plan(settings, folder, json)
+            resume_session(run, changes, request.detach, request.json)
             return
-        if confirm:
-            refuse_confirm(settings.run.on)
-        clear_leftovers(clean)
-        with advising_flags(named_flags(given)), watched(watch, detach) as page:
-            before = before_start(settings, profile, plan, page)
-            run, manifest = start_training(settings, folder, make_display, detach, before, confirm)
-    if manifest is None:
-        print_detached(run, json)
-    elif json:
-        print_json(manifest.model_dump(mode="json"))
-    else:
-        print_run(run, manifest)
+        lineage = request.lineage or ""
+        resumed, manifest = resume_training(run, make_display, changes, request.detach, lineage, request.confirm)
+    print_result(resumed, manifest, request.json)
 
 
-def new_run_config(given: dict[str, Any]) -> Config:
+def new_run_config(request: TrainRequest) -> Config:
     """Build the settings of a new run. Refuse a given setting that would have no effect."""
     from shoal.cluster.target import place_ranks
     from shoal.config.load import build_config, refuse_duplicate_settings, refuse_without_effect, typed_settings
 
-    flags, sets = flags_to_overrides(given), given["set_"] or []
-    refuse_duplicate_settings(named_flags(given), sets)
-    refuse_path_as_preset(given["preset"] or DEFAULT_PRESET)
+    flags, sets = merge_depth(request), request.set_ or []
+    refuse_duplicate_settings(request.flags(), sets)
+    preset = request.preset or DEFAULT_PRESET
+    refuse_path_as_preset(preset)
     # A setting that was typed with --set is corrected there.
-    others = {key: flag_of(flag) for flag, key in FLAGS.items() if key not in typed_settings(None, sets)}
-    with advising_flags(named_flags(given), others):
-        settings = build_config(given["preset"] or DEFAULT_PRESET, given["config"], flags, sets)
+    typed = typed_settings(None, sets)
+    others = {option.setting: flag_of(name) for name, option in SETTINGS.items() if option.setting not in typed}
+    with advising_flags(request.flags(), others):
+        settings = build_config(preset, request.config, flags, sets)
         refuse_without_effect(settings, typed_settings(flags, sets))
         return place_ranks(settings)
+
+
+def merge_depth(request: TrainRequest) -> Overrides:
+    """Return the settings of the flags, with the shape of the model for `--depth`."""
+    from shoal.config.load import merge
+
+    return merge([depth_overrides(request.depth), request.overrides()])
 
 
 def refuse_path_as_preset(name: str) -> None:
@@ -249,19 +195,14 @@ def refuse_path_as_preset(name: str) -> None:
     )
 
 
-def named_flags(given: dict[str, Any]) -> dict[str, str]:
-    """Return the given flags by setting."""
-    return {key: flag_of(flag) for flag, key in FLAGS.items() if given[flag] is not None}
-
-
-def resume_changes(given: dict[str, Any]) -> Overrides:
+def resume_changes(request: TrainRequest) -> Overrides:
     """Return the settings that change with a resume. Refuse those that cannot change."""
     from shoal.config.load import merge, parse_set, refuse_duplicate_settings, refuse_fixed, typed_settings
 
-    sets, flags = given["set_"] or [], named_flags(given)
+    sets, flags = request.set_ or [], request.flags()
     refuse_duplicate_settings(flags, sets)
     refuse_fixed({key: key for key in typed_settings(None, sets)} | flags)
-    return merge([flags_to_overrides(given), *map(parse_set, sets)])
+    return merge([request.overrides(), *map(parse_set, sets)])
 
 
 def before_start(
@@ -302,33 +243,20 @@ def _default_sync_plan(run: RunFolder) -> str:
         return f"plan: ./{PROFILE} is not used: {error.seen}; the first steps alone choose how to synchronise"
 
 
-def flags_to_overrides(given: dict[str, Any]) -> Overrides:
-    overrides: Overrides = depth_overrides(given.get("depth"))
-    for flag, key in FLAGS.items():
-        if (value := given.get(flag)) is not None:
-            section, name = key.split(".")
-            overrides.setdefault(section, {})[name] = value
-    return overrides
-
-
-def refuse_with_resume(given: dict[str, Any]) -> None:
+def refuse_with_resume(request: TrainRequest) -> None:
     """Refuse options of new runs. Flags of settings are checked as settings."""
-    allowed = {"set_", "resume", "lineage", "json", "detach", "clean", "confirm", "watch", *FLAGS}
-    # A zero is a given value: `--threads 0` must not pass.
-    left_out = [name for name, value in given.items() if value is None or value is False or value == []]
-    extra = [name for name in given if name not in allowed and name not in left_out]
-    if extra:
-        flag = given["preset"] if extra[0] == "preset" else flag_of(extra[0])
-        raise UsageError(
-            f"{flag} does not go with --resume",
-            why="a resumed run continues in its folder with the model and the text it was started with",
-            fix=f"leave it out, or start a new run without --resume {given['resume']}",
-        )
+    for name, option in request.given.items():
+        if option.effect == "new run":
+            raise UsageError(
+                f"{request.preset if name == 'preset' else flag_of(name)} does not go with --resume",
+                why="a resumed run continues in its folder with the model and the text it was started with",
+                fix=f"leave it out, or start a new run without --resume {request.resume}",
+            )
 
 
-def refuse_with_dry_run(given: dict[str, Any]) -> None:
+def refuse_with_dry_run(request: TrainRequest) -> None:
     for name in ("plan", "profile", "watch"):
-        if given[name]:
+        if name in request.given:
             raise UsageError(
                 f"--{name} does not go with --dry-run",
                 why="--dry-run prints the commands that start the ranks, and starts and predicts nothing",
@@ -357,7 +285,7 @@ def print_plan(config: Config, out: Path, json: bool) -> None:
         return
     for rank in commands:
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(rank.env.items()))
-        typer.echo(f"# {rank.name} on {rank.node.name}\n{variables} {shlex.join(rank.argv)}\n")
+        sys.stdout.write(f"# {rank.name} on {rank.node.name}\n{variables} {shlex.join(rank.argv)}\n\n")
 
 
 def clear_leftovers(clean: bool) -> None:

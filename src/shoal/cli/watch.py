@@ -1,4 +1,4 @@
-"""`shoal watch`: look at a run while it goes on, on a page in the browser or in the terminal.
+"""`shoal watch`: look at a run while it runs, on a page in the browser or in the terminal.
 
 Nothing here imports the server or the reader until it is needed: `train` and `run` use this module for `--watch`.
 """
@@ -20,13 +20,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.markup import escape
 from rich.table import Table
 
-from shoal.cli.output import command, make_console, open_browser, print_json, shown
+from shoal.cli.command import command
+from shoal.cli.options import Option
+from shoal.cli.output import as_command, make_console, open_browser, print_json, shown
 from shoal.errors import UsageError
 from shoal.run_folder import RunFolder
 from shoal.units import (
@@ -39,8 +40,6 @@ from shoal.units import (
     pluralize,
     whole_percents,
 )
-
-app = typer.Typer(add_completion=False)
 
 _LOOPBACK = "127.0.0.1"
 _TERMINAL_S = 0.5
@@ -57,24 +56,24 @@ _MOST_EVENTS = 5
 _OVER = ("finished", "failed", "interrupted", "unfinished")
 
 
-@app.command()
+@command(
+    terminal=Option("A live table in this terminal instead of a page."),
+    host=Option("The address to listen at; 0.0.0.0 lets other machines look, with the token."),
+    port=Option("The port to listen at.", shown="a free one", low=0, high=65_535),
+    token_file=Option("Read the token from this file; it is made if it is missing.", shown="a new token"),
+    open_=Option("Open the page in the browser."),
+    json=Option("Print the page's address as JSON on stdout."),
+)
 def watch(
-    run: Annotated[Path, typer.Argument(help="The run folder.", readable=False)],
-    terminal: Annotated[
-        bool, typer.Option("--terminal", help="A live table in this terminal instead of a page.")
-    ] = False,
-    host: Annotated[
-        str, typer.Option(help="The address to listen at; 0.0.0.0 lets other machines look, with the token.")
-    ] = _LOOPBACK,
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="The port to listen at.", show_default="a free one")] = 0,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(help="Read the token from this file; it is made if it is missing.", show_default="a new token"),
-    ] = None,
-    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the page's address as JSON on stdout.")] = False,
+    run: Path,
+    terminal: bool = False,
+    host: str = _LOOPBACK,
+    port: int = 0,
+    token_file: Path | None = None,
+    open_: bool = False,
+    json: bool = False,
 ) -> None:
-    """Show a run while it goes on, or after it has ended: nodes, progress, loss, speed, step times, what happened.
+    """Show a run while it trains, or after it has ended: nodes, progress, loss, speed, step times, what happened.
 
     It prints the address of a page; Ctrl-C ends the page and leaves the run alone. The address has a token: only
     requests with it are answered. The page works without internet access, and any number of browsers may open it.
@@ -124,7 +123,7 @@ def _refuse_with_terminal(host: str, port: int, token_file: Path | None, open_: 
 
 
 def _serve(folder: RunFolder, listener: socket.socket, token: str, host: str) -> None:
-    # Imported here: no other verb needs a web server.
+    # Imported here: no other command needs a web server.
     import asyncio
 
     from shoal.tools.watch.server import serve
@@ -233,7 +232,7 @@ class WatchedRun:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(listener.fileno(),),
-                # Ctrl-C is for the run, which goes on to its next step; the page shows how it ends.
+                # Ctrl-C is for the run, which continues to its next step; the page shows how it ends.
                 start_new_session=True,
             )
             sys.stderr.write(f"watch: {page_url(_LOOPBACK, listener, token)}\n")
@@ -295,7 +294,7 @@ def watch_in_terminal(folder: RunFolder) -> None:
                 live.update(state_table(shown_state, console.width), refresh=True)
         except KeyboardInterrupt:
             return
-    console.print(f"next: {escape(command('report', shown(folder.path)))}", soft_wrap=True)
+    console.print(f"next: {escape(as_command('report', shown(folder.path)))}", soft_wrap=True)
 
 
 def state_table(state: dict[str, Any], width: int) -> Table:

@@ -79,6 +79,11 @@ def depth_overrides(depth: int | None) -> Overrides:
     return {"model": {"layers": depth, "heads": depth, "width": HEAD_WIDTH * depth}}
 
 
+def flag_of(name: str) -> str:
+    """Return the flag of a parameter: `--step-s` for `step_s`, `--set` for `set_`."""
+    return "--" + name.rstrip("_").replace("_", "-")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `did you mean 'train.steps'?`, or '' if no name is similar. Of equally similar names it is the first."""
     # Without the dashes of options, by which --foo would resemble --on.

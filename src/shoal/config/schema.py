@@ -194,7 +194,7 @@ class LoopConfig(Section):
     checkpoint_every: Positive = 50
     """Steps between two checkpoints.
 
-    Lower it on machines that fail often; `shoal plan --simulate` finds the best.
+    Lower it on machines that fail often; `shoal simulate` finds the best.
     """
 
     keep_checkpoints: Positive = 3

@@ -395,7 +395,7 @@ def step_time_factors(events: Iterable[Event]) -> Floats:
         raise DataError(
             "no rank of this run has recorded a step",
             why="stragglers are fitted to the step times in its events",
-            fix="use a run that trained, or state the spread: --straggler lognormal:0.05",
+            fix='use a run that trained, or state the spread: straggler = "lognormal:0.05"',
         )
     return np.concatenate([_rank_factors(log, is_alone=len(logs) == 1) for log in logs])
 
@@ -411,6 +411,6 @@ def _rank_factors(log: RankLog, is_alone: bool) -> Floats:
         raise DataError(
             f"rank {log.rank} has not recorded how long it waited for the others",
             why="--measure off omits it, and then own time and wait for the slowest rank cannot be separated",
-            fix="train again with --measure hook, or state the spread: --straggler lognormal:0.05",
+            fix='train again with --measure hook, or state the spread: straggler = "lognormal:0.05"',
         )
     return own_s / np.median(own_s)

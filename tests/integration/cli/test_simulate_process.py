@@ -1,6 +1,6 @@
-"""Modules that the options of `--simulate` import.
+"""Modules that `shoal simulate` imports.
 
-Exercises tools.plan.
+Exercises `shoal simulate`, tools.plan.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 
 
-def test_the_options_import_neither_numpy_nor_matplotlib() -> None:
-    """`plan --help` must be fast."""
+def test_the_command_imports_neither_numpy_nor_matplotlib() -> None:
+    """`simulate --help` must be fast."""
     import subprocess
 
     script = "import sys, shoal.cli.simulate\nprint('numpy' in sys.modules, 'matplotlib' in sys.modules)"

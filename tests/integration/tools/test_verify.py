@@ -8,6 +8,8 @@ Exercises `shoal verify`.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -15,13 +17,12 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from safetensors.numpy import load_file, save_file
-from typer.testing import CliRunner, Result
 
-from shoal.cli.report import app
+from shoal.cli.main import run
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, steps_of
 from tests.support.runs import ended_afterwards, parts_of
 from tests.support.waiting import wait_until
@@ -77,8 +78,16 @@ def _generations(folder: Path) -> set[str]:
     return {str(record.get("generation")) for record in read_jsonl(folder / "commits.jsonl")}
 
 
-def verify(folder: Path) -> Result:
-    return CliRunner().invoke(app, ["verify", str(folder)])
+class Verdict(NamedTuple):
+    exit_code: int
+    output: str
+
+
+def verify(folder: Path) -> Verdict:
+    """Run `shoal verify`."""
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
+        code = run(["verify", str(folder)], debug=False)
+    return Verdict(code, output.getvalue())
 
 
 # Ways to damage a run folder. Every function returns the file that the message must name.

@@ -24,6 +24,9 @@ def test_every_setting_has_a_meaning_and_a_reason_to_change_it() -> None:
     assert by_key["data.bpe_vocab"].values == "a whole number from 257 to 65536"
     assert by_key["train.scaling"].values == "strong, weak"
     assert by_key["train.micro_batch"].default == "unset"
+    assert (by_key["train.steps"].flag, by_key["train.compile"].flag, by_key["sync.timeout_s"].flag) == (
+        "--steps", "--compile", ""
+    )  # fmt: skip
 
 
 def test_the_page_of_settings_is_current(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.help import VERBS
+from shoal.cli.help import NAMES
 from shoal.cli.main import find_command, run
 from shoal.config.presets import PRESETS
 
@@ -30,12 +30,12 @@ from shoal.config.presets import PRESETS
         ("watch x --port -1", "--port is a whole number from 0 to 65,535; '-1' was given", "", "shoal watch --help"),
         ("verify", "Missing argument RUN", "such as runs/NAME", "list the runs: shoal runs"),
         ("report", "Missing argument RUN", "such as runs/NAME", "list the runs: shoal runs"),
-        ("resume", "there is no verb 'resume'", "another command", "shoal train --resume RUN"),
-        ("resume runs/a", "there is no verb 'resume'", "another command", "shoal train --resume runs/a"),
-        ("version", "there is no verb 'version'", "another command", "shoal --version"),
-        ("kill runs/a", "there is no verb 'kill'", "another command", "shoal stop runs/a"),
-        ("rm runs/a", "there is no verb 'rm'", "another command", "shoal runs --delete runs/a"),
-        ("tensorboard", "there is no verb", "another command", "shoal export RUN --format tensorboard"),
+        ("resume", "there is no command 'resume'", "another command", "shoal train --resume RUN"),
+        ("resume runs/a", "there is no command 'resume'", "another command", "shoal train --resume runs/a"),
+        ("version", "there is no command 'version'", "another command", "shoal --version"),
+        ("kill runs/a", "there is no command 'kill'", "another command", "shoal stop runs/a"),
+        ("rm runs/a", "there is no command 'rm'", "another command", "shoal runs --delete runs/a"),
+        ("tensorboard", "there is no command", "another command", "shoal export RUN --format tensorboard"),
         ("report runs/a --format pdf", "--format", "here it is --pdf", "shoal report runs/a --pdf"),
         ("report runs/a --format csv", "--format", "", "shoal report --help"),
         ("runs --state bogus", "there is no state 'bogus'", "the states are running, finished", "shoal runs --state"),
@@ -50,7 +50,12 @@ from shoal.config.presets import PRESETS
         ("train --set train.lrr=0.1", "train.lrr", "did you mean 'train.lr'?", "shoal config show train"),
         ("run --wire int4 a.py", "--wire 'int4'", "command line", "correct it: --wire int8"),
         ("train --set train.lr=big", "train.lr='big': input should be a valid number", "", "--set train.lr=…"),
-        ("--steps 10 train --on local:2", "--steps stands before the verb", "after it", "shoal train --steps 10 --on"),
+        (
+            "--steps 10 train --on local:2",
+            "--steps stands before the command",
+            "after it",
+            "shoal train --steps 10 --on",
+        ),
         ("train --epochs 3", "--epochs", "an epoch has as many as samples / global batch", "write --steps N"),
         ("run --epochs 3 a.py", "--epochs", "a number of steps", "stands after it: shoal run train.py --epochs …"),
         ("train -n 4", "-n", "here it is --on local:4", "shoal train --on local:4"),
@@ -61,6 +66,16 @@ from shoal.config.presets import PRESETS
             "one sequence",
             "--global-batch 4 or",
         ),
+        ("lab up many", "NODES is a whole number; 'many' was given", "", "shoal lab up --help"),
+        (
+            "plan --simulate --hours 5",
+            "--simulate",
+            "a scenario file; docs/simulate.md",
+            "shoal simulate SCENARIO.toml",
+        ),
+        ("plan --mtbf-hours 5", "--mtbf-hours", "mtbf_hours = … is written into", "shoal simulate SCENARIO.toml"),
+        ("train --json=3", "'--json' does not take a value", "", "shoal train --help"),
+        ("train --steps", "'--steps' requires an argument", "", "shoal train --help"),
         ("verify b", "b is not a run folder", "did you mean runs/b?", "runs/b"),
     ],
 )
@@ -84,10 +99,10 @@ def test_a_wrong_command_line_is_answered_with_the_right_one(
     assert re.fullmatch(rf"  next: .*{re.escape(fix)}.*", last)
 
 
-def test_no_word_for_another_command_is_a_verb() -> None:
+def test_no_word_for_another_command_is_a_command() -> None:
     from shoal.cli.main import _OTHER_COMMANDS
 
-    assert not _OTHER_COMMANDS.keys() & VERBS.keys()
+    assert not _OTHER_COMMANDS.keys() & NAMES.keys()
     for command in _OTHER_COMMANDS.values():
         verb = command.split()[1]
         assert verb == "--version" or find_command([verb]) is not None

@@ -1,66 +1,54 @@
-"""`plan --simulate`: options, table, JSON, picture, stragglers fitted from a run."""
+"""`shoal simulate`: the scenario file, table, JSON, picture, stragglers fitted from a run."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import re
-from dataclasses import fields
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from shoal.cli import simulate as knobs
-from shoal.cli.simulate import SimulateOptions, run_simulation, scenarios, simulate
-from shoal.errors import ConfigError, DataError, ShoalError
+from shoal.cli.main import run
+from shoal.cli.simulate import _percent
+from shoal.errors import ConfigError, DataError
 from shoal.records.rank_log import step_time_factors
 from shoal.tools.plan.figures import LABELS, draw_simulation
 from shoal.tools.plan.scenario import MeasuredStraggling, Slowest
+from shoal.tools.plan.scenario_file import ScenarioFile, read_scenario, scenarios, simulate
 from tests.support.run_samples import all_events, make_run, rank_events
 
-app = typer.Typer()
+TINY = "nodes = 4\nstep_s = 0.5\ntokens_per_step = 1000\nhours = 2\nseeds = 4\n"
+Call = Callable[..., str]
 
 
-@app.command()
-def tiny(
-    nodes: int = 4,
-    step_s: knobs.StepS = 0.5,
-    tokens_per_step: knobs.TokensPerStep = 1000.0,
-    hours: knobs.Hours = 2.0,
-    mtbf_hours: knobs.MtbfHours = 20.0,
-    recovery: knobs.RecoveryKind = SimulateOptions.recovery,
-    straggler: knobs.Straggler = SimulateOptions.straggler,
-    checkpoint_every: knobs.CheckpointEvery = SimulateOptions.checkpoint_every,
-    picture: Path | None = None,
-    json: bool = False,
-) -> None:
-    """Simulate with options like those of `plan`."""
-    assert step_s is not None
-    assert tokens_per_step is not None
-    options = SimulateOptions(
-        nodes, step_s, tokens_per_step, hours, mtbf_hours=mtbf_hours, recovery=recovery, straggler=straggler,
-        checkpoint_every=checkpoint_every, seeds=4,
-    )  # fmt: skip
-    run_simulation(options, json, picture)
+@pytest.fixture
+def call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Simulate a small scenario with more keys, written as `key = value`; return what is printed."""
+
+    def called(*lines: str, options: Sequence[str] = (), code: int = 0) -> str:
+        file = tmp_path / "scenario.toml"
+        own = {line.partition(" ")[0] for line in lines}
+        tiny = [line for line in TINY.splitlines() if line.partition(" ")[0] not in own]
+        file.write_text("\n".join([*tiny, *("mtbf_hours = 20",) * ("mtbf_hours" not in own), *lines]))
+        assert run(["simulate", str(file), *options], debug=False) == code
+        output = capsys.readouterr()
+        return output.err if code else output.out
+
+    return called
 
 
-def call(*args: str) -> str:
-    result = CliRunner().invoke(app, args)
-    if result.exception:
-        raise result.exception
-    return result.stdout
+def options(**more: Any) -> ScenarioFile:
+    return ScenarioFile(**{"nodes": 4, "step_s": 0.5, "tokens_per_step": 1000.0, "hours": 2.0, "seeds": 3} | more)
 
 
-def options(**more: Any) -> SimulateOptions:
-    return SimulateOptions(**{"nodes": 4, "step_s": 0.5, "tokens_per_step": 1000.0, "hours": 2.0, "seeds": 3} | more)
-
-
-def test_the_table_compares_both_recovery_policies() -> None:
-    output = call("--straggler", "lognormal:0.1")
+def test_the_table_compares_both_recovery_policies(call: Call) -> None:
+    output = call('straggler = "lognormal:0.1"')
     assert "4 nodes, 2 h, 4 seeds; a step of 500 ms; a failure about every 5 h 00 min" in output
     assert "the slowest of 4 ranks takes 1.11×" in output
     header, *rows = [line for line in output.splitlines() if line][1:]
@@ -69,30 +57,30 @@ def test_the_table_compares_both_recovery_policies() -> None:
     assert "regrouping live trains" in output
 
 
-def test_the_best_interval_is_computed_and_shown() -> None:
+def test_the_best_interval_is_computed_and_shown(call: Call) -> None:
     """Daly's, for checkpoints of 5 s and a failure every 5 h: 421 s."""
     assert "checkpoints every 842 steps (7 min 01 s)" in call()
-    assert "checkpoints every 60 steps (30 s)" in call("--checkpoint-every", "60")
-    assert "no checkpoints" in call("--checkpoint-every", "never")
-    assert "no failures; no checkpoints" in call("--mtbf-hours", "inf")
+    assert "checkpoints every 60 steps (30 s)" in call("checkpoint_every = 60")
+    assert "no checkpoints" in call('checkpoint_every = "never"')
+    assert "no failures; no checkpoints" in call("mtbf_hours = inf")
 
 
-def test_a_single_recovery_policy_gives_a_narrower_table() -> None:
-    output = call("--recovery", "live")
+def test_a_single_recovery_policy_gives_a_narrower_table(call: Call) -> None:
+    output = call('recovery = "live"')
     assert "regrouping live" not in output
     assert "restart  " not in output
 
 
-def test_a_training_without_failures_loses_no_time() -> None:
-    output = call("--mtbf-hours", "inf", "--recovery", "restart")
+def test_a_training_without_failures_loses_no_time(call: Call) -> None:
+    output = call("mtbf_hours = inf", 'recovery = "restart"')
     assert "lost:" not in output
     assert "restart: nothing is lost" in output
 
 
 @pytest.mark.parametrize("mtbf_hours", ["100", "20", "5"])
-def test_no_part_of_the_loss_is_larger_than_the_whole(mtbf_hours: str) -> None:
+def test_no_part_of_the_loss_is_larger_than_the_whole(mtbf_hours: str, call: Call) -> None:
     """With few failures most seeds have none, and the median of the whole is far below the mean of a part."""
-    output = call("--mtbf-hours", mtbf_hours, "--checkpoint-every", "3000")
+    output = call(f"mtbf_hours = {mtbf_hours}", "checkpoint_every = 3000")
     sentences = re.findall(r": ([\d.]+)% is lost.*?, (.*) to .* \(([\d.]+)%\)", output)
     assert len(sentences) == 2
     for whole, wording, part in sentences:
@@ -101,7 +89,7 @@ def test_no_part_of_the_loss_is_larger_than_the_whole(mtbf_hours: str) -> None:
 
 
 def test_a_share_that_rounds_to_zero_has_no_sign() -> None:
-    assert [knobs._percent(share) for share in (-1e-9, 0.0, -0.012, 0.25)] == [
+    assert [_percent(share) for share in (-1e-9, 0.0, -0.012, 0.25)] == [
         "0.00%",
         "0.00%",
         "-1.20%",
@@ -109,13 +97,13 @@ def test_a_share_that_rounds_to_zero_has_no_sign() -> None:
     ]
 
 
-def test_a_training_without_progress_is_reported() -> None:
-    output = call("--mtbf-hours", "0.05", "--checkpoint-every", "100000")
+def test_a_training_without_progress_is_reported(call: Call) -> None:
+    output = call("mtbf_hours = 0.05", "checkpoint_every = 100000")
     assert "restarting makes no progress" in output
 
 
-def test_the_json_document_has_bands_causes_and_the_curve() -> None:
-    document = json.loads(call("--json", "--mtbf-hours", "inf"))
+def test_the_json_document_has_bands_causes_and_the_curve(call: Call) -> None:
+    document = json.loads(call("mtbf_hours = inf", options=["--json"]))
     assert document["options"]["mtbf_hours"] is None
     assert document["ideal_tokens_per_s"] == 2000.0
     live = document["policies"]["live"]
@@ -125,9 +113,9 @@ def test_the_json_document_has_bands_causes_and_the_curve() -> None:
     assert sum(live["mean_s"].values()) == pytest.approx(7200)
 
 
-def test_the_picture_is_a_png_with_both_panels(tmp_path: Path) -> None:
+def test_the_picture_is_a_png_with_both_panels(tmp_path: Path, call: Call) -> None:
     path = tmp_path / "simulation.png"
-    output = call("--picture", str(path), "--straggler", "lognormal:0.1")
+    output = call('straggler = "lognormal:0.1"', options=["-o", str(path)])
     assert path.read_bytes().startswith(b"\x89PNG")
     assert str(path) in output
     speed, lost = draw_simulation(simulate(options(mtbf_hours=2.0))).axes
@@ -141,10 +129,11 @@ def test_a_training_without_failures_can_be_drawn() -> None:
     assert lost.get_yticks().tolist() == []
 
 
-def test_a_picture_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ShoalError, match="cannot write") as refused:
-        run_simulation(options(), False, tmp_path / "missing" / "simulation.png")
-    assert "df -h" in refused.value.fix
+def test_a_picture_that_cannot_be_written_is_an_error(tmp_path: Path, call: Call) -> None:
+    error = call(options=["-o", str(tmp_path / "missing" / "simulation.png")], code=3)
+    assert "cannot write" in error
+    assert "df -h" in error.rpartition("next: ")[2]
+    assert "simulation.pdf is not a PNG file" in call(options=["-o", "simulation.pdf"], code=2)
 
 
 def test_a_step_time_that_depends_on_the_nodes_is_used() -> None:
@@ -159,13 +148,65 @@ def test_a_step_time_that_depends_on_the_nodes_is_used() -> None:
     assert min(node_counts) < 4
 
 
-def test_every_option_has_a_flag_and_its_default_can_be_simulated() -> None:
-    flags = {name.lower() for name in vars(knobs)}
-    renamed = {"recovery": "recoverykind"}
-    options = {renamed.get(field.name, field.name.replace("_", "")) for field in fields(SimulateOptions)}
-    # Options of every plan, which `cli/plan.py` declares.
-    assert options - flags == {"nodes", "rankspernode", "scaling"}
-    assert set(scenarios(SimulateOptions(2, 0.5, 1000.0))) == {"restart", "live"}
+def test_the_defaults_can_be_simulated() -> None:
+    assert set(scenarios(ScenarioFile(2, 0.5, 1000.0))) == {"restart", "live"}
+
+
+def test_a_plan_predicts_the_step_of_a_scenario(tmp_path: Path) -> None:
+    file = tmp_path / "scenario.toml"
+    file.write_text('nodes = 3\nranks_per_node = 2\nscaling = "weak"\n[plan]\npreset = "gpt2-124m"\nlink = "10gbe"\n')
+    scenario = read_scenario(file)
+    assert (scenario.nodes, scenario.ranks_per_node, scenario.scaling) == (3, 2, "weak")
+    assert scenario.tokens_per_step == 6 * 4 * 1024
+    assert callable(scenario.step_s)
+    words = "plan gpt2-124m --link 10gbe --nodes 2,3 --ranks-per-node 2 --scaling weak --json"
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        assert run(words.split(), debug=False) == 0
+    for row in json.loads(output.getvalue())["rows"]:
+        assert scenario.step_s(row["nodes"]) == pytest.approx(row["step_s"])
+    # Without a word about the step it is the plan of `shoal plan`.
+    file.write_text("hours = 1\n")
+    assert read_scenario(file).nodes == 8
+    file.write_text('step_s = 9\n[plan]\nset = ["train.global_batch=16"]\n')
+    stated = read_scenario(file)
+    assert (stated.step_s, stated.tokens_per_step) == (9.0, 16 * 64)
+
+
+@pytest.mark.parametrize(
+    ("text", "seen", "why", "fix"),
+    [
+        ("node = 3", "unknown key node in", "did you mean 'nodes'?", "the keys are nodes, step_s"),
+        ("[plan]\nlnk = 'wifi'", "unknown key plan.lnk in", "did you mean 'link'?", "the keys are link"),
+        ("[plan]\non = 'local:2'", "unknown key plan.on in", "", "the keys are"),
+        ("hours = 'long'", "hours = 'long': input should be a valid number", "this comes from", "docs/simulate.md"),
+        ("[plan]\ndepth = 'x'", "plan.depth = 'x': input should be a valid integer", "this comes from", "correct it"),
+        ("[plan]\nlink = 'wify'", "there is no link 'wify'", "did you mean 'wifi'?", "nvlink"),
+        ("recovery = 'fast'", "recovery = 'fast': input should be 'both', 'restart' or 'live'", "this", "correct it"),
+        ("scaling = 'odd'", "scaling = 'odd': input should be 'strong' or 'weak'", "this comes from", "correct it"),
+        ("nodes = 'x'", "nodes = 'x': input should be a valid integer", "this comes from", "correct it"),
+        ("nodes = 0", "a cluster of 0 nodes cannot be simulated", "at least 1", "nodes = 8"),
+        ("ranks_per_node = 0", "nodes with 0 ranks each", "at least 1", "ranks_per_node = 1"),
+        ("plan = 3", "plan in", "", "write [plan] and its keys below"),
+        ("recovery = 'restart'\nrejoin_s = 3", "rejoin_s has no effect with recovery = 'restart'", "see", "leave one"),
+        ("checkpoint_every = 'never'\ncheckpoint_s = 3", "checkpoint_s has no effect with", "see", "leave one"),
+        ("hours = ", "is not valid TOML", "", "https://toml.io"),
+    ],
+)
+def test_a_wrong_scenario_file_is_refused_with_the_nearest_key(
+    text: str, seen: str, why: str, fix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "scenario.toml"
+    file.write_text(text)
+    assert run(["simulate", str(file)], debug=False) == 2
+    error = capsys.readouterr().err
+    assert seen in error.splitlines()[0]
+    assert why in error
+    assert fix in error.rpartition("next: ")[2]
+
+
+def test_a_missing_scenario_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", "nowhere.toml"], debug=False) == 2
+    assert "nowhere.toml" in capsys.readouterr().err
 
 
 # Stragglers from a run
@@ -206,7 +247,7 @@ def test_a_single_rank_needs_no_wait_times() -> None:
 def test_a_run_with_too_few_records_is_refused(events: list[dict[str, Any]], seen: str) -> None:
     with pytest.raises(DataError, match=seen) as refused:
         step_time_factors(events)
-    assert "--straggler lognormal" in refused.value.fix
+    assert 'straggler = "lognormal' in refused.value.fix
 
 
 # Bad input
@@ -215,19 +256,17 @@ def test_a_run_with_too_few_records_is_refused(events: list[dict[str, Any]], see
 @pytest.mark.parametrize(
     ("wrong", "seen", "fix"),
     [
-        ({"recovery": "pray"}, "'pray' is not restart, live or both", "--recovery both"),
-        ({"scaling": "medium"}, "neither strong nor weak", "--scaling strong"),
-        ({"checkpoint_every": "often"}, "'often' is not a number of steps", "--checkpoint-every best"),
-        ({"checkpoint_every": "0"}, "every 0 steps", "--checkpoint-every"),
-        ({"checkpoint_every": "-5"}, "'-5' is not a number of steps", "--checkpoint-every best"),
+        ({"checkpoint_every": "often"}, "'often' is not a number of steps", 'checkpoint_every = "best"'),
+        ({"checkpoint_every": "0"}, "every 0 steps", "checkpoint_every"),
+        ({"checkpoint_every": "-5"}, "'-5' is not a number of steps", 'checkpoint_every = "best"'),
         ({"straggler": "lognormal:much"}, "states no spread", "lognormal:0.05"),
         ({"straggler": "lognormal:-1"}, "sigma of -1", "lognormal:0.05"),
         ({"straggler": "nowhere"}, "neither none, lognormal:SIGMA nor a run folder", "shoal runs"),
-        ({"nodes": 0}, "0 nodes", "--nodes"),
-        ({"hours": -1.0}, "simulated time", "--hours 24"),
-        ({"mtbf_hours": math.nan}, "between failures", "--mtbf-hours"),
-        ({"min_nodes": 5}, "at least 5", "--min-nodes"),
-        ({"seeds": 0}, "0 seeds", "--seeds"),
+        ({"nodes": 0}, "0 nodes", "nodes ="),
+        ({"hours": -1.0}, "simulated time", "hours = 24"),
+        ({"mtbf_hours": math.nan}, "between failures", "mtbf_hours ="),
+        ({"min_nodes": 5}, "at least 5", "min_nodes"),
+        ({"seeds": 0}, "0 seeds", "seeds ="),
     ],
 )
 def test_bad_options_are_refused_with_reason_and_fix(wrong: dict[str, Any], seen: str, fix: str) -> None:

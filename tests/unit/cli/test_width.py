@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,9 +101,10 @@ def test_a_fix_keeps_its_commands_whole(lines: Lines) -> None:
     assert [line for line in too_wide(printed) if line != command] == []
 
 
-def test_simulation(lines: Lines) -> None:
-    words = "plan --simulate --nodes 3 --step-s 2 --tokens-per-step 2048 --hours 6 --mtbf-hours 24 --seeds 4"
-    assert run(shlex.split(words), debug=False) == 0
+def test_simulation(lines: Lines, tmp_path: Path) -> None:
+    scenario = tmp_path / "scenario.toml"
+    scenario.write_text("nodes = 3\nstep_s = 2\ntokens_per_step = 2048\nhours = 6\nmtbf_hours = 24\nseeds = 4\n")
+    assert run(["simulate", str(scenario)], debug=False) == 0
     printed = lines()
     assert not too_wide(printed)
     assert "regrouping live trains" in " ".join(printed)

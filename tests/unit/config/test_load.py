@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cli.train import FLAGS, flags_to_overrides
+from shoal.cli.main import load_command
+from shoal.cli.options import SETTINGS
+from shoal.cli.train import TrainRequest, merge_depth
 from shoal.config.load import (
     build_config,
     known_keys,
@@ -19,7 +21,7 @@ from shoal.config.load import (
     to_toml,
     validate_session,
 )
-from shoal.config.presets import PRESETS, depth_overrides
+from shoal.config.presets import PRESETS, Overrides, depth_overrides
 from shoal.config.schema import Config, DataConfig, ModelConfig
 from shoal.config.sync_choice import TRAIN_METHODS, WIRE_FORMATS
 from shoal.cost.model_size import parameter_count
@@ -69,18 +71,24 @@ def test_a_file_may_have_any_part_of_the_settings(tmp_path: Path) -> None:
     assert build_config(file=write(tmp_path, '[run]\non = "local:4"')).run.on == "local:4"
 
 
+def asked(line: str) -> Overrides:
+    """Return the settings of the options of `shoal train`."""
+    command = load_command("train")
+    values = command.read("train", line.split())
+    given = {one.name: one.option for one in command.parameters if one.name in values}
+    return merge_depth(TrainRequest(**values, given=given))
+
+
 def test_every_flag_of_train_maps_to_a_setting() -> None:
-    assert set(FLAGS.values()) <= set(known_keys())
+    assert {option.setting for option in SETTINGS.values()} <= set(known_keys())
 
 
 def test_flags_become_overrides_and_zero_is_not_unset() -> None:
-    given = {"steps": 0, "wire": "fp16", "data": None}
-    assert flags_to_overrides(given) == {"train": {"steps": 0}, "sync": {"wire": "fp16"}}
+    assert asked("--threads 0 --wire fp16") == {"run": {"threads": 0}, "sync": {"wire": "fp16"}}
 
 
 def test_depth_sets_the_model_shape_and_other_flags_are_kept() -> None:
-    overrides = flags_to_overrides({"depth": 5, "seq_len": 32})
-    model = build_config(flags=overrides).model
+    model = build_config(flags=asked("--depth 5 --seq-len 32")).model
     assert (model.layers, model.heads, model.width, model.seq_len) == (5, 5, 320, 32)
 
 

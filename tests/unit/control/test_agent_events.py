@@ -19,7 +19,8 @@ from shoal.control.agent_events import (
     read_agent_event,
 )
 from shoal.errors import RunFailed
-from shoal.events import AGENT_EVENTS, EventLog, EventTail
+from shoal.event_schema import AGENT_EVENTS
+from shoal.events import EventLog, EventTail
 
 EVENTS = [
     SessionBegan(),

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from shoal.agent.rank_processes import LogClock, times_of
 from shoal.cli.host import LocalRankDisplay
-from shoal.cli.output import LineDisplay, make_console
+from shoal.cli.output import make_console
+from shoal.cli.progress import LineDisplay
 from shoal.cli.runs import RunEventPrinter
 from shoal.events import LONGEST_LINE, Event, LineCutter, LineTail
 from shoal.launch.logs import LogFollower

@@ -15,8 +15,7 @@ import pytest
 from rich.console import Console
 
 from shoal.cli import main
-from shoal.cli.output import LineDisplay
-from shoal.cli.progress import BarDisplay, PlainDisplay, StatusDisplay, make_display, name_training
+from shoal.cli.progress import BarDisplay, LineDisplay, PlainDisplay, StatusDisplay, make_display, name_training
 from shoal.cli.runs import watch_script
 from shoal.config.load import build_config, to_toml, validate_session
 from shoal.events import Event, EventLog

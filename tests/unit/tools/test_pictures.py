@@ -9,7 +9,6 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from shoal.cli.simulate import simulate
 from shoal.config.load import build_config
 from shoal.config.profile import Profile
 from shoal.cost.data_sheets import SheetOverrides, find_link, find_machines, make_cluster_model
@@ -19,6 +18,7 @@ from shoal.records.scaling import ScalingPoint
 from shoal.tools.bench.levers import CEILING, ONE_NODE, compare, draw_levers
 from shoal.tools.plan.advise import advise, make_plan
 from shoal.tools.plan.figures import draw_plan, draw_simulation
+from shoal.tools.plan.scenario_file import simulate
 from shoal.tools.probe.figure import draw_probe
 from shoal.tools.probe.run import assemble
 from shoal.tools.report.figures import draw_clusters, draw_scaling

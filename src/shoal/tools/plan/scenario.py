@@ -61,7 +61,7 @@ class Lognormal:
             raise ConfigError(
                 f"a straggler sigma of {self.sigma:g} cannot be simulated",
                 why="it is the spread of the logarithm of a rank's step time: 0.02 is quiet, 0.3 is bad",
-                fix="write for example: --straggler lognormal:0.05, or --straggler none",
+                fix='write for example: straggler = "lognormal:0.05", or "none"',
             )
 
     def factors(self, log_below: Floats) -> Floats:
@@ -92,7 +92,7 @@ def fit_stragglers(factors: npt.ArrayLike) -> MeasuredStraggling:
         raise ConfigError(
             f"{len(samples)} step times are too few to fit stragglers to",
             why=f"a distribution with a tail needs at least {LEAST_SAMPLES} of them, ranks times steps",
-            fix="use a longer run, or state the spread: --straggler lognormal:0.05",
+            fix='use a longer run, or state the spread: straggler = "lognormal:0.05"',
         )
     quantiles = np.quantile(samples, np.linspace(0.0, 1.0 - _TAIL, _POINTS))
     beyond = samples[samples > quantiles[-1]]
@@ -151,18 +151,18 @@ class SimulatedCluster:
     spares: int = 0  # replace lost nodes
 
     def __post_init__(self) -> None:
-        _check_count("a cluster of", self.nodes, "nodes", "--nodes 8")
-        _check_count("nodes with", self.ranks_per_node, "ranks each", "--ranks-per-node 1")
-        _check_above_zero("tokens a step", self.tokens_per_step, "--tokens-per-step 32768")
-        _check_not_negative("spare nodes", self.spares, "--spares 0")
+        _check_count("a cluster of", self.nodes, "nodes", "nodes = 8")
+        _check_count("nodes with", self.ranks_per_node, "ranks each", "ranks_per_node = 1")
+        _check_above_zero("tokens a step", self.tokens_per_step, "tokens_per_step = 32768")
+        _check_not_negative("spare nodes", self.spares, "spares = 0")
         if not 1 <= self.min_nodes <= self.nodes:
             raise ConfigError(
                 f"a training of {self.nodes} nodes that needs at least {self.min_nodes} of them",
                 why="it needs at least one node, and no more than there are",
-                fix=f"choose --min-nodes from 1 to {self.nodes}",
+                fix=f"choose min_nodes from 1 to {self.nodes}",
             )
         for nodes in {self.min_nodes, self.nodes}:
-            _check_above_zero(f"step time with {nodes} nodes", self.step_s(nodes), "--step-s 0.5")
+            _check_above_zero(f"step time with {nodes} nodes", self.step_s(nodes), "step_s = 0.5")
 
     def tokens(self, nodes: int) -> float:
         """Return the tokens of one step."""
@@ -179,12 +179,12 @@ class Failures:
     all_share: float = 0.0  # fraction of the failures (a switch, the store) that stop all nodes but break none
 
     def __post_init__(self) -> None:
-        _check_above_zero("time between failures of a node", self.mtbf_s, "--mtbf-hours 1000", infinite=True)
+        _check_above_zero("time between failures of a node", self.mtbf_s, "mtbf_hours = 1000", infinite=True)
         if not 0 <= self.all_share <= 1:
             raise ConfigError(
                 f"a part of {self.all_share:g} of the failures cannot hit all nodes",
                 why="a part is between 0 and 1",
-                fix="write for example: --all-share 0.1",
+                fix="write for example: all_share = 0.1",
             )
 
 
@@ -201,8 +201,8 @@ class RecoveryModel:
 
     def __post_init__(self) -> None:
         for name in ("detect", "restart", "regroup", "rejoin"):
-            _check_not_negative(f"{name} time", getattr(self, f"{name}_s"), f"--{name}-s 10")
-        _check_not_negative("repair time", self.repair_s, "--repair-minutes 10", infinite=True)
+            _check_not_negative(f"{name} time", getattr(self, f"{name}_s"), f"{name}_s = 10")
+        _check_not_negative("repair time", self.repair_s, "repair_minutes = 10", infinite=True)
 
 
 @dataclass(frozen=True)
@@ -213,9 +213,9 @@ class Checkpoints:
     hidden: bool = False
 
     def __post_init__(self) -> None:
-        _check_not_negative("time of a checkpoint", self.cost_s, "--checkpoint-s 5")
+        _check_not_negative("time of a checkpoint", self.cost_s, "checkpoint_s = 5")
         if self.every is not None:
-            _check_count("a checkpoint every", self.every, "steps", "--checkpoint-every 100")
+            _check_count("a checkpoint every", self.every, "steps", "checkpoint_every = 100")
 
 
 @dataclass(frozen=True)
@@ -228,21 +228,21 @@ class SimulationScenario:
     straggling: Straggling = Steady()
 
     def __post_init__(self) -> None:
-        _check_above_zero("simulated time", self.horizon_s, "--hours 24")
+        _check_above_zero("simulated time", self.horizon_s, "hours = 24")
         apart_s = self.failures.mtbf_s / self.cluster.nodes
         if self.horizon_s / apart_s > _MOST_FAILURES:
             raise ConfigError(
                 f"a failure every {apart_s:.2g} s makes {self.horizon_s / apart_s:,.0f} of them",
                 why=f"no training continues under these; more than {_MOST_FAILURES:,} are not simulated",
-                fix="raise --mtbf-hours, or simulate fewer --hours",
+                fix="raise mtbf_hours, or simulate fewer hours",
             )
         every, step_s = self.checkpoints.every, self.cluster.step_s(self.cluster.nodes)
         if self.checkpoints.hidden and every is not None and self.checkpoints.cost_s > every * step_s:
             raise ConfigError(
                 f"a checkpoint of {self.checkpoints.cost_s:g} s is not complete when the next begins, "
                 f"{every * step_s:.3g} s later",
-                why="hidden checkpoints are written while training goes on, one at a time",
-                fix=f"use --checkpoint-every {math.ceil(self.checkpoints.cost_s / step_s)} or more",
+                why="hidden checkpoints are written while training continues, one at a time",
+                fix=f"use checkpoint_every = {math.ceil(self.checkpoints.cost_s / step_s)} or more",
             )
 
 

@@ -87,11 +87,11 @@ class Forecast:
 def simulate(scenario: SimulationScenario, seeds: int = 20, seed: int = 0, bins: int = BINS) -> Forecast:
     if seeds < 1:
         raise ConfigError(
-            f"{seeds} seeds give no forecast", why="at least one training is simulated", fix="for example: --seeds 20"
+            f"{seeds} seeds give no forecast", why="at least one training is simulated", fix="for example: seeds = 20"
         )
     if seed < 0:
         raise ConfigError(
-            f"{seed} is no seed", why="seeds of random numbers are zero or above", fix="for example: --seed 0"
+            f"{seed} is no seed", why="seeds of random numbers are zero or above", fix="for example: seed = 0"
         )
     results = simulate_seeds(scenario, seeds, seed, bins)
     low, median, high = np.quantile([result.tokens_per_s for result in results], _QUANTILES, axis=0)

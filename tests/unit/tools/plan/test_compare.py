@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cli.plan_options import basis
 from shoal.cluster.cluster import planned_nodes
 from shoal.config.load import build_config, read_profile, validate_session, write_profile
 from shoal.config.manifest import PredictionRecord
@@ -46,11 +45,11 @@ from shoal.tools.plan.compare import (
     refuse_another_cluster,
     sync_options,
 )
+from shoal.tools.plan.request import PlanRequest, make_basis
 from shoal.tools.probe.run import assemble
 from tests.support.run_samples import all_events, make_session_run, session_events
 from tests.unit.config.test_profile import measured, with_gpus
 
-OPTIONS = ("efficiency", "latency", "flops", "mfu", "memory_gb", "link", "machine")
 TIMES = ((1, 0.3), (2, 0.5), (8, 1.7))
 
 
@@ -89,7 +88,7 @@ def test_fewer_nodes_than_measured_exchange_over_their_own_links(profile: Profil
 
 def test_a_command_names_the_measured_machines_only_where_they_are_as_many(profile: Profile, tmp_path: Path) -> None:
     write_profile(profile, tmp_path / "profile.toml")
-    made_from = basis(dict.fromkeys(OPTIONS) | {"profile": tmp_path / "profile.toml", "ranks_per_node": 1})
+    made_from = make_basis(PlanRequest(profile=tmp_path / "profile.toml"))
     assert (made_from.where(2), made_from.where(3)) == ("lab:2", "hosts.toml")
 
 

@@ -102,7 +102,7 @@ def test_equal_step_times_give_no_stragglers() -> None:
 def test_too_few_step_times_are_refused(seen: list[float]) -> None:
     with pytest.raises(ConfigError, match="too few") as refused:
         fit_stragglers(seen)
-    assert "--straggler lognormal" in refused.value.fix
+    assert 'straggler = "lognormal' in refused.value.fix
 
 
 @pytest.mark.parametrize("sigma", [0.0, -1.0, 2.5, math.nan])

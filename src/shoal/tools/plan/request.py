@@ -1,4 +1,4 @@
-"""Turn the options of `shoal plan` into what is planned.
+"""What `shoal plan` and `shoal simulate` are asked for, turned into what is planned.
 
 That is the nodes, the workload, the sync strategy, and the cluster: from data sheets, a measured profile, or
 measured machines over another link.
@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.output import flag_of
-from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_mean
+from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_mean, flag_of
 from shoal.config.sync_choice import PLAN_METHODS, SYNC_METHODS, WIRE_FORMATS
 from shoal.cost.data_sheets import (
     SheetOverrides,
@@ -50,19 +49,52 @@ HOSTS = "hosts.toml"
 BARE_SEQ_LEN = 1024
 BARE_BATCH = 16
 
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What to plan; the fields are the options of `shoal plan`, and the keys of [plan] in a scenario file."""
+
+    presets: list[str] | None = None  # one, or runs with --calibrate
+    link: str | None = None
+    profile: Path | None = None
+    latency: str | None = None
+    efficiency: float | None = None
+    machine: str | None = None
+    flops: float | None = None
+    mfu: float | None = None
+    memory_gb: float | None = None
+    ranks_per_node: int = 1
+    params: float | None = None
+    grad_dtype: str = "fp32"
+    tokens: float | None = None
+    config: Path | None = None
+    set_: list[str] | None = None
+    depth: int | None = None
+    seq_len: int | None = None
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    scaling: str | None = None
+    accumulate: int | None = None
+    wire: str | None = None
+    sync: str | None = None
+    on: str | None = None
+
+    @property
+    def preset(self) -> str | None:
+        if self.presets and len(self.presets) > 1:
+            raise UsageError(
+                f"{' '.join(self.presets)} are several presets",
+                why="a plan is made for one model; several runs go with --calibrate",
+                fix=f"shoal plan {self.presets[0]}",
+            )
+        return self.presets[0] if self.presets else None
+
+
 _FLAGS = {
     "global_batch": "train.global_batch",
     "micro_batch": "train.micro_batch",
     "scaling": "train.scaling",
     "seq_len": "model.seq_len",
-}
-# The setting of each flag, also where a plan reads the flag differently from a training.
-SETTINGS = _FLAGS | {
-    "tokens": "train.global_batch",
-    "accumulate": "sync.accumulate",
-    "wire": "sync.wire",
-    "sync": "sync.mode",
-    "on": "run.on",
 }
 # Options that do not apply to a model given by --params.
 _NOT_BARE = ("preset", "config", "depth", "set_", "seq_len")
@@ -100,21 +132,13 @@ def parse_nodes(text: str) -> list[int]:
     return sorted(set(counts))
 
 
-def one_preset(words: list[str] | None) -> str | None:
-    if words and len(words) > 1:
-        raise UsageError(
-            f"{' '.join(words)} are several presets",
-            why="a plan is made for one model; several runs go with --calibrate",
-            fix=f"shoal plan {words[0]}",
-        )
-    return words[0] if words else None
-
-
-def what_to_plan(given: dict[str, Any], most_ranks: int) -> tuple[Workload, SyncStrategy, list[str]]:
+def what_to_plan(request: PlanRequest, most_ranks: int) -> tuple[Workload, SyncStrategy, list[str]]:
     """Return the workload, the sync method and notes for the user."""
-    requested = bare(given) if given["params"] is not None else preset_workload(make_config(given), given)
-    strategy = parse_strategy(given)
-    workload = fit_batch(requested, most_ranks, is_batch_stated(requested, given))
+    requested = (
+        bare(request, request.params) if request.params is not None else preset_workload(make_config(request), request)
+    )
+    strategy = parse_strategy(request)
+    workload = fit_batch(requested, most_ranks, is_batch_stated(requested, request))
     notes = []
     if workload != requested:
         notes.append(
@@ -124,13 +148,13 @@ def what_to_plan(given: dict[str, Any], most_ranks: int) -> tuple[Workload, Sync
     return workload, strategy, notes
 
 
-def refuse_conflicts(flags: dict[str, str], given: dict[str, Any]) -> None:
+def refuse_conflicts(flags: dict[str, str], request: PlanRequest) -> None:
     """Refuse a setting that is given twice or has no effect on a plan. `flags` are the given flags, by setting."""
     from shoal.config.load import refuse_duplicate_settings, typed_settings
 
-    sets = given["set_"] or []
-    if ":" in (given["sync"] or ""):
-        flags = flags | {"sync.every": f"--sync {given['sync']}"}
+    sets = request.set_ or []
+    if ":" in (request.sync or ""):
+        flags = flags | {"sync.every": f"--sync {request.sync}"}
     refuse_duplicate_settings(flags, sets)
     if "run.weights" in typed_settings(None, sets):
         raise UsageError(
@@ -140,56 +164,58 @@ def refuse_conflicts(flags: dict[str, str], given: dict[str, Any]) -> None:
         )
 
 
-def make_config(given: dict[str, Any]) -> Config:
+def make_config(request: PlanRequest) -> Config:
     """Build the settings to plan. Refuse a given setting that has no effect."""
     from shoal.config.load import build_config, refuse_without_effect, typed_settings
 
-    overrides = depth_overrides(given["depth"])
+    overrides = depth_overrides(request.depth)
     for flag, key in _FLAGS.items():
-        if given[flag] is not None:
+        if getattr(request, flag) is not None:
             section, name = key.split(".")
-            overrides.setdefault(section, {})[name] = given[flag]
-    overrides["sync"] = _sync_overrides(given)
-    sets = given["set_"] or []
-    config = build_config(given["preset"] or "grammar", given["config"], overrides, sets)
+            overrides.setdefault(section, {})[name] = getattr(request, flag)
+    overrides["sync"] = _sync_overrides(request)
+    sets = request.set_ or []
+    config = build_config(request.preset or "grammar", request.config, overrides, sets)
     refuse_without_effect(config, typed_settings(overrides, sets))
     return config
 
 
-def bare(given: dict[str, Any]) -> Workload:
+def bare(request: PlanRequest, params: float) -> Workload:
     """Return the workload of a model given by `--params` alone; `--tokens` are per step, over all ranks."""
     from shoal.config.load import build_config
     from shoal.cost.workload import bare_workload
 
-    if (extra := next((name for name in _NOT_BARE if given[name]), None)) is not None:
-        named = given["preset"] if extra == "preset" else flag_of(extra)
+    if (extra := next((name for name in _NOT_BARE if getattr(request, name)), None)) is not None:
+        named = request.preset if extra == "preset" else flag_of(extra)
         raise UsageError(
             f"--params does not go with {named}",
             why="it describes a model by its size only",
             fix="leave one of them out",
         )
-    _refuse_two_batches(given)
-    parameters = round(positive("--params", given["params"], 1e14))
-    batch = BARE_BATCH if given["global_batch"] is None else given["global_batch"]
-    if given["tokens"] is not None:
-        batch = _sequences(given["tokens"], BARE_SEQ_LEN)
-    changes = {name: given[name] for name in ("micro_batch", "scaling") if given[name] is not None}
+    _refuse_two_batches(request)
+    parameters = round(positive("--params", params, 1e14))
+    batch = BARE_BATCH if request.global_batch is None else request.global_batch
+    if request.tokens is not None:
+        batch = _sequences(request.tokens, BARE_SEQ_LEN)
+    changes = {
+        name: getattr(request, name) for name in ("micro_batch", "scaling") if getattr(request, name) is not None
+    }
     config = build_config(flags={"train": {"global_batch": batch, "base_batch": batch, **changes}})
-    return bare_workload(parameters, BARE_SEQ_LEN, config.train, gradient_type(given["grad_dtype"]))
+    return bare_workload(parameters, BARE_SEQ_LEN, config.train, gradient_type(request.grad_dtype))
 
 
-def preset_workload(config: Config, given: dict[str, Any]) -> Workload:
+def preset_workload(config: Config, request: PlanRequest) -> Workload:
     from shoal.cost.workload import workload_of
 
-    _refuse_two_batches(given)
-    if given["tokens"] is None:
-        return workload_of(config, gradient_type(given["grad_dtype"]))
-    sequences = _sequences(given["tokens"], config.model.seq_len)
-    return workload_of(config, gradient_type(given["grad_dtype"])).with_batch(sequences)
+    _refuse_two_batches(request)
+    if request.tokens is None:
+        return workload_of(config, gradient_type(request.grad_dtype))
+    sequences = _sequences(request.tokens, config.model.seq_len)
+    return workload_of(config, gradient_type(request.grad_dtype)).with_batch(sequences)
 
 
-def _refuse_two_batches(given: dict[str, Any]) -> None:
-    if given["tokens"] is not None and given["global_batch"] is not None:
+def _refuse_two_batches(request: PlanRequest) -> None:
+    if request.tokens is not None and request.global_batch is not None:
         raise UsageError(
             "--tokens does not go with --global-batch",
             why="both set the size of a step over all ranks",
@@ -210,46 +236,46 @@ def fit_batch(workload: Workload, ranks: int, is_stated: bool) -> Workload:
     return workload.with_batch(smallest)
 
 
-def is_batch_stated(workload: Workload, given: dict[str, Any]) -> bool:
+def is_batch_stated(workload: Workload, request: PlanRequest) -> bool:
     """Return whether a flag, a setting or a file gives a batch other than the preset's."""
-    if given["params"] is not None:
-        return given["global_batch"] is not None or given["tokens"] is not None
-    return given["global_batch"] is not None or workload.train.global_batch != _preset_batch(given)
+    if request.params is not None:
+        return request.global_batch is not None or request.tokens is not None
+    return request.global_batch is not None or workload.train.global_batch != _preset_batch(request)
 
 
-def parse_strategy(given: dict[str, Any]) -> SyncStrategy:
+def parse_strategy(request: PlanRequest) -> SyncStrategy:
     """Return the sync method of all settings together; `sharded` is one that shoal cannot train with yet."""
     from shoal.config.load import build_config, refuse_without_effect, typed_settings
     from shoal.cost.strategy import strategy_of_config
 
-    if given["params"] is None:
-        config = make_config(given)
+    if request.params is None:
+        config = make_config(request)
     else:
-        overrides: Overrides = {"sync": _sync_overrides(given)}
+        overrides: Overrides = {"sync": _sync_overrides(request)}
         config = build_config(flags=overrides)
         refuse_without_effect(config, typed_settings(overrides, ()))
     strategy = strategy_of_config(config.sync)
-    return strategy.with_(sync="sharded") if _is_sharded(given) else strategy
+    return strategy.with_(sync="sharded") if _is_sharded(request) else strategy
 
 
-def _sync_overrides(given: dict[str, Any]) -> dict[str, Any]:
+def _sync_overrides(request: PlanRequest) -> dict[str, Any]:
     """Return the settings of section `sync` that the flags set."""
     overrides: dict[str, Any] = {}
-    if given["accumulate"] is not None:
-        overrides["accumulate"] = round(positive("--accumulate", given["accumulate"], 1e6))
-    if given["wire"] is not None:
-        name, number = _named("--wire", given["wire"], tuple(WIRE_FORMATS))
+    if request.accumulate is not None:
+        overrides["accumulate"] = round(positive("--accumulate", request.accumulate, 1e6))
+    if request.wire is not None:
+        name, number = _named("--wire", request.wire, tuple(WIRE_FORMATS))
         overrides["wire"] = f"{name}:{number}" if number else name
-    if given["sync"] is not None:
-        name, number = _named("--sync", given["sync"], PLAN_METHODS)
+    if request.sync is not None:
+        name, number = _named("--sync", request.sync, PLAN_METHODS)
         # `sharded` exchanges in every step, as ddp does.
         overrides["mode"] = "ddp" if name == "sharded" else name
         overrides |= {"every": number} if number else {}
     return overrides
 
 
-def _is_sharded(given: dict[str, Any]) -> bool:
-    return given["sync"] is not None and _named("--sync", given["sync"], PLAN_METHODS)[0] == "sharded"
+def _is_sharded(request: PlanRequest) -> bool:
+    return request.sync is not None and _named("--sync", request.sync, PLAN_METHODS)[0] == "sharded"
 
 
 def _named(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, int]:
@@ -273,7 +299,7 @@ def gradient_type(text: str) -> Any:
     return text
 
 
-def train_words(given: dict[str, Any], made_from: Basis, plan: Plan, option: PlanOption) -> list[str]:
+def train_words(request: PlanRequest, made_from: Basis, plan: Plan, option: PlanOption) -> list[str]:
     """Return the command that trains as planned, with every flag of the plan that a training has too.
 
     A file with settings may contain settings that the plan decided. Then the command sets all of them.
@@ -281,15 +307,17 @@ def train_words(given: dict[str, Any], made_from: Basis, plan: Plan, option: Pla
     from shoal.config.load import parse_set
     from shoal.cost.predict import speeds
 
-    strategy, has_file = option.strategy, given["config"] is not None
-    settings = [setting for setting in given["set_"] or [] if _key(setting) not in _PLANNED]
-    on = [str(parse_set(setting)["run"]["on"]) for setting in given["set_"] or [] if _key(setting) == "run.on"]
+    strategy, has_file = option.strategy, request.config is not None
+    settings = [setting for setting in request.set_ or [] if _key(setting) not in _PLANNED]
+    on = [str(parse_set(setting)["run"]["on"]) for setting in request.set_ or [] if _key(setting) == "run.on"]
     nodes = option.row.nodes
-    words = ["train", given["preset"] or "grammar", "--on", *(on[-1:] or [given["on"] or made_from.where(nodes)])]
+    words = ["train", request.preset or "grammar", "--on", *(on[-1:] or [request.on or made_from.where(nodes)])]
     for flag in ("config", "depth", "seq_len", "scaling", "micro_batch"):
-        words += ["--" + flag.replace("_", "-"), str(given[flag])] if given[flag] is not None else []
+        words += (
+            ["--" + flag.replace("_", "-"), str(getattr(request, flag))] if getattr(request, flag) is not None else []
+        )
     batch = plan.workload.accumulated(strategy.accumulation).train.global_batch
-    words += ["--global-batch", str(batch)] if has_file or batch != _preset_batch(given) else []
+    words += ["--global-batch", str(batch)] if has_file or batch != _preset_batch(request) else []
     is_stock = strategy.first_bucket_mb is not None and (strategy.sync, strategy.wire) == ("ddp", "fp32")
     mode = "stock" if is_stock else strategy.sync
     words += ["--sync", mode] if has_file or mode != "ddp" else []
@@ -300,7 +328,7 @@ def train_words(given: dict[str, Any], made_from: Basis, plan: Plan, option: Pla
     if strategy.balanced:
         weights = speeds(plan.workload, plan.setting.speed, world_size)
         settings.append("run.weights=" + "/".join(f"{weight:g}" for weight in weights))
-    elif has_file and make_config(given).run.weights is not None:
+    elif has_file and make_config(request).run.weights is not None:
         settings.append("run.weights=" + "/".join(["1"] * world_size))
     return words + [word for setting in settings for word in ("--set", setting)]
 
@@ -309,18 +337,11 @@ def _key(setting: str) -> str:
     return setting.partition("=")[0].strip()
 
 
-def _preset_batch(given: dict[str, Any]) -> int:
+def _preset_batch(request: PlanRequest) -> int:
     from shoal.config.schema import TrainConfig
 
-    own = PRESETS[given["preset"] or "grammar"].get("train", {})
+    own = PRESETS[request.preset or "grammar"].get("train", {})
     return int(own.get("global_batch", TrainConfig().global_batch))
-
-
-def check_picture(path: Path) -> None:
-    if path.suffix != ".png":
-        raise UsageError(
-            f"{path} is not a PNG file", why="-o writes a figure as PNG", fix=f"write -o {path.with_suffix('.png')}"
-        )
 
 
 @dataclass(frozen=True)
@@ -336,22 +357,24 @@ class Basis:
     profile: Profile | None = None
 
     def where(self, nodes: int) -> str:
-        """Return where a training on so many nodes would run: the measured machines, if they are as many."""
+        """Return where a training on this many nodes would run: the measured machines, if they are as many."""
         return self.on if self.profile is None or nodes == self.known else HOSTS
 
 
-def basis(given: dict[str, Any]) -> Basis:
-    overrides = SheetOverrides(*(given[name] for name in ("efficiency", "latency", "flops", "mfu", "memory_gb")))
-    if given["profile"] is None:
-        links = find_links(given["link"] or LINK)
-        machines = find_machines(given["machine"], links[0])
-        setting = make_cluster_model(links, machines, given["ranks_per_node"], overrides)
+def make_basis(request: PlanRequest) -> Basis:
+    overrides = SheetOverrides(
+        *(getattr(request, name) for name in ("efficiency", "latency", "flops", "mfu", "memory_gb"))
+    )
+    if request.profile is None:
+        links = find_links(request.link or LINK)
+        machines = find_machines(request.machine, links[0])
+        setting = make_cluster_model(links, machines, request.ranks_per_node, overrides)
         note = f"{describe(links, machines, setting)}; measure yours with shoal probe"
         count = max(len(machines), len(links))
         named = count if count > 1 else 0
         return Basis(setting, note, f"1..{named}" if named else NODES, HOSTS, named, "named")
-    _refuse_beside_profile(given)
-    return _measured(given["profile"], given["link"], overrides)
+    _refuse_beside_profile(request)
+    return _measured(request.profile, request.link, overrides)
 
 
 def _measured(path: Path, link: str | None, overrides: SheetOverrides) -> Basis:
@@ -375,17 +398,19 @@ def _measured(path: Path, link: str | None, overrides: SheetOverrides) -> Basis:
     return Basis(setting, note, "1" if last == 1 else f"1..{last}", profile.on, last, profile=profile)
 
 
-def on_devices(made_from: Basis, given: dict[str, Any]) -> Basis:
+def on_devices(made_from: Basis, request: PlanRequest) -> Basis:
     """Plan for the devices that the settings give to the ranks of a measured cluster: GPUs where a run uses them."""
     if (profile := made_from.profile) is None:
         return made_from
     from shoal.cost.measured import cluster_model_of, gpu_backend, rank_devices
 
-    devices = rank_devices(profile, (lambda _: "auto") if given["params"] is not None else make_config(given).device_of)
+    devices = rank_devices(
+        profile, (lambda _: "auto") if request.params is not None else make_config(request).device_of
+    )
     if (backend := gpu_backend(profile, devices)) == "gloo":
         return made_from
     own = cluster_model_of(profile, devices)
-    network = made_from.setting.network if given["link"] is not None else own.network
+    network = made_from.setting.network if request.link is not None else own.network
     setting = replace(made_from.setting, speed=own.speed, network=network, staging_s_per_byte=own.staging_s_per_byte)
     way = "NCCL" if backend == "nccl" else "gloo through pinned memory"
     count = f"{devices.count('cuda')} of {len(devices)} ranks on GPUs"
@@ -403,11 +428,11 @@ def _ranks_per_node(profile: Profile) -> int:
     return counts.pop()
 
 
-def _refuse_beside_profile(given: dict[str, Any]) -> None:
+def _refuse_beside_profile(request: PlanRequest) -> None:
     """Refuse flags that a profile overrides: it describes the machines."""
-    extra = [name for name in ("machine", "flops", "mfu", "memory_gb") if given[name] is not None]
-    extra += ["ranks_per_node"] if given["ranks_per_node"] != 1 else []
-    extra += [name for name in ("efficiency", "latency") if given[name] is not None and given["link"] is None]
+    extra = [name for name in ("machine", "flops", "mfu", "memory_gb") if getattr(request, name) is not None]
+    extra += ["ranks_per_node"] if request.ranks_per_node != 1 else []
+    extra += [name for name in ("efficiency", "latency") if getattr(request, name) is not None and request.link is None]
     if extra:
         flag = flag_of(extra[0])
         raise UsageError(
