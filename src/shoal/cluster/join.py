@@ -39,7 +39,8 @@ from shoal.control.invitation import Invitation, make_code
 from shoal.control.orders import GoOrder, MeetOrder
 from shoal.control.rank_env import RESUME
 from shoal.errors import ControlError, ShoalError, UsageError, from_dict
-from shoal.host.facts import interface_addresses, interface_for, source_address
+from shoal.host.facts import interface_for, source_address
+from shoal.host.network import interface_addresses
 
 # Returns the names that a joining machine cannot have.
 TakenNames = Callable[[], Collection[str]]

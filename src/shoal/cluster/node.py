@@ -23,6 +23,7 @@ import psutil
 from shoal.control.processes import prepare_child
 from shoal.errors import ControlError, RunFailed
 from shoal.host.facts import interface_of
+from shoal.host.network import family_of
 from shoal.host.topology import divide_cores, this_topology
 from shoal.units import format_duration
 
@@ -149,7 +150,7 @@ def reserve_port(address: str, port: int) -> socket.socket:
 
     Both sockets set SO_REUSEADDR, with which the kernel refuses neither of them while none listens.
     """
-    holder = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    holder = socket.socket(family_of(address))
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         holder.bind((address, port))

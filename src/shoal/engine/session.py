@@ -54,7 +54,7 @@ from shoal.engine.start_training import announce, describe_process, make_engine,
 from shoal.engine.training_state import Stateful, TrainingState, check_trainable
 from shoal.errors import PeerLost, RunFailed, ShoalError, UsageError
 from shoal.events import LOG_FIELDS, STEP_FIELDS
-from shoal.host.facts import link_mbps
+from shoal.host.network import link_mbps
 from shoal.sync.fence import GenerationEnded, StepBoundary
 from shoal.sync.kv_store_client import AgentStore
 from shoal.sync.membership_client import AgentConnection, MembershipClient

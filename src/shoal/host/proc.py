@@ -14,7 +14,8 @@ import shlex
 import socket
 import stat
 import struct
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
@@ -24,6 +25,7 @@ PROC = Path("/proc")
 Address = IPv4Address | IPv6Address
 
 _COMMAND_CHARACTERS = 200
+_COMMAND_TIMEOUT_S = 3.0
 # Processes that adopt orphans. The kernel does not show which process asked to be a subreaper; these are known to.
 _SUBREAPERS = {"systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "conmon", "containerd-shim"}
 _SHELLS = {"sh", "bash", "dash", "zsh", "fish", "ksh"}
@@ -74,6 +76,34 @@ def read_meminfo() -> dict[str, int]:
     """Return /proc/meminfo, in bytes."""
     lines = (line.split() for line in read_text(PROC / "meminfo").splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
+
+
+def interface_counters(proc_root: Path = PROC) -> Iterator[tuple[str, list[str]]]:
+    """Yield every interface of this network namespace with its counters: eight about receiving (bytes, packets, errs,
+    drop, …), then the same about sending.
+
+    Does not use /sys/class/net: an emulated node has its own eth0, and /sys may show the host's.
+    """
+    for line in read_text(proc_root / "self/net/dev").splitlines()[2:]:
+        name, _, counters = line.partition(":")
+        yield name.strip(), counters.split()
+
+
+def command_output(argv: Sequence[str]) -> str:
+    """Return what a program of the system prints, in English; empty when it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_COMMAND_TIMEOUT_S,
+            env={**os.environ, "LC_ALL": "C"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 # Processes

@@ -20,6 +20,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+import shoal
 from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
 from shoal.cluster.hosts.ssh import (
     ANSWER_S,
@@ -40,6 +41,9 @@ _KNOWN_MINORS = range(8, 20)
 _RESOLVE_TIMEOUT_S = 10.0
 # `numpy>=2.0`; what only an extra needs carries a marker.
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?")
+
+_OWN_IMPORT = re.compile(r"^from shoal\.([\w.]+) import .*\n", re.MULTILINE)
+_FUTURE = "from __future__ import annotations\n"
 
 
 class PythonFacts(BaseModel):
@@ -138,8 +142,12 @@ def look(
 
 
 def program(name: str) -> str:
-    """Return the text of a program that runs on a host."""
-    return Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    """Return the text of a program that runs on a host. A host may have no shoal: in place of an import of shoal the
+    text has the imported module."""
+    text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    imported = [Path(shoal.__file__).parent / f"{module.replace('.', '/')}.py" for module in _OWN_IMPORT.findall(text)]
+    texts = [path.read_text(encoding="utf-8") for path in imported]
+    return "\n".join([_FUTURE, *(_OWN_IMPORT.sub("", part).replace(_FUTURE, "") for part in (*texts, text))])
 
 
 def _parse_answer(host: Host, spec: HostsSpec, result: ScriptResult) -> HostFacts:

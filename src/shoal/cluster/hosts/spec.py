@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from shoal.config.presets import did_you_mean
 from shoal.config.schema import Device
 from shoal.errors import ConfigError, UsageError
-from shoal.host.facts import interface_addresses
+from shoal.host.network import interface_addresses
 
 DEFAULT_FOLDER = "~/.local/share/shoal"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

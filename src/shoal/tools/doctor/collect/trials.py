@@ -13,7 +13,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from shoal.tools.doctor.collect import network
+from shoal.host import network
+from shoal.host.network import family_of
 
 # A burst is long enough to distinguish 10, 100 and 1000 Mbit/s, and short enough to disturb no other traffic.
 _BURST_S = 0.3
@@ -32,7 +33,7 @@ class Listener:
     """Listen for TCP and UDP on the same port. Send each client our name and the rate at which its data arrived."""
 
     def __init__(self, address: str, name: str, port: int) -> None:
-        family = _family_of(address)
+        family = family_of(address)
         self.tcp = socket.create_server((address, port), family=family)
         self.port: int = self.tcp.getsockname()[1]
         self.udp = socket.socket(family, socket.SOCK_DGRAM)
@@ -158,10 +159,6 @@ def _measure_receiving(connection: socket.socket) -> tuple[int, float]:
     return count, time.perf_counter() - began
 
 
-def _family_of(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
 # Socket options of linux/in.h and linux/in6.h; Python does not name all of them.
 _MTU: dict[int, tuple[int, int]] = {socket.AF_INET: (socket.IPPROTO_IP, 14), socket.AF_INET6: (socket.IPPROTO_IPV6, 24)}
 _MTU_DISCOVER: dict[int, tuple[int, int]] = {
@@ -211,7 +208,7 @@ def _send_one(sender: socket.socket, place: dict[str, Any], text: str, size: int
 
 def _connected_sender(listener: Listener, place: dict[str, Any]) -> socket.socket:
     """Open a socket at its own port. Only for a connected one does the kernel report the path MTU."""
-    family = _family_of(place["address"])
+    family = family_of(place["address"])
     sender = socket.socket(family, socket.SOCK_DGRAM)
     sender.bind((listener.udp.getsockname()[0], 0))
     sender.setsockopt(*_MTU_DISCOVER[family], _DISCOVER_DO)
