@@ -304,4 +304,4 @@ def _whose(demand: Demand) -> str:
 
 
 def _median_node(others: Sequence[RankTimes]) -> NodeStats:
-    return NodeStats(*(median(column) for column in zip(*(other.node.numbers() for other in others), strict=True)))
+    return NodeStats(*(median(column) for column in zip(*(other.node.numbers for other in others), strict=True)))

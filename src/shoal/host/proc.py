@@ -30,7 +30,7 @@ _COMMAND_TIMEOUT_S = 3.0
 _SUBREAPERS = {"systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "conmon", "containerd-shim"}
 _SHELLS = {"sh", "bash", "dash", "zsh", "fish", "ksh"}
 # Indices into `stat_fields`.
-_STATE, _PARENT, _SESSION, _FLAGS, _START_TICKS = 0, 1, 3, 6, 19
+_STATE, _PARENT, _SESSION, _FLAGS, _USER_TICKS, _SYSTEM_TICKS, _START_TICKS = 0, 1, 3, 6, 11, 12, 19
 _EXITING = 0x4  # PF_EXITING
 _LISTEN = 0x0A  # TCP_LISTEN
 
@@ -72,9 +72,9 @@ def read_cpuinfo(field: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
-def read_meminfo() -> dict[str, int]:
+def read_meminfo(proc_root: Path = PROC) -> dict[str, int]:
     """Return /proc/meminfo, in bytes."""
-    lines = (line.split() for line in read_text(PROC / "meminfo").splitlines())
+    lines = (line.split() for line in read_text(proc_root / "meminfo").splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
 
 
@@ -109,8 +109,8 @@ def command_output(argv: Sequence[str]) -> str:
 # Processes
 
 
-def all_pids() -> Iterator[int]:
-    return (int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit())
+def all_pids(proc_root: Path = PROC) -> Iterator[int]:
+    return (int(name) for name in os.listdir(proc_root) if name.isdigit())  # noqa: PTH208 - three times as fast
 
 
 def list_pids() -> Iterator[int]:
@@ -131,12 +131,17 @@ def environment_of(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in entries if name}
 
 
-def stat_fields(pid: int) -> list[str]:
+def stat_fields(pid: int, proc_root: Path = PROC) -> list[str]:
     """Return the fields of /proc/PID/stat from the process state on: the name before it may contain any character."""
-    fields = read_text(PROC / str(pid) / "stat").rpartition(")")[2].split()
+    fields = read_text(f"{proc_root}/{pid}/stat").rpartition(")")[2].split()
     if len(fields) <= _START_TICKS:
         raise ProcessLookupError(f"process {pid} has ended")
     return fields
+
+
+def cpu_ticks(stat: list[str]) -> int:
+    """Return how long the process has computed, from its `stat_fields`."""
+    return int(stat[_USER_TICKS]) + int(stat[_SYSTEM_TICKS])
 
 
 def parent_of(pid: int) -> int:
