@@ -14,8 +14,8 @@ import time
 from dataclasses import replace
 
 from _common import options
+from _published import LLAMA_DAYS, LLAMA_STEP_S, LLAMA_STEP_TOKENS, llama_mtbf_s, validation
 from shoal.cli.simulate import SimulateOptions, simulate
-from shoal.tools.plan.published import LLAMA_DAYS, LLAMA_STEP_S, LLAMA_STEP_TOKENS, llama_mtbf_s, validation
 
 CASES = {
     "1,024 nodes for a day": SimulateOptions(1024, 0.5, 4e6, straggler="lognormal:0.05"),

@@ -163,13 +163,13 @@ def held(**holder: object) -> dict[str, object]:
 
 
 def test_a_taken_port_is_named_with_its_process() -> None:
-    finding = only(complaints(scene(held(**process(71)))))
+    finding = only(complaints(replace(scene(held(**process(71))), port=29500)))
     assert (finding.id, finding.severity, finding.node) == ("port.taken", Severity.ERROR, "node1")
     assert finding.evidence == "port 29500 is taken: by process 71 (python train.py), 1 min 05 s old, of me"
     assert "not shoal's" in finding.meaning
     assert finding.fix == ""
-    assert finding.retest.endswith("--port 29500")
-    assert "that we may not look at" in only(complaints(scene(held(pid=None)))).evidence
+    assert finding.retest == "ss -ltnp 'sport = :29500'; shoal doctor --on hosts.toml --port 29500"
+    assert "that this user may not look at" in only(complaints(scene(held(pid=None)))).evidence
     elsewhere = scene({}, held(**process(71)))
     assert complaints(elsewhere) == []
     assert only(remarks(elsewhere, "port.taken")).node == "node2"
