@@ -8,7 +8,6 @@ nothing, and this machine sends it no commands: of our orders it receives only w
 from __future__ import annotations
 
 import asyncio
-import base64
 import ipaddress
 import json
 import re
@@ -21,17 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.agent_link import (
-    PIECE_BYTES,
-    AgentLink,
-    FileReceiver,
-    PipeLink,
-    RefusedFiles,
-    agent_command,
-    read_piece,
-)
+from shoal.cluster.agent_link import AgentLink, PipeLink, agent_command
 from shoal.cluster.node import Node, Note, RunFiles, own_node, ranks_of
 from shoal.cluster.target import JoinSpec
+from shoal.cluster.transfer import PIECE_BYTES, FileReceiver, RefusedFiles, piece_message, read_piece
 from shoal.control.channel import Channel, Message, seal
 from shoal.control.connection_guard import accept_connection, make_connection_guard
 from shoal.control.handshake import Hello, find_mismatch, make_hello
@@ -168,7 +160,7 @@ class JoinedLink:
     async def _send_file(self, name: str, path: Path) -> None:
         with path.open("rb") as file:
             while piece := file.read(PIECE_BYTES):
-                await self.channel.send({"type": "piece", "path": name, "data": base64.b64encode(piece).decode()})
+                await self.channel.send(piece_message(name, file.tell() - len(piece), piece))
 
     def listen(self, run: Path, ranks: Collection[int], note: Note) -> None:
         """Write what it sends of its own journal, logs and `ranks`. Everything else is refused and reported."""

@@ -16,21 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
-from shoal.cluster.agent_link import (
-    LINE_BYTES,
-    AgentLink,
-    FileReceiver,
-    PipeLink,
-    RefusedFiles,
-    agent_command,
-    parse_header,
-)
+from shoal.cluster.agent_link import AgentLink, PipeLink, agent_command
 from shoal.cluster.hosts.copy import code_bundle, ensure_code, question
 from shoal.cluster.hosts.facts import HostFacts, addresses, look, misfits, wanted_here
 from shoal.cluster.hosts.setup import ReadyHost, make_ready
 from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
 from shoal.cluster.hosts.ssh import RemoteScript, on_each, variables
 from shoal.cluster.node import LocalProgram, Node, Note, Project, RemoteProgram, RunFiles, module_command, ranks_of
+from shoal.cluster.transfer import LINE_BYTES, FileReceiver, RefusedFiles, parse_header
 from shoal.control.processes import make_marks
 from shoal.errors import ControlError, ShoalError
 from shoal.run_folder import RunFolder
