@@ -19,7 +19,7 @@ STDIN_FD = "SHOAL_STDIN_FD"
 
 
 def agent_command(run: Path | str, node: str, python: str = sys.executable) -> tuple[str, ...]:
-    """Return the command of an agent. `env` sets its marks: on an emulated node the process that we start is only a
+    """Return the command of an agent. `env` sets its marks: on an emulated node the process started here is only a
     helper, and must not have them."""
     variables = {**make_marks(run, "agent"), "SHOAL_NODE": check_name(node)}
     words = (f"{name}={value}" for name, value in variables.items())
@@ -46,7 +46,7 @@ class AgentLink(Protocol):
 
 
 class PipeLink:
-    """A link to an agent on this machine or on an emulated node, which share our run folder."""
+    """A link to an agent on this machine or on an emulated node, which share this run folder."""
 
     def __init__(
         self, argv: Sequence[str], run: Path, node: str, stdin: int | None = None, template: int | None = None

@@ -2,7 +2,7 @@
 
 The owner of each machine types `shoal join ADDRESS:PORT` there and a code that works once. The machine then receives
 what the run needs, plans and starts its own ranks, and sends back what they write. It can make this machine run
-nothing, and this machine sends it no commands: of our orders it receives only who takes part.
+nothing, and this machine sends it no commands: of the orders it receives only who takes part.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class JoinCluster:
 
 
 def own_address() -> str:
-    """Return our address on the default route; without one, that of the first interface other than loopback."""
+    """Return this machine's address on the default route; without one, that of its first interface but loopback."""
     try:
         address = source_address("192.0.2.1")
     except OSError:
@@ -218,7 +218,7 @@ class JoinedLink:
 def install_command() -> str:
     """Return what a machine types to have the versions of this one, without which it is refused."""
     own = make_hello(0, "", "", "", "")
-    # The build, such as +cpu, is no part of what a package index offers.
+    # The build, such as +cpu, is not part of what a package index offers.
     return f"python{own.python} -m pip install shoal=={own.shoal} torch=={own.torch.partition('+')[0]}"
 
 

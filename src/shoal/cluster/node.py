@@ -41,7 +41,7 @@ Note = Callable[[str], None]  # receives a message for the user
 
 @dataclass(frozen=True)
 class Project:
-    """The user's files, here and as a copy on a machine that does not share our disk."""
+    """The user's files, here and as a copy on a machine that does not share this disk."""
 
     here: Path
     there: str
@@ -86,7 +86,7 @@ def _no_texts(_: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run needs on a machine that does not share our disk."""
+    """What a run needs on a machine that does not share this disk."""
 
     project: Path | None = None
     files: Mapping[str, Path] = field(default_factory=dict)  # large files by content digest, so that none is sent twice
@@ -245,7 +245,7 @@ class RemoteProgram:
                 self._buffer.clear()
                 raise ControlError(
                     f"{self.node} answered {about!r} with a line of more than {_MOST_ANSWER_BYTES} bytes",
-                    why="what answers there is no program of shoal, or was tampered with",
+                    why="what answers there is not a program of shoal, or was tampered with",
                 )
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]

@@ -114,7 +114,7 @@ def boot_clock() -> float:
 
 
 def source_address(peer: str) -> str:
-    """Return our own address on the route to `peer`. Connecting a UDP socket picks the route and sends nothing."""
+    """Return the own address on the route to `peer`. Connecting a UDP socket picks the route and sends nothing."""
     with socket.socket(family_of(peer), socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
         address: str = probe.getsockname()[0]
@@ -135,7 +135,7 @@ def dial_priority(address: str) -> tuple[int, int]:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the interface that carries one of our addresses, for `GLOO_SOCKET_IFNAME`."""
+    """Return the interface that carries one of this machine's addresses, for `GLOO_SOCKET_IFNAME`."""
     return next((name for name, addresses in interface_addresses().items() if address in addresses), None)
 
 

@@ -96,7 +96,7 @@ def addresses() -> list[tuple[int, str, str]]:
 
 
 def route(peer: str) -> dict[str, Any]:
-    """Return how a packet to `peer` would leave; raise OSError where there is no route. `local`: our own address."""
+    """Return how a packet to `peer` would leave; raise OSError where there is no route. `local`: its own address."""
     packed = ipaddress.ip_address(peer).packed
     target = _ATTRIBUTE.pack(_ATTRIBUTE.size + len(packed), _ROUTE_TO) + packed
     (body,) = _request(_GET_ROUTE, 0, _ROUTE.pack(family_of(peer), len(packed) * 8, 0, 0, 0, 0, 0, 0, 0) + target)

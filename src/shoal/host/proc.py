@@ -208,7 +208,7 @@ def is_orphan(pid: int) -> bool:
     """Tell whether the parent has ended and a subreaper adopted the process.
 
     A parent 0 cannot be seen from here. A container's first process may be an interactive shell: what it starts shares
-    its session and is no orphan.
+    its session and is not an orphan.
     """
     parent = int(stat_fields(pid)[_PARENT])
     name = read_text(PROC / str(parent) / "comm")
@@ -277,7 +277,7 @@ def fd_targets(pid: int) -> list[str]:
 def tcp_sockets_of(pid: int) -> list[TcpSocket]:
     """Return the TCP sockets that a process holds; raise `OSError` when it is gone or not readable.
 
-    They are looked up in the tables of its own network namespace: psutil's `net_connections` reads those of ours.
+    They are looked up in the tables of its own network namespace: psutil's `net_connections` reads others.
     """
     targets = set(fd_targets(pid))
     tables = (read_text(PROC / str(pid) / "net" / name) for name in ("tcp", "tcp6"))  # no tcp6 in a kernel without IPv6

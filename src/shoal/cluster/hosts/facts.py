@@ -285,7 +285,7 @@ def refuse_one_machine_twice(spec: HostsSpec) -> None:
 
 
 def _local_address(remote: list[str]) -> str:
-    """Return our address on the route to the other hosts; loopback where there are none."""
+    """Return this machine's address on the route to the other hosts; loopback where there are none."""
     if not remote:
         return LOOPBACK
     try:

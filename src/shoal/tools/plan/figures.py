@@ -109,7 +109,7 @@ def _draw_split(axes: Axes, rows: tuple[PlanRow, ...]) -> None:
         if max(map(len, labels)) * len(rows) <= _BAR_CHARACTERS:
             axes.bar_label(bars, labels, label_type="center", color="white", fontsize=8)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    # Beside the bars, because hidden communication is no part of a step.
+    # Beside the bars, because hidden communication is not part of a step.
     shown = [(place + 0.38, per_s * row.prediction.step.comm_s) for place, row in enumerate(rows) if row.nodes > 1]
     places, comm = [place for place, _ in shown], [seconds for _, seconds in shown]
     axes.plot(places, comm, color="black", marker="<", ms=6, linestyle="none", label="all communication")

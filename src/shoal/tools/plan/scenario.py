@@ -241,7 +241,7 @@ class SimulationScenario:
             raise ConfigError(
                 f"a checkpoint of {self.checkpoints.cost_s:g} s is not complete when the next begins, "
                 f"{every * step_s:.3g} s later",
-                why="hidden checkpoints are written while training goes on, one at a time",
+                why="hidden checkpoints are written while training continues, one at a time",
                 fix=f"use --checkpoint-every {math.ceil(self.checkpoints.cost_s / step_s)} or more",
             )
 

@@ -59,7 +59,7 @@ def check_proof(cluster: ClusterFacts) -> Iterator[Finding]:
 
 # Every check in the order in which it runs, with the ids of its findings and what each id makes sure of.
 CHECKS: tuple[tuple[Check, dict[str, str]], ...] = (
-    (check_unreached, {"reach.host": "every machine lets us in: by SSH, with the host key it is known by"}),
+    (check_unreached, {"reach.host": "every machine lets this user in: by SSH, with the host key it is known by"}),
     (check_collectors, {"collector.failed": "every topic could be read on every machine"}),
     (
         machine.check_kinds,

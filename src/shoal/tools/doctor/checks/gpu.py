@@ -229,7 +229,7 @@ def check_nccl(cluster: ClusterFacts) -> Iterator[Finding]:
                 "nccl.debug",
                 Severity.INFO,
                 node.name,
-                f"NCCL_DEBUG={level}" + ("" if known else ", which is no level of NCCL"),
+                f"NCCL_DEBUG={level}" + ("" if known else ", which is not a level of NCCL"),
                 "what NCCL writes to each rank's log: VERSION, WARN (only errors), INFO (which interface and adapter "
                 "it takes: the first thing to look at when it hangs), TRACE",
                 "" if known else "export NCCL_DEBUG=INFO",

@@ -62,7 +62,7 @@ def check_workers(cluster: ClusterFacts) -> Iterator[Finding]:
                     Severity.WARNING,
                     node.name,
                     f"shoal's run {run} has no supervisor any more, and there are still {_list(processes)}",
-                    "they take cores and memory from the next run; stop them if you do not want that run to go on",
+                    "they take cores and memory from the next run; stop them if you do not want that run to continue",
                     _stop_command(processes, facts),
                 )
             else:

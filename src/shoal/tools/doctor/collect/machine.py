@@ -114,7 +114,7 @@ def disks() -> list[dict[str, Any]]:
     places = {
         # Not `tempfile.gettempdir`, which silently takes another folder when this one is full.
         TEMPORARY: Path(os.environ.get("TMPDIR") or "/tmp"),  # noqa: S108 - looked at, not written
-        # Runs are in the working folder or, on a machine that only received our code, beside that.
+        # Runs are in the working folder or, on a machine that only received shoal's code, beside that.
         "runs": here if here != Path("/") else Path(shoal.__file__).parent,
         "encoded text": Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"),
     }
@@ -269,7 +269,7 @@ def workers() -> dict[str, list[dict[str, Any]]]:
 
 
 def _has_other_values(env: Mapping[str, str], names: tuple[str, ...]) -> bool:
-    """Ignore variables equal to our own: in the container of a job, every process has them."""
+    """Ignore variables equal to those of this process: in the container of a job, every process has them."""
     return all(name in env for name in names) and any(env[name] != os.environ.get(name) for name in names)
 
 

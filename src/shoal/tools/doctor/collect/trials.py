@@ -30,7 +30,7 @@ _LONGEST_LINE = 1000
 
 
 class Listener:
-    """Listen for TCP and UDP on the same port. Send each client our name and the rate at which its data arrived."""
+    """Listen for TCP and UDP on the same port. Send each client the name of this node and the rate of its data."""
 
     def __init__(self, address: str, name: str, port: int) -> None:
         family = family_of(address)
@@ -122,7 +122,7 @@ def _explain(error: OSError, where: str, address: str, timeout_s: float) -> dict
 
 
 def _mac(address: str) -> str | None:
-    """Return the card that answers for the address on our segment; empty when none does, None when it is remote."""
+    """Return the card that answers for the address on this segment; empty when none does, None when it is remote."""
     with contextlib.suppress(OSError, AttributeError):
         return network.neighbours().get(address)
     return None
@@ -172,7 +172,7 @@ _HEADER_BYTES: dict[int, int] = {socket.AF_INET: 28, socket.AF_INET6: 48}  # of 
 def send(request: dict[str, Any]) -> dict[str, Any]:
     """Send datagrams of the given sizes, never fragmented, to every place; return what the kernel reported for each.
 
-    `from_listener`: send from the port of our listener, so that a stateful firewall takes the peer's for answers.
+    `from_listener`: send from the port of the listener, so that a stateful firewall takes the peer's for answers.
     """
     listener, from_listener = LISTENERS[int(request["port"])], bool(request.get("from_listener"))
     return {"results": [_send(listener, place, request["tag"], from_listener) for place in request["places"]]}
@@ -196,7 +196,7 @@ def _send(listener: Listener, place: dict[str, Any], tag: str, from_listener: bo
 
 
 def _send_one(sender: socket.socket, place: dict[str, Any], text: str, size: int) -> dict[str, Any]:
-    """Send one datagram. `path_mtu`: the kernel knows it is too large, from our interface or from a router."""
+    """Send one datagram. `path_mtu`: the kernel knows it is too large, from the interface here or from a router."""
     payload = text.encode().ljust(size - _HEADER_BYTES[sender.family], b"\0")
     try:
         sender.sendto(payload, (place["address"], place["port"]))
