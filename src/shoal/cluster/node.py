@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import select
-import shlex
 import socket
 import subprocess
 import sys
@@ -18,12 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-import psutil
-
 from shoal.control.processes import prepare_child
 from shoal.errors import ControlError, RunFailed
 from shoal.host.facts import interface_of
 from shoal.host.network import family_of
+from shoal.host.proc import describe_process, find_listeners
 from shoal.host.topology import divide_cores, this_topology
 from shoal.units import format_duration
 
@@ -166,14 +164,11 @@ def reserve_port(address: str, port: int) -> socket.socket:
 
 def _describe_listener(port: int) -> str:
     """Describe the process that listens at a port; empty for another user's."""
-    with contextlib.suppress(psutil.Error):
-        for connection in psutil.net_connections("tcp"):
-            # A connection to elsewhere with the same local port does not block it.
-            is_listening = connection.status == psutil.CONN_LISTEN
-            if is_listening and connection.laddr and connection.laddr.port == port and connection.pid:
-                process = psutil.Process(connection.pid)
-                age_s = time.time() - process.create_time()
-                return f"process {process.pid} has it, for {format_duration(age_s)}: {shlex.join(process.cmdline())}"
+    with contextlib.suppress(ProcessLookupError):
+        for pid in (listener["pid"] for listener in find_listeners(port)):
+            if pid:
+                process = describe_process(pid)
+                return f"process {pid} has it, for {format_duration(process['age_s'])}: {process['command']}"
     return ""
 
 

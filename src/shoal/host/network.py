@@ -51,7 +51,7 @@ _ADDRESS = struct.Struct("=BBBBI")
 _NEIGHBOUR = struct.Struct("=BxxxiHBB")
 _LINK_MAC, _LINK_NAME, _LINK_MTU, _LINK_CARRIER, _LINK_INFO, _INFO_KIND = 1, 3, 4, 33, 18, 1
 _ADDRESS_PEER, _ADDRESS_LOCAL, _ADDRESS_LABEL = 1, 2, 3
-_ROUTE_TO, _ROUTE_INTERFACE, _ROUTE_GATEWAY, _ROUTE_SOURCE = 1, 4, 5, 7
+_ROUTE_TO, _ROUTE_INTERFACE, _ROUTE_SOURCE = 1, 4, 7
 _NEIGHBOUR_ADDRESS, _NEIGHBOUR_MAC = 1, 2
 _IS_UP = 0x1
 _TYPE_LOCAL = 2
@@ -104,7 +104,6 @@ def route(peer: str) -> dict[str, Any]:
     return {
         "index": struct.unpack("=I", attributes[_ROUTE_INTERFACE])[0],
         "source": str(ipaddress.ip_address(attributes[_ROUTE_SOURCE])) if _ROUTE_SOURCE in attributes else "",
-        "gateway": str(ipaddress.ip_address(attributes[_ROUTE_GATEWAY])) if _ROUTE_GATEWAY in attributes else "",
         "local": kind == _TYPE_LOCAL,
     }
 

@@ -290,7 +290,6 @@ def test_the_program_for_facts_needs_no_shoal_on_the_host(tmp_path: Path) -> Non
     done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True, cwd="/")
     answer = json.loads(done.stdout)
     assert answer["interfaces"] == interface_addresses()
-    assert answer["free_bytes"] > 0
     assert (answer["python"]["executable"], answer["python"]["packages"]) == (sys.executable, {})
 
 

@@ -37,7 +37,7 @@ from shoal.cost.network import (
 )
 from shoal.errors import ControlError
 from shoal.tools.probe.link_meter import rate_bps
-from shoal.tools.probe.links import LINK_METER, plan_flows, ring_of
+from shoal.tools.probe.run import LINK_METER, plan_flows, ring_of
 from tests.support.labs import need_lab, running_lab
 from tests.support.needs import need_tool
 from tests.support.programs import shoal, shoal_command

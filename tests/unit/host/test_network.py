@@ -16,7 +16,7 @@ def test_links_addresses_and_routes_match_the_kernel() -> None:
     (lo,) = [link for link in network.links() if link["name"] == "lo"]
     assert (lo["index"], lo["up"], lo["mac"]) == (socket.if_nametoindex("lo"), True, "00:00:00:00:00:00")
     assert (lo["index"], "127.0.0.1/8", "lo") in network.addresses()
-    assert network.route("127.0.0.1") == {"index": lo["index"], "source": "127.0.0.1", "gateway": "", "local": True}
+    assert network.route("127.0.0.1") == {"index": lo["index"], "source": "127.0.0.1", "local": True}
 
 
 def test_interfaces_have_the_names_by_which_gloo_finds_them() -> None:

@@ -64,13 +64,10 @@ class HostFacts(BaseModel):
     pythons: tuple[PythonFacts, ...]  # those that shoal may use, best first
     others: tuple[str, ...]  # other Pythons there, for messages only
     folder: str  # shoal's own, expanded
-    free_bytes: int
     arch: str
     os: str
-    host_name: str
     interfaces: dict[str, list[str]]
     link_mbps: dict[str, int]
-    has_nvidia: bool
     has_code: bool
     files: tuple[str, ...]
     project_digest: str

@@ -10,8 +10,6 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
-import shutil
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,13 +26,10 @@ def look(request: dict[str, Any], origin: str) -> dict[str, Any]:
     return {
         "python": {"origin": origin, **python_facts(request["packages"])},
         "folder": str(folder),
-        "free_bytes": free_bytes(folder),
         "arch": platform.machine(),
         "os": platform.system(),
-        "host_name": socket.gethostname(),
         "interfaces": interfaces,
         "link_mbps": {name: mbps for name in interfaces if (mbps := link_mbps(name))},
-        "has_nvidia": Path("/proc/driver/nvidia").exists(),
         **holdings(folder, request),
     }
 
@@ -80,13 +75,6 @@ def size_of(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return -1
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the free space of the disk that the folder is on, or will be."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
 
 
 if __name__ == "__main__":

@@ -270,7 +270,7 @@ def test_a_small_disk_for_temporary_files_is_enough() -> None:
 
 @pytest.mark.parametrize(("free", "severity"), [(200e6, Severity.ERROR), (800e6, Severity.WARNING)])
 def test_little_free_memory_is_named(free: float, severity: Severity) -> None:
-    memory = {"total": 8e9, "available": free, "swap_total": 4e9, "swap_used": 3e9}
+    memory = {"total": 8e9, "available": free, "swap_used": 3e9}
     finding = only(complaints(scene({"machine": machine(memory=memory)})))
     assert (finding.id, finding.severity) == ("memory.free", severity)
     assert "of 8 GB memory are free, 3 GB of swap in use" in finding.evidence

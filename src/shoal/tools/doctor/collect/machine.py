@@ -89,12 +89,10 @@ def memory() -> dict[str, int]:
     if "MemAvailable" not in fields:
         return {}
     available, group_bytes = fields["MemAvailable"], _available_in_cgroup()
-    swap_total = fields.get("SwapTotal", 0)
     return {
         "total": fields["MemTotal"],
         "available": available if group_bytes is None else min(available, group_bytes),
-        "swap_total": swap_total,
-        "swap_used": swap_total - fields.get("SwapFree", 0),
+        "swap_used": fields.get("SwapTotal", 0) - fields.get("SwapFree", 0),
     }
 
 

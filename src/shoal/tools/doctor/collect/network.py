@@ -46,7 +46,6 @@ def observe(request: dict[str, Any]) -> dict[str, Any]:
         "firewall": firewall(),
         "host_name": host_name,
         "hosts_file": hosts_file_addresses(read_text("/etc/hosts"), host_name),
-        "port_range": [int(word) for word in read_text("/proc/sys/net/ipv4/ip_local_port_range").split()],
     }
 
 
@@ -79,7 +78,7 @@ def _route(peer: str, names: dict[int, str]) -> dict[str, Any]:
         path = network.route(peer)
     except OSError as error:
         return {"error": error.strerror}
-    return {"interface": names.get(path["index"], ""), **{key: path[key] for key in ("source", "gateway", "local")}}
+    return {"interface": names.get(path["index"], ""), **{key: path[key] for key in ("source", "local")}}
 
 
 # Names.
