@@ -12,16 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from shoal.cluster.hosts.spec import HostsSpec
 from shoal.cluster.lab.spec import LabSpec
-from shoal.cluster.node import (
-    LocalProgram,
-    Node,
-    Note,
-    RemoteProgram,
-    RunFiles,
-    closing_all,
-    local_node,
-    module_command,
-)
+from shoal.cluster.node import Node, Note, RunFiles, local_node
+from shoal.cluster.node_program import LocalProgram, RemoteProgram, closing_all, module_command
 from shoal.cluster.target import ExistingLab, JoinSpec, LocalSpec, parse_on
 from shoal.errors import ShoalError, UsageError
 

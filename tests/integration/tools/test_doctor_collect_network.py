@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import shoal
-from shoal.cluster.node import LocalProgram, RemoteProgram, closing_all, module_command
+from shoal.cluster.node_program import LocalProgram, RemoteProgram, closing_all, module_command
 from shoal.tools.doctor.collect import network, trials
 from shoal.tools.doctor.run import COLLECTOR
 from tests.support.cluster_facts import Facts

@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster.node import LocalProgram, Node, RemoteProgram, module_command
+from shoal.cluster.node import Node
+from shoal.cluster.node_program import LocalProgram, RemoteProgram, module_command
 from shoal.config.load import read_profile
 from shoal.config.profile import Profile
 from shoal.cost.network import (

@@ -22,7 +22,8 @@ from shoal.cluster.hosts.facts import HostFacts, addresses, look, misfits, wante
 from shoal.cluster.hosts.setup import ReadyHost, make_ready
 from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
 from shoal.cluster.hosts.ssh import RemoteScript, on_each, variables
-from shoal.cluster.node import LocalProgram, Node, Note, Project, RemoteProgram, RunFiles, module_command, ranks_of
+from shoal.cluster.node import Node, Note, Project, RunFiles, ranks_of
+from shoal.cluster.node_program import LocalProgram, RemoteProgram, module_command
 from shoal.cluster.transfer import LINE_BYTES, FileReceiver, RefusedFiles, parse_header
 from shoal.control.processes import make_marks
 from shoal.errors import ControlError, ShoalError

@@ -11,7 +11,8 @@ from itertools import permutations
 from pathlib import Path
 
 from shoal.cluster.cluster import NodePrograms, open_cluster, start_on_nodes
-from shoal.cluster.node import Answer, Node, RemoteProgram, RunFiles, ask_each
+from shoal.cluster.node import Node, RunFiles
+from shoal.cluster.node_program import Answer, RemoteProgram, ask_each
 from shoal.config.schema import RunConfig
 from shoal.errors import ControlError, Interrupted, ShoalError
 from shoal.events import EventLog
