@@ -25,7 +25,7 @@ from shoal.cluster.cluster import start_on_nodes
 from shoal.config.load import read_profile
 from shoal.config.profile import CollectiveProfile, Profile
 from shoal.cost.network import fit_alpha_beta
-from shoal.tools.probe.links import LINK_METER, STREAMS, FlowPlan, measure_links
+from shoal.tools.probe.run import LINK_METER, STREAMS, FlowPlan, measure_links
 from shoal.units import parse_rate
 from shoal_lab.lab import Lab
 from shoal_lab.spec import make_spec

@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 
 from _common import options
-from shoal.tools.plan.published import LLAMA_DAYS, LLAMA_STEP_S, LLAMA_STEP_TOKENS, llama_mtbf_s, validation
+from _published import LLAMA_DAYS, LLAMA_STEP_S, LLAMA_STEP_TOKENS, llama_mtbf_s, validation
 from shoal.tools.plan.scenario_file import ScenarioFile, simulate
 
 CASES = {

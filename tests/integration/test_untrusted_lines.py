@@ -20,13 +20,14 @@ from hypothesis import strategies as st
 
 import shoal
 from shoal.agent.kv_store import MAX_REQUEST_BYTES, read_request
-from shoal.cluster.agent_link import LINE_BYTES, PIECE_BYTES
 from shoal.cluster.hosts import cluster as hosts_link
 from shoal.cluster.hosts.cluster import SshLink
 from shoal.cluster.hosts.messenger import parse_order
 from shoal.cluster.hosts.setup import ReadyHost
 from shoal.cluster.hosts.spec import Host, HostsSpec
-from shoal.cluster.node import LocalProgram, Node, RemoteProgram, closing_all, ranks_of
+from shoal.cluster.node import Node, ranks_of
+from shoal.cluster.node_program import LocalProgram, RemoteProgram, closing_all
+from shoal.cluster.transfer import LINE_BYTES, PIECE_BYTES
 from shoal.control.channel import is_equal_secret
 from shoal.control.orders import read_member, read_places
 from shoal.errors import ControlError

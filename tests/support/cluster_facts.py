@@ -21,7 +21,7 @@ def interface(*addresses: str, kind: str = "wired", **more: Any) -> Facts:
 
 def seen(address: str, peers: list[str]) -> Facts:
     """Return the facts that a collector reports for a node with one card."""
-    route = {"interface": "eth0", "source": address, "gateway": "", "local": False}
+    route = {"interface": "eth0", "source": address, "local": False}
     return {
         "network": {
             "interfaces": {"lo": interface("127.0.0.1/8", kind="loopback"), "eth0": interface(f"{address}/24")},

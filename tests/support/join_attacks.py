@@ -86,7 +86,7 @@ class MaliciousHost:
         need = await self._receive(channel)
         for name in need.get("need", []):
             data = base64.b64encode(self.cargo.files[name].read_bytes()).decode()
-            await self._send(channel, "piece", data=data)
+            await self._send(channel, "piece", path=name, offset=0, data=data)
         answer = await self._receive(channel)
         while answer.get("type") != "prepared":
             answer = await self._receive(channel)

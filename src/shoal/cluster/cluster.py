@@ -11,16 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from shoal.cluster.hosts.spec import HostsSpec
-from shoal.cluster.node import (
-    LocalProgram,
-    Node,
-    Note,
-    RemoteProgram,
-    RunFiles,
-    closing_all,
-    local_node,
-    module_command,
-)
+from shoal.cluster.node import Node, Note, RunFiles, local_node
+from shoal.cluster.node_program import LocalProgram, RemoteProgram, closing_all, module_command
 from shoal.cluster.target import ExistingLab, JoinSpec, LocalSpec, parse_on
 from shoal.errors import ShoalError, UsageError
 from shoal_lab.spec import LabSpec
@@ -36,7 +28,7 @@ class Cluster(Protocol):
     def nodes(self) -> list[Node]: ...
 
     def start_agent(self, node: Node, run: Path) -> AgentLink:
-        """Start an agent on the node for the run in our folder `run`. The agent outlives this process."""
+        """Start an agent on the node for the run in the local folder `run`. The agent outlives this process."""
         ...
 
     def folder(self, node: Node, run: Path) -> str:
@@ -82,7 +74,7 @@ def open_cluster(
 ) -> Iterator[Cluster]:
     """Open the cluster that `--on` names. A lab made for this run is removed with it, however the run ends.
 
-    `run_files` are sent to machines that do not share our disk. `note` receives messages for the user. `confirm` is
+    `run_files` are sent to machines that do not share this disk. `note` receives messages for the user. `confirm` is
     asked before a joining machine gets anything. `stdin` is for rank 0 of a script on this machine. From `template` the
     ranks of a lab are forked.
     """

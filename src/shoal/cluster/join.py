@@ -2,13 +2,12 @@
 
 The owner of each machine types `shoal join ADDRESS:PORT` there and a code that works once. The machine then receives
 what the run needs, plans and starts its own ranks, and sends back what they write. It can make this machine run
-nothing, and this machine sends it no commands: of our orders it receives only who takes part.
+nothing, and this machine sends it no commands: of the orders it receives only who takes part.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import ipaddress
 import json
 import re
@@ -21,17 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.agent_link import (
-    PIECE_BYTES,
-    AgentLink,
-    FileReceiver,
-    PipeLink,
-    RefusedFiles,
-    agent_command,
-    read_piece,
-)
+from shoal.cluster.agent_link import AgentLink, PipeLink, agent_command
 from shoal.cluster.node import Node, Note, RunFiles, own_node, ranks_of
 from shoal.cluster.target import JoinSpec
+from shoal.cluster.transfer import PIECE_BYTES, FileReceiver, RefusedFiles, piece_message, read_piece
 from shoal.control.channel import Channel, Message, seal
 from shoal.control.connection_guard import accept_connection, make_connection_guard
 from shoal.control.handshake import Hello, find_mismatch, make_hello
@@ -39,7 +31,8 @@ from shoal.control.invitation import Invitation, make_code
 from shoal.control.orders import GoOrder, MeetOrder
 from shoal.control.rank_env import RESUME
 from shoal.errors import ControlError, ShoalError, UsageError, from_dict
-from shoal.host.facts import interface_addresses, interface_for, source_address
+from shoal.host.facts import interface_for, source_address
+from shoal.host.network import interface_addresses
 
 # Returns the names that a joining machine cannot have.
 TakenNames = Callable[[], Collection[str]]
@@ -115,7 +108,7 @@ class JoinCluster:
 
 
 def own_address() -> str:
-    """Return our address on the default route; without one, that of the first interface other than loopback."""
+    """Return this machine's address on the default route; without one, that of its first interface but loopback."""
     try:
         address = source_address("192.0.2.1")
     except OSError:
@@ -167,7 +160,7 @@ class JoinedLink:
     async def _send_file(self, name: str, path: Path) -> None:
         with path.open("rb") as file:
             while piece := file.read(PIECE_BYTES):
-                await self.channel.send({"type": "piece", "path": name, "data": base64.b64encode(piece).decode()})
+                await self.channel.send(piece_message(name, file.tell() - len(piece), piece))
 
     def listen(self, run: Path, ranks: Collection[int], note: Note) -> None:
         """Write what it sends of its own journal, logs and `ranks`. Everything else is refused and reported."""
@@ -225,7 +218,7 @@ class JoinedLink:
 def install_command() -> str:
     """Return what a machine types to have the versions of this one, without which it is refused."""
     own = make_hello(0, "", "", "", "")
-    # The build, such as +cpu, is no part of what a package index offers.
+    # The build, such as +cpu, is not part of what a package index offers.
     return f"python{own.python} -m pip install shoal=={own.shoal} torch=={own.torch.partition('+')[0]}"
 
 

@@ -52,7 +52,7 @@ class JoinSpec:
     """This machine and others that join it, with one rank each."""
 
     machines: int
-    address: str | None = None  # ours, by which the others reach us; None: it is found
+    address: str | None = None  # this machine's, by which the others reach us; None: it is found
     port: int = 0
 
 
@@ -96,7 +96,7 @@ def _parse_local_devices(text: str, settings: str | None, ranks: int) -> tuple[s
     words = per_node("device=", value, ranks, "ranks")
     if wrong := [word for word in words if word not in DEVICES]:
         raise UsageError(
-            f"--on {text}: {wrong[0]!r} is no device",
+            f"--on {text}: {wrong[0]!r} is not a device",
             why=did_you_mean(wrong[0], DEVICES) or f"a device is {', '.join(DEVICES)}",
             fix="write for example: --on local:2,device=cuda, or device=cuda/cpu for each rank its own",
         )

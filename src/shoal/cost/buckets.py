@@ -36,7 +36,7 @@ class BucketCost:
 
 
 def gradients(model: ModelConfig) -> list[GradientTensor]:
-    """Return the tensors of our GPT in the order in which backward completes them.
+    """Return the tensors of shoal's GPT in the order in which backward completes them.
 
     The tied embedding is last, although the head, its dense part, was first: the look-up at the input adds to it.
     `split_tied` models the exchange that sends the two parts separately.

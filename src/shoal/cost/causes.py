@@ -77,7 +77,7 @@ class Demand:
         return self.wanted >= _MIN_WANTED * self.cpus > 0 and self.waited_part >= _MIN_WAITED
 
     def is_cause(self, other_cores: float) -> bool:
-        """Whether that costs time while programs outside the run use so many cores."""
+        """Whether that costs time while programs outside the run use this many cores."""
         return self.is_too_high and other_cores < _DISTURBING * (self.wanted - self.cpus)
 
     @property
@@ -304,4 +304,4 @@ def _whose(demand: Demand) -> str:
 
 
 def _median_node(others: Sequence[RankTimes]) -> NodeStats:
-    return NodeStats(*(median(column) for column in zip(*(other.node.numbers() for other in others), strict=True)))
+    return NodeStats(*(median(column) for column in zip(*(other.node.numbers for other in others), strict=True)))

@@ -60,7 +60,7 @@ class Workload:
     ) -> BatchPlan:
         """Divide a batch by weight, in micro-batches of at most `most` sequences unless their size is configured.
 
-        Shares that follow speed are no whole micro-batches then (see `engine.balance`).
+        Shares that follow speed are not whole micro-batches then (see `engine.balance`).
         """
         if follows_speed and self.train.micro_batch is None:
             size = micro_batch(self.train, (1.0,) * len(weights), most)

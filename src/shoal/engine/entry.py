@@ -32,7 +32,7 @@ from shoal.engine.start_training import (
 from shoal.engine.step import TrainingStep
 from shoal.engine.training_state import TrainingState
 from shoal.errors import PeerLost, RunFailed, ShoalError
-from shoal.host.facts import link_mbps
+from shoal.host.network import link_mbps
 from shoal.sync.fence import Fence, GenerationEnded, StepBoundary
 from shoal.sync.kv_store_client import AgentStore
 from shoal.sync.membership_client import AgentConnection, MembershipClient

@@ -328,7 +328,7 @@ class Measurement:
         return {
             "starved": round(min(1.0, (cpu_wait_s() - self._waited_s) / ran_s), 4),
             "gc_s": round(self._watch.take_gc_s() / max(1, self._step), 6),
-            "machine": [round(value, 4) for value in self._watch.overall().numbers()],
+            "machine": [round(value, 4) for value in self._watch.overall().numbers],
             "top_process": self._watch.top_process,
         }
 

@@ -1,8 +1,8 @@
-"""Facts about this machine that its peers need before they train together: versions, clock, interfaces. Its cores are
-in `topology`.
+"""Facts about this machine that its peers need before they train together: versions, clock, its address. Its cores are
+in `topology`, its interfaces in `network`.
 
-Torch-free and quick. psutil is imported only where the standard library has no answer, so that the collector of `shoal
-doctor` can use this module on machines where nothing is installed.
+Torch-free, quick, and standard library only: the collector of `shoal doctor` uses this module on machines where nothing
+is installed.
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ from __future__ import annotations
 import importlib.metadata
 import ipaddress
 import json
-import os
 import platform
 import re
 import shlex
 import socket
-import subprocess
 import time
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 from shoal.errors import UsageError
-from shoal.host.proc import read_cpuinfo, read_text
+from shoal.host.network import family_of, interface_addresses
+from shoal.host.proc import command_output, interface_counters, read_cpuinfo, read_text
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_LSCPU_TIMEOUT_S = 5.0
 # Device names of NVIDIA (also on a Jetson and under Windows), AMD, and the accelerators that torch has plug-ins for.
 _ACCELERATOR = re.compile(r"nvidia\d+|nvmap|dxg|kfd|accel|davinci\d+|hl\d+|cambricon_dev\d+")
 
@@ -36,14 +34,10 @@ _ACCELERATOR = re.compile(r"nvidia\d+|nvmap|dxg|kfd|accel|davinci\d+|hl\d+|cambr
 @cache
 def cpu_name() -> str:
     """Return the processor's name from lscpu: /proc/cpuinfo names an ARM core only by number."""
-    argv = ["lscpu", "--json"]
     try:
-        output = subprocess.run(
-            argv, capture_output=True, timeout=_LSCPU_TIMEOUT_S, check=True, env={**os.environ, "LC_ALL": "C"}
-        ).stdout
-        fields = {entry["field"]: entry["data"] for entry in json.loads(output)["lscpu"]}
-        return str(fields["Model name:"])
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
+        entries = json.loads(command_output(["lscpu", "--json"]))["lscpu"]
+        return str({entry["field"]: entry["data"] for entry in entries}["Model name:"])
+    except (ValueError, KeyError, TypeError):
         return read_cpuinfo("model name") or platform.processor() or platform.machine()
 
 
@@ -120,9 +114,8 @@ def boot_clock() -> float:
 
 
 def source_address(peer: str) -> str:
-    """Return our own address on the route to `peer`. Connecting a UDP socket picks the route and sends nothing."""
-    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    """Return the own address on the route to `peer`. Connecting a UDP socket picks the route and sends nothing."""
+    with socket.socket(family_of(peer), socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
         address: str = probe.getsockname()[0]
     return address
@@ -141,19 +134,8 @@ def dial_priority(address: str) -> tuple[int, int]:
     return number.version, int(number)
 
 
-def interface_addresses() -> dict[str, list[str]]:
-    """Return the IP addresses of every interface of this machine, without zones such as `%eth0`."""
-    import psutil
-
-    families = (socket.AF_INET, socket.AF_INET6)
-    return {
-        name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
-        for name, entries in psutil.net_if_addrs().items()
-    }
-
-
 def interface_of(address: str) -> str | None:
-    """Return the interface that carries one of our addresses, for `GLOO_SOCKET_IFNAME`."""
+    """Return the interface that carries one of this machine's addresses, for `GLOO_SOCKET_IFNAME`."""
     return next((name for name, addresses in interface_addresses().items() if address in addresses), None)
 
 
@@ -190,26 +172,15 @@ def interface_for(address: str, wanted: str | None, node: str) -> str:
 def can_listen(address: str) -> bool:
     """Try to bind the address: on loopback the kernel accepts addresses that no interface lists."""
     try:
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
     except OSError:
         return False
     return True
 
 
-def link_mbps(interface: str | None) -> int | None:
-    """Return the speed that the network card reports; virtual interfaces and loopback report none."""
-    import psutil
-
-    stats = psutil.net_if_stats().get(interface or "")
-    return stats.speed if stats and stats.speed > 0 else None
-
-
 class WireCounter:
-    """Counts the bytes that this node sends over the interface of the ranks, by the kernel's own counter.
-
-    Does not use /sys/class/net: an emulated node has its own eth0, and /sys may show the host's.
-    """
+    """Counts the bytes that this node sends over the interface of the ranks, by the kernel's own counter."""
 
     def __init__(self, interface: str | None) -> None:
         self._interface = interface
@@ -222,18 +193,4 @@ class WireCounter:
         return sent
 
     def _read(self) -> int | None:
-        if self._interface is None:
-            return None
-        try:
-            table = Path("/proc/self/net/dev").read_text()
-        except OSError:
-            import psutil
-
-            counters = psutil.net_io_counters(pernic=True).get(self._interface)
-            return counters.bytes_sent if counters else None
-        for line in table.splitlines():
-            name, colon, numbers = line.partition(":")
-            if colon and name.strip() == self._interface:
-                # The ninth number counts sent bytes; the first eight are about receiving.
-                return int(numbers.split()[8])
-        return None
+        return next((int(words[8]) for name, words in interface_counters() if name == self._interface), None)

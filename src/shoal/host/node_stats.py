@@ -18,10 +18,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.host.facts import boot_id
-from shoal.host.proc import read_number, read_text
+from shoal.host.proc import (
+    all_pids,
+    cpu_ticks,
+    interface_counters,
+    read_meminfo,
+    read_number,
+    read_text,
+    stat_fields,
+)
 from shoal.host.topology import cpu_groups, is_on_battery
 
 SAMPLE_S = 3.0
@@ -69,12 +77,13 @@ class NodeStats:
         counts = (self.major_faults / 100, self.other_cores, self.heat, self.link_errors / 10, self.resent * 20)
         return max(*parts, *counts) > 0.1
 
+    @property
     def numbers(self) -> tuple[float, ...]:
         return tuple(vars(self).values())
 
 
 def mean_stats(samples: Iterable[NodeStats]) -> NodeStats:
-    rows = [sample.numbers() for sample in samples]
+    rows = [sample.numbers for sample in samples]
     return NodeStats(*(sum(column) / len(rows) for column in zip(*rows, strict=True))) if rows else NodeStats()
 
 
@@ -100,8 +109,13 @@ class NodeCounters:
         if self._heat:
             counters["heat"] = float(sum(read_number(path) or 0 for path in self._heat))
         counters |= _tcp_counters(read_text(self._proc / "self/net/snmp"))
-        errors = _link_errors(read_text(self._proc / "self/net/dev"))
-        return counters if errors is None else counters | {"link_errors": errors}
+        # Damaged packets in both directions, and dropped ones that were to be sent.
+        damaged = [
+            int(words[2]) + int(words[10]) + int(words[11])
+            for name, words in interface_counters(self._proc)
+            if name != "lo"
+        ]
+        return counters | {"link_errors": float(sum(damaged))} if damaged else counters
 
     def _read_cpu(self) -> dict[str, float]:
         line = read_text(self._proc / "stat").partition("\n")[0].split()
@@ -132,12 +146,11 @@ class NodeCounters:
                 parts.append(now / most)
         return sum(parts) / len(parts) if parts else None
 
-    def read_memory(self) -> float | None:
-        """Return the part of the memory that is in use."""
-        lines = (line.split() for line in read_text(self._proc / "meminfo").splitlines())
-        sizes = {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
-        total, available = sizes.get("MemTotal:"), sizes.get("MemAvailable:")
-        return None if not total or available is None else 1 - available / total
+    def read_memory(self) -> float:
+        """Return the part of the memory that is in use; 0 where it is not known."""
+        sizes = read_meminfo(self._proc)
+        total, available = sizes.get("MemTotal"), sizes.get("MemAvailable")
+        return 0.0 if not total or available is None else 1 - available / total
 
     def is_on_battery(self) -> bool:
         return is_on_battery(self._sys)
@@ -145,11 +158,9 @@ class NodeCounters:
     def process_times(self) -> dict[int, float]:
         """Return the CPU seconds of every process that this machine shows."""
         times: dict[int, float] = {}
-        for entry in self._proc.iterdir():
-            if entry.name.isdigit():
-                words = read_text(entry / "stat").rpartition(")")[2].split()
-                if len(words) > 13:
-                    times[int(entry.name)] = (int(words[11]) + int(words[12])) / _TICKS
+        for pid in all_pids(self._proc):
+            with contextlib.suppress(ProcessLookupError):
+                times[pid] = cpu_ticks(stat_fields(pid, self._proc)) / _TICKS
         return times
 
     def process_name(self, pid: int) -> str:
@@ -179,17 +190,6 @@ def _tcp_counters(text: str) -> dict[str, float]:
         return {"tcp_sent": float(table["OutSegs"]), "tcp_resent": float(table["RetransSegs"])}
     except (KeyError, ValueError):
         return {}
-
-
-def _link_errors(text: str) -> float | None:
-    """Return damaged packets of all interfaces in both directions, and dropped ones that were to be sent."""
-    total = None
-    for line in text.splitlines()[2:]:
-        name, _, numbers = line.partition(":")
-        words = numbers.split()
-        if name.strip() != "lo" and len(words) >= 12:
-            total = (total or 0.0) + int(words[2]) + int(words[10]) + int(words[11])
-    return total
 
 
 class ThreadTimes:
@@ -247,6 +247,103 @@ def usable_cpus() -> tuple[set[int], set[int]]:
     return own, anywhere
 
 
+class GcTimer:
+    """Adds up how long garbage was collected."""
+
+    def __init__(self) -> None:
+        self._seconds = self._began = 0.0
+
+    def start(self) -> None:
+        gc.callbacks.append(self._on_gc)
+
+    def close(self) -> None:
+        with contextlib.suppress(ValueError):
+            gc.callbacks.remove(self._on_gc)
+
+    def take_s(self) -> float:
+        """Return the time since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _on_gc(self, phase: str, _: Mapping[str, int]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._began = now
+        elif self._began:
+            self._seconds += now - self._began
+
+
+class OtherPrograms:
+    """Finds the programs outside the run that keep processors busy. `is_own`: whether a process belongs to the run."""
+
+    def __init__(self, counters: NodeCounters, is_own: Callable[[int], bool]) -> None:
+        self._counters = counters
+        self._is_own = is_own
+        self._owned: dict[int, bool] = {}
+        self._before: tuple[float, dict[int, float]] | None = None
+        self._look_every_s = self._cores = 0.0
+        self.top_process = ""  # the one that used the most of the processors lately
+
+    def measure_cores(self, now: float, beside_cores: float) -> float:
+        """Return how many cores they use. `beside_cores`: how many all other processes of the machine use."""
+        if beside_cores < _MIN_OTHER_CORES:
+            self._before, self._cores = None, 0.0
+            return 0.0
+        before = self._before
+        if before is not None and now - before[0] < self._look_every_s:
+            return self._cores
+        cpu_began = time.thread_time()
+        times = self._counters.process_times()
+        # On a machine with thousands of processes look less often: not for more than a thousandth of the time.
+        self._look_every_s = 1000 * (time.thread_time() - cpu_began)
+        self._before = now, times
+        if before is None:
+            return 0.0
+        used = {pid: (seconds - before[1][pid]) for pid, seconds in times.items() if pid in before[1]}
+        elapsed_s, total_s, most_s = max(1e-3, now - before[0]), 0.0, 0.0
+        for pid, seconds in used.items():
+            if seconds > 0.02 * elapsed_s and not self._is_of_run(pid):
+                total_s += seconds
+                if seconds > most_s:
+                    most_s, self.top_process = seconds, f"{self._counters.process_name(pid)} (process {pid})"
+        self._cores = total_s / elapsed_s
+        return self._cores
+
+    def _is_of_run(self, pid: int) -> bool:
+        if pid not in self._owned:
+            if len(self._owned) > 1000:
+                self._owned.clear()
+            with contextlib.suppress(OSError):
+                self._owned[pid] = pid == os.getpid() or self._is_own(pid)
+        return self._owned.get(pid, True)
+
+
+class KeptSamples:
+    """Passes on the samples that are worth keeping: `write` appends one to a file."""
+
+    def __init__(self, write: Callable[[Mapping[str, Any]], None]) -> None:
+        self._write = write
+        self._count = 0
+        self._written_at = float("-inf")
+
+    def is_wanted(self, now: float, stats: NodeStats) -> bool:
+        every_s = _WRITE_EVERY_S if self._count < _OFTEN_SAMPLES else _LATER_EVERY_S
+        return self._count < MOST_SAMPLES and (stats.is_notable or now - self._written_at >= every_s)
+
+    def add(self, now: float, stats: NodeStats, **others: float | str) -> None:
+        self._count, self._written_at = self._count + 1, now
+        named = {entry.name: round(getattr(stats, entry.name), 4) for entry in fields(stats)}
+        self._write({**named, **others})
+
+
+class _Reading(NamedTuple):
+    at: float
+    counters: dict[str, float]
+    own_cpu_s: float  # of this process
+    own_major_faults: float
+    run_busy_s: float  # of the processors that the run may use
+
+
 class NodeWatch:
     """Samples this machine in a thread, for the rank whose process it is.
 
@@ -261,36 +358,33 @@ class NodeWatch:
         counters: NodeCounters | None = None,
         threads: int = 0,
     ) -> None:
-        self._is_own = is_own
-        self._write = write
         self._counters = counters or NodeCounters()
         self._thread_times = ThreadTimes()
-        self._busy_s = self._counters.read_busy_s(usable_cpus()[1])
+        self._other_programs = OtherPrograms(self._counters, is_own)
+        self._kept = KeptSamples(write)
+        self._gc = GcTimer()
+        self._stopped_s = 0.0  # that the process stood still since the last sample
         # Small enough for means of it to be exact.
-        self.threads = threads
         self._machine = zlib.crc32((boot_id() or socket.gethostname()).encode())
         self._recent: deque[NodeStats] = deque(maxlen=_RECENT)
-        self._sums, self._count = NodeStats().numbers(), 0
-        self._written_at = float("-inf")
-        self._written = 0
-        self._stopped_s = 0.0
-        self._gc_s = self._gc_began = 0.0
-        self._owned: dict[int, bool] = {}
-        self._process_times: tuple[float, dict[int, float]] | None = None
-        self._look_every_s = self._last_other_cores = 0.0
+        self._sums, self._count = NodeStats().numbers, 0
         self._end = threading.Event()
-        self.top_process = ""  # the program outside the run that used the most of the processors lately
+        self._last = self._read(usable_cpus()[1])
+        self.threads = threads
         self.sample_cpu_s = 0.0  # what all samples took
-        self._at, self._last, self._own = time.perf_counter(), self._counters.read(), _own_usage()
+
+    @property
+    def top_process(self) -> str:
+        """The program outside the run that used the most of the processors lately."""
+        return self._other_programs.top_process
 
     def start(self) -> None:
-        gc.callbacks.append(self._on_gc)
+        self._gc.start()
         threading.Thread(target=self._work, name="shoal-node-watch", daemon=True).start()
 
     def close(self) -> None:
         self._end.set()
-        with contextlib.suppress(ValueError):
-            gc.callbacks.remove(self._on_gc)
+        self._gc.close()
 
     def recent(self) -> NodeStats:
         """Return the means of the last samples."""
@@ -302,15 +396,7 @@ class NodeWatch:
 
     def take_gc_s(self) -> float:
         """Return how long garbage was collected since the last call."""
-        seconds, self._gc_s = self._gc_s, 0.0
-        return seconds
-
-    def _on_gc(self, phase: str, _: Mapping[str, int]) -> None:
-        now = time.perf_counter()
-        if phase == "start":
-            self._gc_began = now
-        elif self._gc_began:
-            self._gc_s += now - self._gc_began
+        return self._gc.take_s()
 
     def _work(self) -> None:
         sampled_at, waited_s = time.perf_counter(), cpu_wait_s("thread-self")
@@ -332,21 +418,41 @@ class NodeWatch:
     def sample(self) -> NodeStats:
         """Read all counters once; return what happened since the last sample."""
         cpu_began = time.thread_time()
-        now, counters, own = time.perf_counter(), self._counters.read(), _own_usage()
-        elapsed_s = max(1e-3, now - self._at)
-        spent = {name: max(0.0, value - self._last[name]) for name, value in counters.items() if name in self._last}
+        cpus, run_cpus = usable_cpus()
+        before, now = self._last, self._read(run_cpus)
+        stats, spent = self._compare(before, now, len(cpus), len(run_cpus))
+        self._last = now
+        self._recent.append(stats)
+        self._sums = tuple(total + value for total, value in zip(self._sums, stats.numbers, strict=True))
+        self._count += 1
+        if self._kept.is_wanted(now.at, stats):
+            cpu = round(spent.get("busy", 0.0) / max(1e-3, spent.get("all", 0.0)), 4)
+            memory = round(self._counters.read_memory(), 4)
+            self._kept.add(now.at, stats, cpu=cpu, memory=memory, top_process=self.top_process)
+        self.sample_cpu_s += time.thread_time() - cpu_began
+        return stats
+
+    def _read(self, run_cpus: Set[int]) -> _Reading:
+        return _Reading(time.perf_counter(), self._counters.read(), *_own_usage(), self._counters.read_busy_s(run_cpus))
+
+    def _compare(self, before: _Reading, now: _Reading, cpus: int, run_cpus: int) -> tuple[NodeStats, dict[str, float]]:
+        """Return what happened between two readings, and by how much each counter grew."""
+        elapsed_s = max(1e-3, now.at - before.at)
+        spent = {
+            name: max(0.0, value - before.counters[name])
+            for name, value in now.counters.items()
+            if name in before.counters
+        }
         stopped_s, self._stopped_s = self._stopped_s, 0.0
         throttled = min(1.0, spent.get("throttled", 0.0) / elapsed_s)
         wanted, waited = self._thread_times.since_last()
-        cpus, run_cpus = usable_cpus()
-        busy_before, self._busy_s = self._busy_s, self._counters.read_busy_s(run_cpus)
-        other_cores = self._other_cores(now, spent.get("busy", 0.0) / elapsed_s - (own[0] - self._own[0]) / elapsed_s)
+        beside_cores = (spent.get("busy", 0.0) - (now.own_cpu_s - before.own_cpu_s)) / elapsed_s
         stats = NodeStats(
             throttled=throttled,
             # A group without quota stands still too.
             frozen=max(0.0, min(1.0, stopped_s / elapsed_s) - throttled),
-            other_cores=other_cores,
-            major_faults=(own[1] - self._own[1]) / elapsed_s,
+            other_cores=self._other_programs.measure_cores(now.at, beside_cores),
+            major_faults=(now.own_major_faults - before.own_major_faults) / elapsed_s,
             memory_stall=min(1.0, spent.get("memory_stall", 0.0) / elapsed_s),
             io_stall=min(1.0, spent.get("io_stall", 0.0) / elapsed_s),
             steal=spent.get("steal", 0.0) / max(1e-3, spent.get("all", 0.0)),
@@ -357,58 +463,13 @@ class NodeWatch:
             on_battery=float(self._counters.is_on_battery()),
             wanted=wanted,
             waited=waited,
-            cpus=len(cpus),
-            run_cpus=len(run_cpus),
-            busy=max(0.0, self._busy_s - busy_before) / elapsed_s,
+            cpus=cpus,
+            run_cpus=run_cpus,
+            busy=max(0.0, now.run_busy_s - before.run_busy_s) / elapsed_s,
             threads=self.threads,
             machine=self._machine,
         )
-        self._at, self._last, self._own = now, counters, own
-        self._recent.append(stats)
-        self._sums = tuple(total + value for total, value in zip(self._sums, stats.numbers(), strict=True))
-        self._count += 1
-        every_s = _WRITE_EVERY_S if self._written < _OFTEN_SAMPLES else _LATER_EVERY_S
-        if self._written < MOST_SAMPLES and (stats.is_notable or now - self._written_at >= every_s):
-            self._written, self._written_at = self._written + 1, now
-            named = {entry.name: round(getattr(stats, entry.name), 4) for entry in fields(stats)}
-            cpu = round(spent.get("busy", 0.0) / max(1e-3, spent.get("all", 0.0)), 4)
-            memory = round(self._counters.read_memory() or 0.0, 4)
-            self._write({**named, "cpu": cpu, "memory": memory, "top_process": self.top_process})
-        self.sample_cpu_s += time.thread_time() - cpu_began
-        return stats
-
-    def _other_cores(self, now: float, beside_cores: float) -> float:
-        """Return the cores that programs outside the run use, and remember the one that uses the most."""
-        if beside_cores < _MIN_OTHER_CORES:
-            self._process_times, self._last_other_cores = None, 0.0
-            return 0.0
-        before = self._process_times
-        if before is not None and now - before[0] < self._look_every_s:
-            return self._last_other_cores
-        cpu_began = time.thread_time()
-        times = self._counters.process_times()
-        # On a machine with thousands of processes look less often: not for more than a thousandth of the time.
-        self._look_every_s = 1000 * (time.thread_time() - cpu_began)
-        self._process_times = now, times
-        if before is None:
-            return 0.0
-        used = {pid: (seconds - before[1][pid]) for pid, seconds in times.items() if pid in before[1]}
-        elapsed_s, total_s, most_s = max(1e-3, now - before[0]), 0.0, 0.0
-        for pid, seconds in used.items():
-            if seconds > 0.02 * elapsed_s and not self._is_of_run(pid):
-                total_s += seconds
-                if seconds > most_s:
-                    most_s, self.top_process = seconds, f"{self._counters.process_name(pid)} (process {pid})"
-        self._last_other_cores = total_s / elapsed_s
-        return self._last_other_cores
-
-    def _is_of_run(self, pid: int) -> bool:
-        if pid not in self._owned:
-            if len(self._owned) > 1000:
-                self._owned.clear()
-            with contextlib.suppress(OSError):
-                self._owned[pid] = pid == os.getpid() or self._is_own(pid)
-        return self._owned.get(pid, True)
+        return stats, spent
 
 
 def _own_usage() -> tuple[float, float]:

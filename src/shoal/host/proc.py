@@ -14,7 +14,8 @@ import shlex
 import socket
 import stat
 import struct
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
@@ -24,11 +25,12 @@ PROC = Path("/proc")
 Address = IPv4Address | IPv6Address
 
 _COMMAND_CHARACTERS = 200
+_COMMAND_TIMEOUT_S = 3.0
 # Processes that adopt orphans. The kernel does not show which process asked to be a subreaper; these are known to.
 _SUBREAPERS = {"systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "conmon", "containerd-shim"}
 _SHELLS = {"sh", "bash", "dash", "zsh", "fish", "ksh"}
 # Indices into `stat_fields`.
-_STATE, _PARENT, _SESSION, _START_TICKS = 0, 1, 3, 19
+_STATE, _PARENT, _SESSION, _USER_TICKS, _SYSTEM_TICKS, _START_TICKS = 0, 1, 3, 11, 12, 19
 _LISTEN = 0x0A  # TCP_LISTEN
 
 
@@ -69,17 +71,45 @@ def read_cpuinfo(field: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
-def read_meminfo() -> dict[str, int]:
+def read_meminfo(proc_root: Path = PROC) -> dict[str, int]:
     """Return /proc/meminfo, in bytes."""
-    lines = (line.split() for line in read_text(PROC / "meminfo").splitlines())
+    lines = (line.split() for line in read_text(proc_root / "meminfo").splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
+
+
+def interface_counters(proc_root: Path = PROC) -> Iterator[tuple[str, list[str]]]:
+    """Yield every interface of this network namespace with its counters: eight about receiving (bytes, packets, errs,
+    drop, …), then the same about sending.
+
+    Does not use /sys/class/net: an emulated node has its own eth0, and /sys may show the host's.
+    """
+    for line in read_text(proc_root / "self/net/dev").splitlines()[2:]:
+        name, _, counters = line.partition(":")
+        yield name.strip(), counters.split()
+
+
+def command_output(argv: Sequence[str]) -> str:
+    """Return what a program of the system prints, in English; empty when it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_COMMAND_TIMEOUT_S,
+            env={**os.environ, "LC_ALL": "C"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 # Processes
 
 
-def all_pids() -> Iterator[int]:
-    return (int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit())
+def all_pids(proc_root: Path = PROC) -> Iterator[int]:
+    return (int(name) for name in os.listdir(proc_root) if name.isdigit())  # noqa: PTH208 - three times as fast
 
 
 def list_pids() -> Iterator[int]:
@@ -100,12 +130,17 @@ def environment_of(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in entries if name}
 
 
-def stat_fields(pid: int) -> list[str]:
+def stat_fields(pid: int, proc_root: Path = PROC) -> list[str]:
     """Return the fields of /proc/PID/stat from the process state on: the name before it may contain any character."""
-    fields = read_text(PROC / str(pid) / "stat").rpartition(")")[2].split()
+    fields = read_text(f"{proc_root}/{pid}/stat").rpartition(")")[2].split()
     if len(fields) <= _START_TICKS:
         raise ProcessLookupError(f"process {pid} has ended")
     return fields
+
+
+def cpu_ticks(stat: list[str]) -> int:
+    """Return how long the process has computed, from its `stat_fields`."""
+    return int(stat[_USER_TICKS]) + int(stat[_SYSTEM_TICKS])
 
 
 def parent_of(pid: int) -> int:
@@ -151,7 +186,7 @@ def is_orphan(pid: int) -> bool:
     """Tell whether the parent has ended and a subreaper adopted the process.
 
     A parent 0 cannot be seen from here. A container's first process may be an interactive shell: what it starts shares
-    its session and is no orphan.
+    its session and is not an orphan.
     """
     parent = int(stat_fields(pid)[_PARENT])
     name = read_text(PROC / str(parent) / "comm")
@@ -220,7 +255,7 @@ def fd_targets(pid: int) -> list[str]:
 def tcp_sockets_of(pid: int) -> list[TcpSocket]:
     """Return the TCP sockets that a process holds; raise `OSError` when it is gone or not readable.
 
-    They are looked up in the tables of its own network namespace: psutil's `net_connections` reads those of ours.
+    They are looked up in the tables of its own network namespace: psutil's `net_connections` reads others.
     """
     targets = set(fd_targets(pid))
     tables = (read_text(PROC / str(pid) / "net" / name) for name in ("tcp", "tcp6"))  # no tcp6 in a kernel without IPv6

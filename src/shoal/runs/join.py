@@ -8,7 +8,6 @@ message from the host, so that nothing is written or read outside the run folder
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import fcntl
 import getpass
@@ -30,10 +29,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from shoal.agent.agent import read_orders
 from shoal.agent.membership import RankNumbering
-from shoal.cluster.agent_link import PIECE_BYTES, PipeLink, agent_command
-from shoal.cluster.hosts.messenger import FileSender, send_while
+from shoal.cluster.agent_link import PipeLink, agent_command
 from shoal.cluster.join import safe_name
 from shoal.cluster.node import Rendezvous, own_node
+from shoal.cluster.transfer import FileSender, piece_message, read_piece, send_while
 from shoal.config.load import load_config, to_toml, validate_session
 from shoal.config.presets import PRESETS
 from shoal.config.schema import RunConfig
@@ -143,10 +142,6 @@ class _Place(_Message):
 class _PlaceWithDigests(_Place):
     config: Digest
     data: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]  # empty for a script
-
-
-class _FilePiece(_Message):
-    data: Annotated[str, Field(min_length=1, max_length=2 * PIECE_BYTES)]
 
 
 @dataclass(frozen=True)
@@ -419,12 +414,14 @@ async def _fetch_text(channel: Channel, places: Mapping[str, Path], welcome: _We
 
 async def _receive_file(channel: Channel, file: BinaryIO, name: str, size: int) -> None:
     while file.tell() < size:
-        message = _read(_FilePiece, await _receive(channel, "piece"))
-        with _checked():
-            piece = base64.b64decode(message.data, validate=True)
-        if not 0 < len(piece) <= size - file.tell():
+        path, offset, piece = read_piece(await _receive(channel, "piece"), "the host")
+        if (path, offset) != (name, file.tell()):
             raise ControlError(
-                f"the host sent {len(piece)} bytes where at most {size - file.tell()} were expected",
+                f"the host sent byte {offset} of {path!a:.60} where byte {file.tell()} of {name} was expected"
+            )
+        if not 0 < len(piece) <= size - offset:
+            raise ControlError(
+                f"the host sent {len(piece)} bytes where at most {size - offset} were expected",
                 why=f"it had announced {name} with {size} bytes",
             )
         file.write(piece)
@@ -597,7 +594,7 @@ def _send_files(
         asyncio.run_coroutine_threadsafe(channel.send(message), loop).result()
 
     def send_piece(name: str, offset: int, piece: bytes) -> None:
-        send({"type": "piece", "path": name, "offset": offset, "data": base64.b64encode(piece).decode()})
+        send(piece_message(name, offset, piece))
 
     try:
         send_while(lambda: agent.ended() is None, FileSender(joined.run, joined.node, ranks, {}, False, send_piece))

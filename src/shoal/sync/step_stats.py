@@ -225,7 +225,7 @@ class StepGather:
         self._begun += 1
         if self._begun % _HOST_STATS_EVERY == 0:
             self._host_stats = self._kernel.look()
-        own_numbers = (*own_times, *self._host_stats.numbers(), *node.numbers())
+        own_numbers = (*own_times, *self._host_stats.numbers(), *node.numbers)
         numbers = [loss_sum, ready_s, work_s, float(stop), float(stop_after_step), *own_numbers]
         rows: list[Tensor] = []
         work: dist.Work | None = None

@@ -25,7 +25,8 @@ from shoal.control.membership.types import NEVER, Ballot, Lineage
 from shoal.control.rank_env import Placement
 from shoal.control.rank_messages import EnterGeneration
 from shoal.errors import RunFailed, UsageError
-from shoal.host.facts import boot_id, interface_to, link_mbps
+from shoal.host.facts import boot_id, interface_to
+from shoal.host.network import link_mbps
 from shoal.sync.communication import communication
 from shoal.sync.interruptible import GroupInterrupt, await_work
 from shoal.sync.kv_store_client import AgentStore

@@ -22,7 +22,7 @@ import pytest
 from shoal.agent.agent import read_orders, save_orders
 from shoal.agent.invite_server import ID, WHO, InviteReply, InviteServer, ask_agent
 from shoal.agent.mesh import AgentAddresses
-from shoal.cluster.hosts.messenger import FileSender
+from shoal.cluster.transfer import FileSender
 from shoal.control.channel import make_token
 from shoal.control.membership.settings import MembershipSettings
 from shoal.control.membership.types import next_member

@@ -14,13 +14,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import shoal
 from shoal.cluster.hosts import copy, remote_copy, remote_facts
 from shoal.cluster.hosts.copy import FileBundle, code_bundle, make_piece, project_bundle, project_of, stream
+from shoal.cluster.hosts.facts import program
 from shoal.errors import UsageError
+from shoal.host.network import interface_addresses
 from tests.support.needs import need_tool
 
 
@@ -286,16 +287,15 @@ def test_holdings_are_identified_by_digest_and_size(tmp_path: Path) -> None:
     assert remote_facts.holdings(tmp_path, {**held, "project": ""})["project_digest"] == ""
 
 
-def test_remote_facts_describe_this_machine() -> None:
-    expected = {
-        name: [entry.address for entry in entries if entry.family.name == "AF_INET"]
-        for name, entries in psutil.net_if_addrs().items()
-    }
-    addresses = {
-        name: [address for address in own if ":" not in address] for name, own in remote_facts.interfaces().items()
-    }
-    assert {name: own for name, own in addresses.items() if own} == {name: own for name, own in expected.items() if own}
-    assert remote_facts.free_bytes(Path("/tmp/not/there/yet")) > 0
+def test_the_program_for_facts_needs_no_shoal_on_the_host(tmp_path: Path) -> None:
+    """It is sent as text, and run by a Python that has nothing installed."""
+    request = {"folder": str(tmp_path / "not/there/yet"), "packages": ["torch"], "code": "-", "files": {}}
+    request |= {"project": "", "project_digest": ""}
+    argv = [sys.executable, "-I", "-S", "-c", program("remote_facts"), json.dumps(request), "named"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True, cwd="/")
+    answer = json.loads(done.stdout)
+    assert answer["interfaces"] == interface_addresses()
+    assert (answer["python"]["executable"], answer["python"]["packages"]) == (sys.executable, {})
 
 
 def test_a_stream_begins_with_the_listing_of_its_files(project: Path) -> None:

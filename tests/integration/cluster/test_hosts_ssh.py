@@ -212,7 +212,7 @@ def refused(site: Site, *hosts: str, config: Path | None = None, at: str = "swit
 
 def test_a_wrong_user_is_an_error(site: Site) -> None:
     error_text = refused(site, site.host("unknown-user@node1"))
-    assert "node1 does not let us in" in error_text
+    assert "node1 does not let this user in" in error_text
     assert f"ssh-copy-id -F {site.lab.folder}/ssh/config unknown-user@node1" in error_text
 
 
@@ -322,7 +322,7 @@ def test_one_machine_with_two_names_is_refused(site: Site) -> None:
 def test_two_hosts_that_fail_are_both_named(site: Site) -> None:
     error_text = refused(site, site.host("unknown-user@node1"), site.host("node2", python="/no/such/python3"))
     assert "2 of 2 hosts cannot be used" in error_text
-    assert "node1 does not let us in" in error_text
+    assert "node1 does not let this user in" in error_text
     assert "there is no /no/such/python3 on node2" in error_text
 
 

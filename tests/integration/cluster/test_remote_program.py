@@ -12,8 +12,8 @@ import threading
 
 import pytest
 
-from shoal.cluster import node as cluster_node
-from shoal.cluster.node import Answer, LocalProgram, RemoteProgram, ask_each, closing_all
+from shoal.cluster import node_program
+from shoal.cluster.node_program import Answer, LocalProgram, RemoteProgram, ask_each, closing_all
 from shoal.errors import ControlError
 
 _ECHO = "import sys, json\nfor line in sys.stdin: print(json.dumps({'request': json.loads(line)}), flush=True)"
@@ -64,7 +64,7 @@ def test_all_programs_share_one_deadline_and_replies_in_time_are_kept(monkeypatc
 
 
 def test_programs_that_do_not_end_are_ended_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_node, "_END_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(node_program, "_END_TIMEOUT_S", 0.2)
     processes = [LocalProgram([sys.executable, "-I", "-S", "-c", _SLEEPING]) for _ in range(2)]
     both_began = threading.Barrier(2, timeout=20)
     close = RemoteProgram.close

@@ -23,10 +23,9 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 from shoal.cli.host import read_code_file
-from shoal.cluster.agent_link import PIECE_BYTES
-from shoal.cluster.hosts.messenger import FileSender
 from shoal.cluster.join import JoinedLink, JoinServer
 from shoal.cluster.node import RunFiles
+from shoal.cluster.transfer import PIECE_BYTES, FileSender
 from shoal.config.load import build_config, merge, parse_set
 from shoal.control.processes import find_processes
 from shoal.data.prepare import create_run
@@ -135,6 +134,7 @@ LONG_CASES = {
     "member huge",
     "roster elsewhere",
     "piece too long",
+    "piece of another file",
 }
 
 
@@ -158,6 +158,8 @@ ORDERS: list[tuple[str, str, tuple[str, ...], object]] = [
     ("piece too long", "piece", ("data",), "AAAA" * 400_000),
     ("piece of nothing", "piece", ("data",), ""),
     ("piece no base64", "piece", ("data",), "é"),
+    ("piece of another file", "piece", ("path",), "../x"),
+    ("piece with a gap", "piece", ("offset",), 7),
     ("member negative", "meet", ("member",), -1),
     ("member huge", "meet", ("member",), BIG),
     ("launch", "meet", ("launch",), "../x"),

@@ -21,7 +21,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster.node import LocalProgram, Node, RemoteProgram, module_command
+from shoal.cluster.node import Node
+from shoal.cluster.node_program import LocalProgram, RemoteProgram, module_command
 from shoal.config.load import read_profile
 from shoal.config.profile import Profile
 from shoal.cost.network import (
@@ -39,7 +40,7 @@ from shoal.cost.network import (
 )
 from shoal.errors import ControlError
 from shoal.tools.probe.link_meter import rate_bps
-from shoal.tools.probe.links import LINK_METER, plan_flows, ring_of
+from shoal.tools.probe.run import LINK_METER, plan_flows, ring_of
 from tests.support.labs import need_lab, running_lab
 from tests.support.needs import need_tool
 from tests.support.programs import shoal, shoal_command

@@ -117,10 +117,10 @@ def test_an_invalid_host_name_is_refused(host: str) -> None:
         ("# no host\n", "machines", "machines lists no host"),
         ("[[host]]\nslots = 2\n", "hosts.toml", "the 1. [[host]] of hosts.toml does not say which host it is"),
         ('host = "b"', "hosts.toml", "host in hosts.toml is not a list of tables"),
-        ("ssh_config = 3\n[[host]]\n", "hosts.toml", "ssh_config=3 in hosts.toml is no file name"),
+        ("ssh_config = 3\n[[host]]\n", "hosts.toml", "ssh_config=3 in hosts.toml is not a file name"),
         ("[[host]", "hosts.toml", "hosts.toml is not valid TOML"),
-        ("b slots=many", "machines", "line 1 of machines: slots=many is no number"),
-        ("# x\nb and more", "machines", "line 2 of machines: 'and more' is no setting"),
+        ("b slots=many", "machines", "line 1 of machines: slots=many is not a number"),
+        ("# x\nb and more", "machines", "line 2 of machines: 'and more' is not a setting"),
     ],
 )
 def test_an_invalid_hosts_file_is_refused(text: str, name: str, seen: str) -> None:
@@ -171,10 +171,10 @@ def test_an_unreadable_hosts_file_is_refused(tmp_path: Path) -> None:
         read_hosts(tmp_path)
     file = tmp_path / "hosts.toml"
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="no UTF-8"):
+    with pytest.raises(ConfigError, match="not UTF-8"):
         read_hosts(file)
     file.write_text('ssh_config = "no"\n[[host]]\nhost = "b"\n')
-    with pytest.raises(ConfigError, match=r"names .*/no, which is no file"):
+    with pytest.raises(ConfigError, match=r"names .*/no, which is not a file"):
         read_hosts(file)
 
 
@@ -243,7 +243,7 @@ def explained(stderr: str, code: int = 255) -> HostError:
         ("ssh: connect to host b port 22: No route to host", "there is no way to laptop-b"),
         ("ssh: connect to host b port 22: Connection timed out", "did not answer within 10 s"),
         ("Connection timed out during banner exchange", "did not answer within 10 s"),
-        ("me@b: Permission denied (publickey,password).", "does not let us in"),
+        ("me@b: Permission denied (publickey,password).", "does not let this user in"),
         (
             "No ED25519 host key is known for b and you have requested strict checking.\nHost key verification failed.",
             "not known",

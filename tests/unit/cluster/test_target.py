@@ -38,12 +38,12 @@ def test_local_ranks_may_have_devices() -> None:
 @pytest.mark.parametrize(
     ("on", "seen", "why"),
     [
-        ("local:2,device=gpu", "'gpu' is no device", "cpu"),
+        ("local:2,device=gpu", "'gpu' is not a device", "cpu"),
         ("local:2,devices=cpu", "cannot use 'devices=cpu'", "device"),
         ("local:2,link=1gbit", "cannot use 'link=1gbit'", "one setting, their device"),
         ("local:3,device=cuda/cpu", "2 values for 3 ranks", "one for each"),
         ("lab:2,device=cuda", "cannot use 'device=cuda'", "--set run.devices=cuda/cpu"),
-        ("local:1,device=", "'' is no device", "a device is"),
+        ("local:1,device=", "'' is not a device", "a device is"),
     ],
 )
 def test_a_wrong_device_is_refused(on: str, seen: str, why: str) -> None:

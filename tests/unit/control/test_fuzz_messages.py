@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 from shoal.agent.kv_store import KvStore
-from shoal.cluster.agent_link import FileReceiver
+from shoal.cluster.transfer import FileReceiver
 from shoal.control.channel import Channel, accept, unseal
 from shoal.control.handshake import Hello, describe_cpu_difference, find_mismatch, make_hello
 from shoal.control.invitation import Invitation, make_code, parse_invitation

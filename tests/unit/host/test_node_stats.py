@@ -104,7 +104,9 @@ def test_the_busiest_program_outside_the_run_is_named(machine: Machine, monkeypa
     def show(busy: int, by_process: Mapping[int, int]) -> None:
         machine.write("proc/stat", f"cpu  {busy * ticks} 0 0 0 0 0 0 0 0 0\n")
         for pid, seconds in by_process.items():
-            machine.write(f"proc/{pid}/stat", f"{pid} (a name) S 1 1 1 0 -1 0 0 0 0 0 {seconds * ticks} 0 0 0 20 0\n")
+            machine.write(
+                f"proc/{pid}/stat", f"{pid} (a name) S 1 1 1 0 -1 0 0 0 0 0 {seconds * ticks} 0 0 0 20 0 1 0 77\n"
+            )
             machine.write(f"proc/{pid}/comm", f"program{pid}\n")
 
     clock = [100.0]

@@ -103,13 +103,13 @@ def with_machine(events: list[Event], machine: list[float]) -> list[Event]:
 
 def test_ranks_that_are_slow_alike_because_of_their_threads_are_named() -> None:
     crowded = NodeStats(wanted=3.9, waited=2.9, cpus=2, run_cpus=2, threads=4, machine=7)
-    events = with_machine(measured_run((0.06, 0.06)), list(crowded.numbers()))
+    events = with_machine(measured_run((0.06, 0.06)), list(crowded.numbers))
     [warning] = summarize(events).warnings
     assert warning["seen"] == (
         "the threads of two ranks on here want 7.8 processors and may use 2: they wait for one 74% of the time"
     )
     assert (warning["cause"], "--threads 1" in warning["fix"]) == ("oversubscription", True)
-    one = with_machine(measured_run((0.06,)), list(crowded.numbers()))
+    one = with_machine(measured_run((0.06,)), list(crowded.numbers))
     assert [warning["cause"] for warning in summarize(one).warnings] == ["oversubscription"]
 
 

@@ -16,21 +16,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
-from shoal.cluster.agent_link import (
-    LINE_BYTES,
-    AgentLink,
-    FileReceiver,
-    PipeLink,
-    RefusedFiles,
-    agent_command,
-    parse_header,
-)
+from shoal.cluster.agent_link import AgentLink, PipeLink, agent_command
 from shoal.cluster.hosts.copy import code_bundle, ensure_code, question
 from shoal.cluster.hosts.facts import HostFacts, addresses, look, misfits, wanted_here
 from shoal.cluster.hosts.setup import ReadyHost, make_ready
 from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
 from shoal.cluster.hosts.ssh import RemoteScript, on_each, variables
-from shoal.cluster.node import LocalProgram, Node, Note, Project, RemoteProgram, RunFiles, module_command, ranks_of
+from shoal.cluster.node import Node, Note, Project, RunFiles, ranks_of
+from shoal.cluster.node_program import LocalProgram, RemoteProgram, module_command
+from shoal.cluster.transfer import LINE_BYTES, FileReceiver, RefusedFiles, parse_header
 from shoal.control.processes import make_marks
 from shoal.errors import ControlError, ShoalError
 from shoal.run_folder import RunFolder
@@ -113,7 +107,7 @@ def _node(ready: ReadyHost, run_files: RunFiles) -> Node:
 
 class SshLink:
     """A link to the agent of another machine over SSH, which reconnects when it breaks. The files that the run writes
-    there arrive over it in pieces and go to the same places of our run folder."""
+    there arrive over it in pieces and go to the same places of the run folder here."""
 
     def __init__(
         self,
@@ -156,7 +150,7 @@ class SshLink:
         return self._script is not None
 
     def kill(self) -> None:
-        """Close only our end: the agent was asked to end already, and its ranks die with it."""
+        """Close only this end: the agent was asked to end already, and its ranks die with it."""
         self._closed.set()
         if self._process is not None:
             self._process.kill()
@@ -180,7 +174,7 @@ class SshLink:
             except (OSError, ValueError) as error:
                 # For example a full disk here, or invalid data from there: the agent continues, and so does the link.
                 self._note(f"cannot write what {self._ready.host.name} sends: {error}; trying again")
-            # The agent continues without the connection; when the other agents lose it too, the launcher closes us.
+            # The agent continues without the connection; when the other agents lose it too, the link is closed.
             self._closed.wait(RECONNECT_S)
         self._ended = self._ended or "its connection was lost and did not come back"
 
@@ -240,7 +234,7 @@ class SshLink:
         if len(line) > LINE_BYTES:
             raise ControlError(
                 f"{name} sent a line of more than {LINE_BYTES} bytes",
-                why="what answers there is no messenger of shoal, or was tampered with",
+                why="what answers there is not a messenger of shoal, or was tampered with",
             )
         return False
 
@@ -257,7 +251,7 @@ def _install_command(ready: ReadyHost) -> str:
 
 
 def visit(spec: HostsSpec, module: str) -> dict[str, RemoteProgram | ShoalError]:
-    """Start a module on every host at once, before anything is set up there: any Python that can read our code will do.
+    """Start a module on every host at once, before anything is set up there: any Python that reads the code will do.
 
     Return a program to exchange requests with for each host, or the reason why there is none.
     """

@@ -132,7 +132,7 @@ def stream(order: dict[str, Any], pieces: Iterable[CopyFile]) -> Iterator[bytes]
 
 
 def _list_with_git(folder: Path) -> list[str] | None:
-    """Return None when it is no git project. The results in runs/ are left out even where git does not ignore them."""
+    """Return None when git does not know it. The results in runs/ are left out even where git does not ignore them."""
     tracked = _git(folder, "ls-files", "-z", "--cached")
     untracked = _git(folder, "ls-files", "-z", "--others", "--exclude-standard")
     if tracked is None or untracked is None:

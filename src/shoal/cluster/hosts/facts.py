@@ -20,6 +20,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+import shoal
 from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
 from shoal.cluster.hosts.ssh import (
     ANSWER_S,
@@ -41,6 +42,9 @@ _RESOLVE_TIMEOUT_S = 10.0
 # `numpy>=2.0`; what only an extra needs carries a marker.
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?")
 
+_OWN_IMPORT = re.compile(r"^from shoal\.([\w.]+) import .*\n", re.MULTILINE)
+_FUTURE = "from __future__ import annotations\n"
+
 
 class PythonFacts(BaseModel):
     """One interpreter on a host."""
@@ -60,13 +64,10 @@ class HostFacts(BaseModel):
     pythons: tuple[PythonFacts, ...]  # those that shoal may use, best first
     others: tuple[str, ...]  # other Pythons there, for messages only
     folder: str  # shoal's own, expanded
-    free_bytes: int
     arch: str
     os: str
-    host_name: str
     interfaces: dict[str, list[str]]
     link_mbps: dict[str, int]
-    has_nvidia: bool
     has_code: bool
     files: tuple[str, ...]
     project_digest: str
@@ -138,8 +139,12 @@ def look(
 
 
 def program(name: str) -> str:
-    """Return the text of a program that runs on a host."""
-    return Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    """Return the text of a program that runs on a host. A host may have no shoal: in place of an import of shoal the
+    text has the imported module."""
+    text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    imported = [Path(shoal.__file__).parent / f"{module.replace('.', '/')}.py" for module in _OWN_IMPORT.findall(text)]
+    texts = [path.read_text(encoding="utf-8") for path in imported]
+    return "\n".join([_FUTURE, *(_OWN_IMPORT.sub("", part).replace(_FUTURE, "") for part in (*texts, text))])
 
 
 def _parse_answer(host: Host, spec: HostsSpec, result: ScriptResult) -> HostFacts:
@@ -277,7 +282,7 @@ def refuse_one_machine_twice(spec: HostsSpec) -> None:
 
 
 def _local_address(remote: list[str]) -> str:
-    """Return our address on the route to the other hosts; loopback where there are none."""
+    """Return this machine's address on the route to the other hosts; loopback where there are none."""
     if not remote:
         return LOOPBACK
     try:

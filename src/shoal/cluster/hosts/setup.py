@@ -240,7 +240,7 @@ def cannot_make(
         return HostError(f"another shoal setup is at work on {host.name}", fix="wait for it, then run this again")
     if kind == "in the way":
         return HostError(
-            f"{log} on {host.name} is in the way: it is no environment, and shoal did not make it",
+            f"{log} on {host.name} is in the way: it is not an environment, and shoal did not make it",
             fix=f'move it away, or give the host another folder = "…" in {spec.path}',
         )
     if kind == "pip" and _NO_NETWORK.search(log):

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from shoal.config.presets import did_you_mean
 from shoal.config.schema import Device
 from shoal.errors import ConfigError, UsageError
-from shoal.host.facts import interface_addresses
+from shoal.host.network import interface_addresses
 
 DEFAULT_FOLDER = "~/.local/share/shoal"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -121,7 +121,7 @@ def read_hosts(path: Path) -> HostsSpec:
             fix=f"check the path: ls {path.parent}",
         ) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not a hosts file: it is no UTF-8 text", fix="file " + str(path)) from None
+        raise ConfigError(f"{path} is not a hosts file: it is not UTF-8 text", fix="file " + str(path)) from None
     except (ValueError, RuntimeError) as error:
         # The path contains a zero byte, or the home of an unknown user.
         raise UsageError(f"{str(path)!r} names no hosts file: {error}", fix="check the path") from None
@@ -130,7 +130,7 @@ def read_hosts(path: Path) -> HostsSpec:
     spec = parse_hosts(text, path)
     if spec.ssh_config is not None and not is_file(spec.ssh_config):
         raise ConfigError(
-            f"ssh_config in {path} names {spec.ssh_config}, which is no file",
+            f"ssh_config in {path} names {spec.ssh_config}, which is not a file",
             why="a relative path begins in the folder of the hosts file",
             fix="correct it, or leave it out: ssh then reads ~/.ssh/config",
         )
@@ -155,7 +155,7 @@ def parse_hosts(text: str, path: Path) -> HostsSpec:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(f"host in {path} is not a list of tables", fix="write [[host]] and its settings below")
     if not isinstance(config, str | None):
-        raise ConfigError(f"ssh_config={config!r} in {path} is no file name", fix='write ssh_config = "FILE"')
+        raise ConfigError(f"ssh_config={config!r} in {path} is not a file name", fix='write ssh_config = "FILE"')
     if not tables:
         raise ConfigError(f"{path} lists no host", fix='write [[host]] and below it host = "NAME"')
     hosts = tuple(_make_host(table, number, path) for number, table in enumerate(tables, 1))
@@ -212,7 +212,9 @@ def _parse_settings(text: str, where: str) -> list[tuple[str, str]]:
     settings = _SETTING.findall(text)
     if rest := _SETTING.sub("", text).strip():
         raise ConfigError(
-            f"{where}: {rest!r} is no setting", why="after the host come settings as slots=2", fix="correct that line"
+            f"{where}: {rest!r} is not a setting",
+            why="after the host come settings as slots=2",
+            fix="correct that line",
         )
     for key, _ in settings:
         if key not in _SETTINGS:
@@ -223,7 +225,7 @@ def _parse_settings(text: str, where: str) -> list[tuple[str, str]]:
 
 def _parse_slots(value: str, where: str) -> int:
     if not value.isdecimal() or len(value) > _MOST_DIGITS:
-        raise ConfigError(f"{where}: slots={value:.20} is no number", fix="write for example: slots=2")
+        raise ConfigError(f"{where}: slots={value:.20} is not a number", fix="write for example: slots=2")
     return int(value)
 
 

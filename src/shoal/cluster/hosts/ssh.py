@@ -42,7 +42,7 @@ _OPTIONS = (
     # A host that disappears is noticed after two unanswered requests.
     "ServerAliveInterval=5",
     "ServerAliveCountMax=2",
-    # The user's settings may enable these; a master in the background would outlive us and hold our pipes open.
+    # The user's settings may enable these; a master in the background would outlive this process and hold its pipes.
     "ControlMaster=no",
     "ClearAllForwardings=yes",
     "RemoteCommand=none",
@@ -128,13 +128,13 @@ class RemoteScript:
         return os.pread(self._errors.fileno(), _MOST_ERROR_BYTES, 0).decode(errors="replace")
 
     def kill(self) -> None:
-        """Kill the connection; on this machine the whole session, which would hold our pipes open."""
+        """Kill the connection; on this machine the whole session, which would hold the pipes open."""
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL) if self._own_session else self.process.kill()
 
     def close(self) -> None:
-        """Close our side. Over SSH the program then loses its stdin and stdout."""
+        """Close this side. Over SSH the program then loses its stdin and stdout."""
         self.kill()
         for pipe in (self.stdin, self.stdout, self._errors):
             with contextlib.suppress(OSError):
@@ -274,14 +274,14 @@ def explain(host: Host, spec: HostsSpec, returncode: int, stderr: str) -> HostEr
         asking = ("-o", "StrictHostKeyChecking=ask") if "requested strict checking" in stderr else ()
         return HostError(
             f"the host key of {name} is not known here",
-            why="we were never connected to it by this name, so nothing tells it from another machine",
+            why="this machine was never connected to it by this name, so nothing tells it from another machine",
             fix=f"connect once, compare the key and say yes: {by_hand(host, spec, *asking)}",
         )
     if re.search("Permission denied|Too many authentication failures", stderr):
         return HostError(
-            f"{name} does not let us in",
-            why=f"{last}: the user is wrong, or none of our keys is known there (a key with a passphrase must be "
-            "in the agent: ssh-add)",
+            f"{name} does not let this user in",
+            why=f"{last}: the user is wrong, or none of this user's keys is known there (a key with a passphrase must "
+            "be in the agent: ssh-add)",
             fix=shlex.join(["ssh-copy-id", *ssh_words(spec)[1:], host.host]),
         )
     if re.search(r"Bad configuration option|, \d+ bad configuration|Can't open user config file|Bad owner", stderr):
@@ -312,7 +312,7 @@ def explain(host: Host, spec: HostsSpec, returncode: int, stderr: str) -> HostEr
         )
     if returncode != SSH_FAILED:
         return HostError(
-            f"{name} let us in, but there is no shell to run a script with",
+            f"{name} let this user in, but there is no shell to run a script with",
             why=last or f"`sh -s` ended with {returncode} before it read anything",
             fix=f"this must print hello: {try_it} sh -c 'echo hello'",
         )

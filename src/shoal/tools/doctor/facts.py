@@ -33,7 +33,7 @@ class Finding:
     evidence: str  # what was seen
     meaning: str
     fix: str = ""  # one command to paste on `node`; empty where no command helps
-    retest: str = ""  # the command that checks this again
+    retest: str = ""  # a command that shows this again; `judge` adds doctor's own
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,8 +82,16 @@ class ClusterFacts:
     unreached: dict[str, ShoalError] = field(default_factory=dict)  # nodes that were not examined, and why
     trials: list[Trial] = field(default_factory=list)
     on: str = ""  # the cluster's name, for commands to paste
+    port: int = 0  # that the user named
     proofs: list[Event] = field(default_factory=list)  # results of real all-reduces
     proof_error: ShoalError | None = None  # why the ranks of the proof failed
+
+    def topic(self, name: str) -> Iterator[tuple[Node, Facts, Facts]]:
+        """Yield each node whose collector reported this topic, with all its facts and those of the topic."""
+        for node in self.nodes:
+            facts = self.facts.get(node.name, {})
+            if facts.get(name):
+                yield node, facts, facts[name]
 
     def pairs(self) -> Iterator[tuple[Node, Node]]:
         """Yield each examined pair once, as (dialer, listener)."""
@@ -204,7 +212,8 @@ def sudo(facts: Facts) -> str:
 
 
 def doctor_command(cluster: ClusterFacts) -> str:
-    return f"shoal doctor --on {shlex.quote(cluster.on)}" if cluster.on else "shoal doctor"
+    on = ("--on", cluster.on) if cluster.on else ()
+    return shlex.join(["shoal", "doctor", *on, *(("--port", str(cluster.port)) if cluster.port else ())])
 
 
 def setup_command(cluster: ClusterFacts, otherwise: str) -> str:

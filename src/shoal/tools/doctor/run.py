@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shlex
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -12,7 +11,8 @@ from itertools import permutations
 from pathlib import Path
 
 from shoal.cluster.cluster import NodePrograms, open_cluster, start_on_nodes
-from shoal.cluster.node import Answer, Node, RemoteProgram, RunFiles, ask_each
+from shoal.cluster.node import Node, RunFiles
+from shoal.cluster.node_program import Answer, RemoteProgram, ask_each
 from shoal.config.schema import RunConfig
 from shoal.errors import ControlError, Interrupted, ShoalError
 from shoal.events import EventLog
@@ -48,7 +48,8 @@ def examine(on: str, report: Callable[[str], None], port: int = 0, prove: bool =
     began = time.monotonic()
     with start_on_nodes(on, COLLECTOR) as started:
         report("looking at each machine alone")
-        cluster = _collect_facts(started, port)
+        # Not by the name of a lab that was made for this visit: it is gone when the user types a command.
+        cluster = replace(_collect_facts(started, port), on=on, port=port)
         report("trying every pair, both ways")
         answering = {name: program for name, program in started.programs.items() if name in cluster.facts}
         cluster = replace(cluster, trials=try_pairs(answering, cluster, port))
@@ -58,8 +59,6 @@ def examine(on: str, report: Callable[[str], None], port: int = 0, prove: bool =
             report("proving it with gloo")
             cluster = _prove(started.on, cluster)
             findings = judge(cluster)
-    again = shlex.join(["shoal", "doctor", "--on", on, *(("--port", str(port)) if port else ())])
-    findings = [replace(finding, retest=finding.retest or again) for finding in findings]
     return Diagnosis(cluster, worst_first(findings), proved, time.monotonic() - began)
 
 
@@ -80,7 +79,7 @@ def _collect_facts(started: NodePrograms, port: int) -> ClusterFacts:
             requests[name] = {"do": "observe", "peers": peers, "address": own, "port": port}
     answers, lost = ask_each(programs, requests, _OBSERVE_S)
     facts: dict[str, Facts] = {name: {**answer, "clock": clocks[name]} for name, answer in answers.items()}
-    return ClusterFacts(started.nodes, facts, {**started.unreached, **unreached, **lost}, on=started.on)
+    return ClusterFacts(started.nodes, facts, {**started.unreached, **unreached, **lost})
 
 
 def _measure_clock(program: RemoteProgram) -> dict[str, float]:

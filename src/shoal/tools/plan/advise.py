@@ -299,7 +299,7 @@ def _base_speed(plan: Plan) -> str:
 
 
 def _unavailable(plan: Plan) -> str:
-    """Return what a strategy that shoal does not have would reach; it is no advice."""
+    """Return what a strategy that shoal does not have would reach; it is not advice."""
     if plan.strategy.is_available or not plan.distributed_rows:
         return ""
     fastest = max(plan.distributed_rows, key=lambda row: row.speedup)

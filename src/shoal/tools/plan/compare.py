@@ -95,33 +95,13 @@ def predict_script(settings: Mapping[str, Any], alone: Path, path: Path) -> Pred
     """
     profile, run = read_profile(path), RunFolder.open(alone)
     summary = summarize(run.read_all_events())
-    start = summary.start
-    if summary.step_s is None or not summary.phases or summary.world_size != 1 or not start.get("grad_bytes"):
-        raise ConfigError(
-            f"{alone} does not show how fast the script computes on one rank",
-            why=f"it has {pluralize(summary.world_size, 'rank')} and {pluralize(summary.steps_done, 'step')}, "
-            "or its steps have no phases (a script without shoal.Session, sync.measure=off)",
-            fix="make such a run: shoal run --on local:1 --threads N --steps 30 SCRIPT",
-        )
     before = load_settings(run.config).model_dump(exclude_unset=True)
     config = validate_session(merge([before, {"run": {"weights": None}}, settings]))
     refuse_another_cluster(profile, path, config.run.on)
     devices = rank_devices(profile, config.device_of)
     model = cluster_model_of(profile, devices)
-    device = str(start.get("device", "cpu")).partition(":")[0]
-    if device != devices[0]:
-        raise ConfigError(
-            f"the run {alone} was measured on {device}",
-            why=f"the first rank of {profile.on} computes on {devices[0]} (by {path})",
-            fix=f"measure one rank like that: shoal run --on local:1 --set train.device={devices[0]} --steps 30 SCRIPT",
-        )
-    threads, cpu = profile.nodes[0].timings[0].threads, start.get("hardware", {}).get("cpu")
-    if device == "cpu" and (start.get("threads") != threads or cpu != profile.nodes[0].cpu):
-        raise ConfigError(
-            f"the run {alone} was measured with {start.get('threads')} threads on {cpu}",
-            why=f"a rank of {profile.on} has {pluralize(threads, 'thread')} on {profile.nodes[0].cpu} (by {path})",
-            fix=f"measure one rank like those: shoal run --on local:1 --threads {threads} --steps 30 SCRIPT",
-        )
+    start = summary.start
+    _refuse_other_rank(alone, summary, profile, path, devices[0])
     samples, phases = float(summary.samples_per_step or 1), summary.phases
     speed = ScriptSpeed(
         MeasuredSpeed(profile, profile.world_size, devices),
@@ -151,6 +131,32 @@ def predict_script(settings: Mapping[str, Any], alone: Path, path: Path) -> Pred
         measured_in=str(alone.absolute()),
         grad_bytes=int(start["grad_bytes"]),
     )
+
+
+def _refuse_other_rank(alone: Path, summary: RunSummary, profile: Profile, path: Path, device: str) -> None:
+    """Refuse a run that does not show how fast a rank of the profile's first node computes."""
+    start = summary.start
+    if summary.step_s is None or not summary.phases or summary.world_size != 1 or not start.get("grad_bytes"):
+        raise ConfigError(
+            f"{alone} does not show how fast the script computes on one rank",
+            why=f"it has {pluralize(summary.world_size, 'rank')} and {pluralize(summary.steps_done, 'step')}, "
+            "or its steps have no phases (a script without shoal.Session, sync.measure=off)",
+            fix="make such a run: shoal run --on local:1 --threads N --steps 30 SCRIPT",
+        )
+    measured_on = str(start.get("device", "cpu")).partition(":")[0]
+    if measured_on != device:
+        raise ConfigError(
+            f"the run {alone} was measured on {measured_on}",
+            why=f"the first rank of {profile.on} computes on {device} (by {path})",
+            fix=f"measure one rank like that: shoal run --on local:1 --set train.device={device} --steps 30 SCRIPT",
+        )
+    threads, cpu = profile.nodes[0].timings[0].threads, start.get("hardware", {}).get("cpu")
+    if device == "cpu" and (start.get("threads") != threads or cpu != profile.nodes[0].cpu):
+        raise ConfigError(
+            f"the run {alone} was measured with {start.get('threads')} threads on {cpu}",
+            why=f"a rank of {profile.on} has {pluralize(threads, 'thread')} on {profile.nodes[0].cpu} (by {path})",
+            fix=f"measure one rank like those: shoal run --on local:1 --threads {threads} --steps 30 SCRIPT",
+        )
 
 
 def _predict(config: Config, profile: Profile) -> Prediction:

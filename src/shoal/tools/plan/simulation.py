@@ -91,7 +91,7 @@ def simulate(scenario: SimulationScenario, seeds: int = 20, seed: int = 0, bins:
         )
     if seed < 0:
         raise ConfigError(
-            f"{seed} is no seed", why="seeds of random numbers are zero or above", fix="for example: seed = 0"
+            f"{seed} is not a seed", why="seeds of random numbers are zero or above", fix="for example: seed = 0"
         )
     results = simulate_seeds(scenario, seeds, seed, bins)
     low, median, high = np.quantile([result.tokens_per_s for result in results], _QUANTILES, axis=0)

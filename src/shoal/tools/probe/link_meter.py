@@ -29,6 +29,7 @@ from shoal.cluster.node_program import answer_requests
 from shoal.control.channel import is_equal_secret
 from shoal.control.connection_guard import ConnectionGuard, GuardLimits, PendingConnection
 from shoal.host.facts import boot_id
+from shoal.host.network import family_of
 
 DIAL_S = 5.0
 _LONGEST_LINE = 200
@@ -68,8 +69,7 @@ def _read_greeting(connection: socket.socket) -> tuple[str, str, str]:
 
 def listen(request: dict[str, Any]) -> dict[str, Any]:
     address = request["address"]
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+    listener = socket.create_server((address, 0), family=family_of(address), backlog=_BACKLOG)
     server = _TokenServer(request["token"])
     threading.Thread(target=server.accept_all, args=(listener,), daemon=True).start()
     return {"port": listener.getsockname()[1]}

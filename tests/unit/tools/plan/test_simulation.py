@@ -299,5 +299,5 @@ def test_bad_numbers_are_refused_with_reason_and_fix(wrong: dict[str, float], se
 def test_a_forecast_without_seeds_is_refused() -> None:
     with pytest.raises(ConfigError, match="0 seeds"):
         simulate(scenario(), seeds=0)
-    with pytest.raises(ConfigError, match="-1 is no seed"):
+    with pytest.raises(ConfigError, match="-1 is not a seed"):
         simulate(scenario(), seed=-1)

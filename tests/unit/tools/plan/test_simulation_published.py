@@ -1,10 +1,10 @@
-"""The simulator against published figures; sources and assumptions are in `shoal.tools.plan.published`."""
+"""The simulator against published figures; sources and assumptions are in `benchmarks/_published.py`."""
 
 from __future__ import annotations
 
 import pytest
 
-from shoal.tools.plan.published import (
+from _published import (
     HOROVOD,
     HOUR,
     LLAMA_INTERRUPTIONS,

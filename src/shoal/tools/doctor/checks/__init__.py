@@ -6,10 +6,11 @@ To add a check: write its function in a module of this package and add it here, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from shoal.cluster.node import Node
-from shoal.tools.doctor.checks import gpu, machine, network, processes, reach, threads
-from shoal.tools.doctor.facts import ClusterFacts, Finding, Severity
+from shoal.tools.doctor.checks import gpu, machine, network, processes, reach
+from shoal.tools.doctor.facts import ClusterFacts, Finding, Severity, doctor_command
 
 Check = Callable[[ClusterFacts], Iterator[Finding]]
 
@@ -58,7 +59,7 @@ def check_proof(cluster: ClusterFacts) -> Iterator[Finding]:
 
 # Every check in the order in which it runs, with the ids of its findings and what each id makes sure of.
 CHECKS: tuple[tuple[Check, dict[str, str]], ...] = (
-    (check_unreached, {"reach.host": "every machine lets us in: by SSH, with the host key it is known by"}),
+    (check_unreached, {"reach.host": "every machine lets this user in: by SSH, with the host key it is known by"}),
     (check_collectors, {"collector.failed": "every topic could be read on every machine"}),
     (
         machine.check_kinds,
@@ -131,7 +132,7 @@ CHECKS: tuple[tuple[Check, dict[str, str]], ...] = (
     (machine.check_quota, {"speed.quota": "no container or slice limits it to less time than its cores have"}),
     (machine.check_kinds_of_cores, {"speed.hybrid": "all of its cores are equally fast"}),
     (machine.check_numa, {"speed.numa": "each of its NUMA nodes can have a rank of its own"}),
-    (threads.check_threads, {"speed.threads": "the threads of all ranks fit the processors of their machine"}),
+    (machine.check_threads, {"speed.threads": "the threads of all ranks fit the processors of their machine"}),
     (
         machine.check_frequency,
         {
@@ -195,7 +196,9 @@ CHECK_MEANINGS = {check_id: meaning for _, ids in CHECKS for check_id, meaning i
 
 
 def judge(cluster: ClusterFacts) -> list[Finding]:
-    return [finding for check, _ in CHECKS for finding in check(cluster)]
+    findings = [finding for check, _ in CHECKS for finding in check(cluster)]
+    again = doctor_command(cluster)
+    return [replace(finding, retest=f"{finding.retest}; {again}" if finding.retest else again) for finding in findings]
 
 
 def _has_several_machines(cluster: ClusterFacts) -> bool:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from shoal.cluster.node import Node
 from shoal.host.facts import ROCM_BUILD, cuda_build, public_version, torch_install_command
-from shoal.tools.doctor.facts import ClusterFacts, Facts, Finding, Severity, doctor_command, sudo
+from shoal.tools.doctor.facts import ClusterFacts, Facts, Finding, Severity, sudo
 from shoal.units import format_si, pluralize
 
 # A card with less memory is the graphics of a processor, which torch seldom supports.
@@ -20,7 +19,7 @@ _NCCL_LEVELS = ("VERSION", "WARN", "INFO", "TRACE", "ABORT")
 
 
 def check_driver(cluster: ClusterFacts) -> Iterator[Finding]:
-    for node, facts, gpu in _nodes(cluster):
+    for node, facts, gpu in cluster.topic("gpu"):
         nvidia, on_bus = gpu["nvidia"], gpu["pci"]
         if nvidia.get("error"):
             mismatch = "mismatch" in nvidia["error"]
@@ -56,13 +55,13 @@ def check_driver(cluster: ClusterFacts) -> Iterator[Finding]:
 
 def check_torch_build(cluster: ClusterFacts) -> Iterator[Finding]:
     """Compare torch's build with the GPUs and their driver, and with the other machines."""
-    for node, facts, gpu in _nodes(cluster):
+    for node, facts, gpu in cluster.topic("gpu"):
         build = gpu["torch"]
         if build and (problem := _build_problem(gpu)):
             evidence, meaning, wanted, severity = problem
             python = facts.get("machine", {}).get("executable", "python3")
             fix = torch_install_command(python, public_version(build["version"]), wanted) if wanted else ""
-            yield Finding("gpu.torch", severity, node.name, evidence, meaning, fix, doctor_command(cluster))
+            yield Finding("gpu.torch", severity, node.name, evidence, meaning, fix)
     yield from _compare_builds(cluster)
 
 
@@ -95,7 +94,7 @@ def _build_problem(gpu: Facts) -> tuple[str, str, str | None, Severity] | None:
 
 
 def _compare_builds(cluster: ClusterFacts) -> Iterator[Finding]:
-    builds = {node.name: gpu["torch"] for node, _, gpu in _nodes(cluster) if gpu["torch"]}
+    builds = {node.name: gpu["torch"] for node, _, gpu in cluster.topic("gpu") if gpu["torch"]}
     kinds = {name: _kind(build) for name, build in builds.items()}
     if len(set(kinds.values())) < 2:
         return
@@ -120,7 +119,7 @@ def _kind(build: Facts) -> str:
 
 
 def check_visible(cluster: ClusterFacts) -> Iterator[Finding]:
-    for node, _, gpu in _nodes(cluster):
+    for node, _, gpu in cluster.topic("gpu"):
         cards, variables = gpu["nvidia"].get("gpus") or gpu["amd"].get("gpus") or [], gpu["variables"]
         names = (
             ["CUDA_VISIBLE_DEVICES"] if gpu["nvidia"].get("gpus") else ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"]
@@ -168,7 +167,7 @@ def visible_gpus(value: str, cards: Sequence[Facts]) -> tuple[int, str]:
 
 def check_cards(cluster: ClusterFacts) -> Iterator[Finding]:
     """Check each card's free memory, and whether its compute mode lets ranks in."""
-    for node, facts, gpu in _nodes(cluster):
+    for node, facts, gpu in cluster.topic("gpu"):
         cards = gpu["nvidia"].get("gpus", [])
         for card in cards:
             free, total = card["free"], card["total"] or 0
@@ -199,7 +198,7 @@ def check_cards(cluster: ClusterFacts) -> Iterator[Finding]:
 
 
 def check_shared_memory(cluster: ClusterFacts) -> Iterator[Finding]:
-    for node, facts, gpu in _nodes(cluster):
+    for node, facts, gpu in cluster.topic("gpu"):
         memory, cards = gpu["shared_memory"], len(_cards(gpu))
         if cards and memory and memory["free"] < _LEAST_SHARED_BYTES:
             yield Finding(
@@ -216,7 +215,7 @@ def check_shared_memory(cluster: ClusterFacts) -> Iterator[Finding]:
 
 def check_nccl(cluster: ClusterFacts) -> Iterator[Finding]:
     """Explain NCCL's variables where GPUs would read them, and name those that are wrong there."""
-    for node, facts, gpu in _nodes(cluster):
+    for node, facts, gpu in cluster.topic("gpu"):
         variables = gpu["variables"]
         if not _cards(gpu):
             continue
@@ -230,7 +229,7 @@ def check_nccl(cluster: ClusterFacts) -> Iterator[Finding]:
                 "nccl.debug",
                 Severity.INFO,
                 node.name,
-                f"NCCL_DEBUG={level}" + ("" if known else ", which is no level of NCCL"),
+                f"NCCL_DEBUG={level}" + ("" if known else ", which is not a level of NCCL"),
                 "what NCCL writes to each rank's log: VERSION, WARN (only errors), INFO (which interface and adapter "
                 "it takes: the first thing to look at when it hangs), TRACE",
                 "" if known else "export NCCL_DEBUG=INFO",
@@ -287,14 +286,6 @@ def chosen_names(value: str, names: Sequence[str]) -> list[str]:
     suffix, rest = ("", rest[1:]) if rest.startswith("=") else ("*", rest)
     patterns = [entry.strip().partition(":")[0] + suffix for entry in rest.split(",") if entry.strip()]
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) != excludes]
-
-
-def _nodes(cluster: ClusterFacts) -> Iterator[tuple[Node, Facts, dict[str, Any]]]:
-    """Yield each examined node with all its facts and those of its `gpu` topic."""
-    for node in cluster.nodes:
-        facts = cluster.facts.get(node.name, {})
-        if gpu := facts.get("gpu"):
-            yield node, facts, gpu
 
 
 def _cards(gpu: Facts) -> list[Facts]:

@@ -1,9 +1,10 @@
-"""Checks of each machine: is it like the others, has it enough memory and disk, and what slows it down?"""
+"""Checks of each machine: is it like the others, has it enough memory and disk, what slows it down, and do the
+threads of a run fit its processors?"""
 
 from __future__ import annotations
 
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
@@ -18,7 +19,6 @@ from shoal.tools.doctor.facts import (
     Facts,
     Finding,
     Severity,
-    doctor_command,
     setup_command,
     sudo,
 )
@@ -74,7 +74,7 @@ def check_kinds(cluster: ClusterFacts) -> Iterator[Finding]:
 def check_versions(cluster: ClusterFacts) -> Iterator[Finding]:
     for trait in _VERSIONS:
         yield from _compare(cluster, trait, setup_command(cluster, ""))
-    for node, _, machine in _machines(cluster):
+    for node, _, machine in cluster.topic("machine"):
         if machine["torch"] is None:
             yield Finding(
                 "sameness.torch",
@@ -83,20 +83,20 @@ def check_versions(cluster: ClusterFacts) -> Iterator[Finding]:
                 f"{machine['executable']} has no torch",
                 f"no rank can start there; {_SET_UP}",
                 setup_command(cluster, f"{machine['executable']} -m pip install torch"),
-                doctor_command(cluster),
             )
 
 
 def _compare(cluster: ClusterFacts, trait: Trait, fix: str) -> Iterator[Finding]:
     """Name the machines that differ from the majority; of equally many, from the first node."""
-    values = {node.name: value for node, _, machine in _machines(cluster) if (value := trait.read(machine)) is not None}
+    all_values = {node.name: trait.read(machine) for node, _, machine in cluster.topic("machine")}
+    values = {name: value for name, value in all_values.items() if value is not None}
     counts = Counter(values.values())
     common = max(values.values(), key=lambda value: counts[value], default=None)
     others = ", ".join(name for name in values if values[name] == common)
     for name, value in values.items():
         if value != common:
             evidence = f"{trait.label} {value} on {name}, {common} on {others}"
-            yield Finding(trait.id, trait.severity, name, evidence, trait.meaning, fix, doctor_command(cluster))
+            yield Finding(trait.id, trait.severity, name, evidence, trait.meaning, fix)
 
 
 _CLOCK_S = 1.0
@@ -121,7 +121,7 @@ def check_clocks(cluster: ClusterFacts) -> Iterator[Finding]:
             f"give or take {format_duration(offsets[name]['uncertainty_s'])}",
             "shoal compares no clocks, but make does, and torchrun: 40 s made it train alone and report success",
             f"{sudo(cluster.facts[name])}timedatectl set-ntp true",
-            f"timedatectl; {doctor_command(cluster)}",
+            "timedatectl",
         )
 
 
@@ -139,7 +139,7 @@ _FEW_FILES = 1000
 
 
 def check_memory(cluster: ClusterFacts) -> Iterator[Finding]:
-    for node, _, machine in _machines(cluster):
+    for node, _, machine in cluster.topic("machine"):
         memory = machine.get("memory")
         if memory and memory["available"] < _MEMORY_WARNING_BYTES:
             yield Finding(
@@ -150,31 +150,31 @@ def check_memory(cluster: ClusterFacts) -> Iterator[Finding]:
                 f"{format_si(memory['swap_used'], 'B')} of swap in use",
                 "a rank that needs more is slowed down by swapping or killed by the kernel: close other programs (the "
                 "largest: ps -eo pid,rss,comm --sort=-rss | head), or train a smaller model",
-                retest=f"free -h; {doctor_command(cluster)}",
+                retest="free -h",
             )
 
 
 def check_disks(cluster: ClusterFacts) -> Iterator[Finding]:
-    for node, _, machine in _machines(cluster):
+    for node, _, machine in cluster.topic("machine"):
         for disk in machine.get("disks") or ():
             if disk["read_only"]:
-                yield _read_only_disk(cluster, node.name, disk)
+                yield _read_only_disk(node.name, disk)
             else:
-                yield from _check_free_space(cluster, node.name, disk)
+                yield from _check_free_space(node.name, disk)
 
 
-def _read_only_disk(cluster: ClusterFacts, node: str, disk: dict[str, Any]) -> Finding:
+def _read_only_disk(node: str, disk: dict[str, Any]) -> Finding:
     return Finding(
         "disk.readonly",
         Severity.ERROR,
         node,
         f"nothing can be written to {disk['path']}, which is for {', '.join(disk['for'])}: it is mounted read-only",
         "a run cannot write its logs and checkpoints there; Linux does this to a disk that has errors (see: dmesg)",
-        retest=f"findmnt --target {shlex.quote(disk['path'])}; {doctor_command(cluster)}",
+        retest=f"findmnt --target {shlex.quote(disk['path'])}",
     )
 
 
-def _check_free_space(cluster: ClusterFacts, node: str, disk: dict[str, Any]) -> Iterator[Finding]:
+def _check_free_space(node: str, disk: dict[str, Any]) -> Iterator[Finding]:
     free, files, path = disk["free"], disk["files_free"], shlex.quote(disk["path"])
     has_few_files = files is not None and files < _FEW_FILES
     enough = _TEMPORARY_WARNING_BYTES if disk["for"] == [TEMPORARY] else _DISK_WARNING_BYTES
@@ -189,13 +189,13 @@ def _check_free_space(cluster: ClusterFacts, node: str, disk: dict[str, Any]) ->
         f"{left} in {disk['path']}, which is for {', '.join(disk['for'])}",
         "checkpoints, logs and copies will not fit: remove what you no longer need (what takes the space: "
         f"du -xah {path} | sort -h | tail), or work on another disk",
-        retest=f"df -h {path}; {doctor_command(cluster)}",
+        retest=f"df -h {path}",
     )
 
 
 def check_cores(cluster: ClusterFacts) -> Iterator[Finding]:
     """Report, one line per machine, what a run will use of it."""
-    for node, _, machine in _machines(cluster):
+    for node, _, machine in cluster.topic("machine"):
         cores, memory = machine["cores"], machine.get("memory", {})
         parts = [f"{machine['cpu']}: {_describe_cores(cores)}"]
         parts += [f"{format_si(memory['available'], 'B')} of memory free"] if memory else []
@@ -220,7 +220,7 @@ def _describe_cores(cores: dict[str, Any]) -> str:
 
 
 def check_quota(cluster: ClusterFacts) -> Iterator[Finding]:
-    for node, _, machine in _machines(cluster):
+    for node, _, machine in cluster.topic("machine"):
         cores = machine["cores"]
         if cores["quota"] is not None and cores["quota"] < cores["physical"]:
             yield Finding(
@@ -231,12 +231,11 @@ def check_quota(cluster: ClusterFacts) -> Iterator[Finding]:
                 f"{cores['quota_file']}",
                 f"a run uses {pluralize(cores['usable'], 'core')} here, because a group that has used its time stands "
                 "still; raise the limit where it was set: docker --cpus, a Kubernetes cpu limit, CPUQuota= of systemd",
-                retest=doctor_command(cluster),
             )
 
 
 def check_kinds_of_cores(cluster: ClusterFacts) -> Iterator[Finding]:
-    for node, _, machine in _machines(cluster):
+    for node, _, machine in cluster.topic("machine"):
         cores = machine["cores"]
         if not cores.get("slow"):
             continue
@@ -259,7 +258,7 @@ def check_kinds_of_cores(cluster: ClusterFacts) -> Iterator[Finding]:
 
 def check_numa(cluster: ClusterFacts) -> Iterator[Finding]:
     """Remark ranks that must use cores of several NUMA nodes."""
-    for node, _, machine in _machines(cluster):
+    for node, _, machine in cluster.topic("machine"):
         count = machine["cores"]["numa_nodes"]
         if node.slots < count:
             yield Finding(
@@ -280,7 +279,7 @@ _CPUFREQ = "/sys/devices/system/cpu/cpu*/cpufreq"
 
 
 def check_frequency(cluster: ClusterFacts) -> Iterator[Finding]:
-    for node, facts, machine in _machines(cluster):
+    for node, facts, machine in cluster.topic("machine"):
         clock = machine.get("frequency")
         if not clock:
             continue
@@ -289,7 +288,6 @@ def check_frequency(cluster: ClusterFacts) -> Iterator[Finding]:
         if clock["at_work_khz"] >= least_khz:
             continue
         rates = f"{_hertz(clock['at_work_khz'])} where it could do {_hertz(highest_khz)}"
-        again = doctor_command(cluster)
         if clock["governor"] == "powersave" and clock["driver"] not in _SELF_CHOOSING_DRIVERS:
             yield Finding(
                 "speed.governor",
@@ -298,7 +296,7 @@ def check_frequency(cluster: ClusterFacts) -> Iterator[Finding]:
                 f"the governor is powersave, and a busy core runs at {rates}",
                 "the cores stay at their lowest frequency under any load",
                 f"echo performance | {sudo(facts)}tee {_CPUFREQ}/scaling_governor",
-                f"cat {_CPUFREQ}/scaling_governor; {again}",
+                f"cat {_CPUFREQ}/scaling_governor",
             )
             continue
         # A configured limit can be lifted by a command; heat, firmware and a weak charger cannot.
@@ -312,7 +310,6 @@ def check_frequency(cluster: ClusterFacts) -> Iterator[Finding]:
             "every step takes longer than this processor needs, and all machines wait for it"
             + ("" if is_capped else "; heat, a weak charger or an energy-saving profile do this"),
             f"echo {highest_khz} | {sudo(facts)}tee {_CPUFREQ}/scaling_max_freq" if is_capped else "",
-            again,
         )
 
 
@@ -322,7 +319,7 @@ def _hertz(khz: int) -> str:
 
 def check_throttled(cluster: ClusterFacts) -> Iterator[Finding]:
     """Warn only of heat now: every laptop has been too hot once."""
-    for node, _, machine in _machines(cluster):
+    for node, _, machine in cluster.topic("machine"):
         counts = machine.get("throttled")
         if counts and counts["since_boot"]:
             yield Finding(
@@ -332,12 +329,11 @@ def check_throttled(cluster: ClusterFacts) -> Iterator[Finding]:
                 f"the processor was slowed down by heat {counts['since_boot']} times since the machine was started, "
                 f"{counts['just_now']} times during this check",
                 "a hot machine computes slowly, and all others wait for it: give it air, clean its fan",
-                retest=doctor_command(cluster),
             )
 
 
 def check_power(cluster: ClusterFacts) -> Iterator[Finding]:
-    for node, _, machine in _machines(cluster):
+    for node, _, machine in cluster.topic("machine"):
         supply = machine.get("power")
         if supply and supply["on_battery"]:
             left = "" if supply["percent"] is None else f", {supply['percent']}% left"
@@ -347,7 +343,6 @@ def check_power(cluster: ClusterFacts) -> Iterator[Finding]:
                 node.name,
                 f"it runs on battery{left}",
                 "on battery it computes slowly, and when it is empty the run loses this machine: plug it in",
-                retest=doctor_command(cluster),
             )
 
 
@@ -355,7 +350,7 @@ _LID_FILE = "/etc/systemd/logind.conf.d/90-shoal.conf"
 
 
 def check_lid(cluster: ClusterFacts) -> Iterator[Finding]:
-    for node, facts, machine in _machines(cluster):
+    for node, facts, machine in cluster.topic("machine"):
         actions = machine.get("lid") or {}
         sleeping = {where: action for where, action in actions.items() if action not in ("ignore", "lock")}
         if sleeping:
@@ -370,7 +365,6 @@ def check_lid(cluster: ClusterFacts) -> Iterator[Finding]:
                 "a machine that sleeps is lost to the run, and shoal may not prevent it: keep the lid open",
                 f"{as_root}mkdir -p {_LID_FILE.rpartition('/')[0]} && printf '{lines}' | {as_root}tee {_LID_FILE} "
                 f"&& {as_root}systemctl kill -s HUP systemd-logind",
-                doctor_command(cluster),
             )
 
 
@@ -379,7 +373,7 @@ _BUSY_SHARE = 0.5
 
 def check_load(cluster: ClusterFacts) -> Iterator[Finding]:
     """Report other work only as information: a moment later it may have ended."""
-    for node, _, machine in _machines(cluster):
+    for node, _, machine in cluster.topic("machine"):
         load = machine.get("load", {}).get("one_minute", 0.0)
         cores = machine["cores"]["physical"]
         if load > _BUSY_SHARE * cores:
@@ -393,9 +387,50 @@ def check_load(cluster: ClusterFacts) -> Iterator[Finding]:
             )
 
 
-def _machines(cluster: ClusterFacts) -> Iterator[tuple[Node, Facts, dict[str, Any]]]:
-    """Yield each examined node with all its facts and those of its `machine` topic."""
-    for node in cluster.nodes:
-        facts = cluster.facts.get(node.name, {})
-        if machine := facts.get("machine"):
-            yield node, facts, machine
+def check_threads(cluster: ClusterFacts) -> Iterator[Finding]:
+    """Compare the threads of all ranks on a machine with its processors. Emulated nodes share those of one machine."""
+    machines: defaultdict[str, list[Node]] = defaultdict(list)
+    for node, _, machine in cluster.topic("machine"):
+        machines[str(machine.get("boot_id") or node.name)].append(node)
+    for nodes in machines.values():
+        facts = cluster.facts[nodes[0].name]
+        cpus = _processors(facts["machine"])
+        ranks, threads = sum(node.slots for node in nodes), sum(node.slots * _threads(node, facts) for node in nodes)
+        others = sum(process["part"].startswith("rank-") for process in facts.get("processes", {}).get("marked", []))
+        if threads + others <= cpus:
+            continue
+        is_set = threads > cpus and any(node.threads for node in nodes)
+        more = f", and {pluralize(others, 'rank')} of other runs compute there now" if others else ""
+        yield Finding(
+            "speed.threads",
+            # A number in the hosts file is a mistake. More ranks than cores, and another run, are what was asked for.
+            Severity.WARNING if is_set else Severity.INFO,
+            nodes[0].name,
+            f"{pluralize(ranks, 'rank')} with {pluralize(threads, 'thread')} in all share "
+            f"{pluralize(cpus, 'processor')}{more}",
+            "threads that wait for a processor hold up those that they compute with"
+            + _describe_setting(is_set, _omp_threads(facts), max(1, int(cpus / ranks))),
+            "unset OMP_NUM_THREADS" if _omp_threads(facts) and not is_set else "",
+        )
+
+
+def _describe_setting(is_set: bool, omp_threads: int, fair: int) -> str:
+    if is_set:
+        return f": write threads = {fair} in the hosts file, or start with --threads {fair}"
+    return f"; a script under shoal run gets OMP_NUM_THREADS={omp_threads} of the environment" if omp_threads else ""
+
+
+def _processors(machine: Facts) -> int:
+    """Return the hardware threads that a run may use, fewer with a quota: a part of one counts as one."""
+    cores = machine["cores"]
+    return int(cores["threads"] if cores["quota"] is None else min(cores["threads"], max(1, cores["quota"])))
+
+
+def _threads(node: Node, facts: Facts) -> int:
+    """Return the threads of each rank of a script. `shoal train` does not use the variable."""
+    return node.threads or _omp_threads(facts) or rank_threads(node, facts["machine"]["cores"])
+
+
+def _omp_threads(facts: Facts) -> int:
+    value = str(facts["machine"].get("omp_num_threads") or "")
+    return int(value) if value.isdigit() else 0

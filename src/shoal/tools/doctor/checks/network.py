@@ -19,7 +19,6 @@ from shoal.tools.doctor.facts import (
     Finding,
     Severity,
     Trial,
-    doctor_command,
     slow_links,
     sudo,
 )
@@ -210,7 +209,7 @@ def _network(cluster: ClusterFacts, node: Node) -> Facts:
 
 
 def _nodes_with_interfaces(cluster: ClusterFacts) -> list[Node]:
-    return [node for node in cluster.nodes if cluster.facts.get(node.name, {}).get("network", {}).get("interfaces")]
+    return [node for node, _, network in cluster.topic("network") if network.get("interfaces")]
 
 
 _SLOW_LOOKUP_S = 1.0
@@ -218,11 +217,7 @@ _SLOW_LOOKUP_S = 1.0
 
 def check_own_name(cluster: ClusterFacts) -> Iterator[Finding]:
     """Check what each machine's own name resolves to. For a single machine loopback is right."""
-    for node in cluster.nodes if len(cluster.nodes) > 1 else ():
-        facts = cluster.facts.get(node.name, {})
-        names = facts.get("names")
-        if not names:
-            continue
+    for node, facts, names in cluster.topic("names") if len(cluster.nodes) > 1 else ():
         host_name, published = names["host_name"], names["published"]
         is_loopback = published is None or ipaddress.ip_address(published).is_loopback
         # Where the name resolves to the node's address, a machine that lost this address is another check's finding.
@@ -272,10 +267,8 @@ def _rename_command(host_name: str, address: str, sudo: str) -> str:
 
 def check_reverse(cluster: ClusterFacts) -> Iterator[Finding]:
     """Check how long each node waits for the names of its peers' addresses."""
-    for node in cluster.nodes if len(cluster.nodes) > 1 else ():
-        facts = cluster.facts.get(node.name, {})
-        lookups = facts.get("names", {}).get("reverse", {})
-        times = {address: lookup["took_s"] for address, lookup in lookups.items()}
+    for node, facts, topic in cluster.topic("names") if len(cluster.nodes) > 1 else ():
+        times = {address: lookup["took_s"] for address, lookup in topic.get("reverse", {}).items()}
         slow = {address: took_s for address, took_s in times.items() if took_s is None or took_s > _SLOW_LOOKUP_S}
         if slow:
             described = (
@@ -293,7 +286,7 @@ def check_reverse(cluster: ClusterFacts) -> Iterator[Finding]:
                 "torch asks for this name when a rank connects to its store, and blocks until it has an answer; the "
                 "name server does not answer",
                 f"printf '%s\\n' {shlex.join(lines)} | {sudo(facts)}tee -a /etc/hosts",
-                f"time getent hosts {_lookup_forms(next(iter(slow)))[-1]}; {doctor_command(cluster)}",
+                f"time getent hosts {_lookup_forms(next(iter(slow)))[-1]}",
             )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from shoal.tools.doctor.facts import ClusterFacts, Facts, Finding, Severity, doctor_command, sudo
+from shoal.tools.doctor.facts import ClusterFacts, Facts, Finding, Severity, sudo
 from shoal.units import format_duration
 
 _FEW_FILES = 1024
@@ -22,8 +22,7 @@ Process = dict[str, Any]
 def check_port(cluster: ClusterFacts) -> Iterator[Finding]:
     """Check that the port is free. It matters on the first node, where rank 0 serves the store."""
     first = cluster.nodes[0].name
-    for node in cluster.nodes:
-        facts = cluster.facts.get(node.name, {}).get("processes", {})
+    for node, _, facts in cluster.topic("processes"):
         holders = facts.get("port", {}).get("holders")
         if not holders:
             continue
@@ -43,37 +42,35 @@ def check_port(cluster: ClusterFacts) -> Iterator[Finding]:
             f"port {number} is taken: " + "; ".join(dict.fromkeys(_describe_holder(holder) for holder in holders)),
             meaning,
             _stop_command(of_shoal, facts) if of_shoal and is_first else "",
-            f"ss -ltnp 'sport = :{number}'; {doctor_command(cluster)} --port {number}",
+            f"ss -ltnp 'sport = :{number}'",
         )
 
 
 def _describe_holder(holder: Process) -> str:
     if not holder["pid"]:
-        return f"by a process of {holder['user']} that we may not look at"
+        return f"by a process of {holder['user']} that this user may not look at"
     run = f", of shoal's run {holder['run']}" if "run" in holder else f", of {holder['user']}"
     return f"by {_describe(holder)}{run}"
 
 
 def check_workers(cluster: ClusterFacts) -> Iterator[Finding]:
-    for node, node_facts in cluster.facts.items():
-        facts = node_facts.get("processes", {})
+    for node, _, facts in cluster.topic("processes"):
         for run, processes in _group_by(facts.get("marked", []), "run"):
             if is_left_over(processes):
                 yield Finding(
                     "leftover.worker",
                     Severity.WARNING,
-                    node,
+                    node.name,
                     f"shoal's run {run} has no supervisor any more, and there are still {_list(processes)}",
-                    "they take cores and memory from the next run; stop them if you do not want that run to go on",
+                    "they take cores and memory from the next run; stop them if you do not want that run to continue",
                     _stop_command(processes, facts),
-                    doctor_command(cluster),
                 )
             else:
                 age = format_duration(max(process["age_s"] for process in processes))
                 yield Finding(
                     "speed.run",
                     Severity.INFO,
-                    node,
+                    node.name,
                     f"shoal's run {run} has been running for {age}",
                     "two runs share the cores and the network, and both are slower",
                 )
@@ -81,11 +78,10 @@ def check_workers(cluster: ClusterFacts) -> Iterator[Finding]:
             yield Finding(
                 "leftover.worker",
                 Severity.WARNING,
-                node,
+                node.name,
                 f"ranks of another torch job around {master} have lost their parent process: {_list(processes)}",
                 "they are not shoal's; they wait for peers that may never connect, and take cores, memory and ports",
                 _kill_command(processes),
-                doctor_command(cluster),
             )
 
 
@@ -126,8 +122,7 @@ def _group_by(processes: list[Process], key: str) -> Iterator[tuple[str, list[Pr
 
 
 def check_files(cluster: ClusterFacts) -> Iterator[Finding]:
-    for node, node_facts in cluster.facts.items():
-        facts = node_facts.get("processes", {})
+    for node, node_facts, facts in cluster.topic("processes"):
         soft, hard = facts.get("files", {}).get("soft"), facts.get("files", {}).get("hard")
         if soft is None or soft >= _FEW_FILES:
             continue
@@ -137,11 +132,11 @@ def check_files(cluster: ClusterFacts) -> Iterator[Finding]:
         yield Finding(
             "limits.files",
             Severity.WARNING,
-            node,
+            node.name,
             f"a process may open {soft} files (soft limit; hard limit {'none' if hard is None else hard})",
             "every connection counts as an open file: a run can stop with 'too many open files'",
             f"ulimit -n {_ENOUGH_FILES}"
             if can_raise and not facts.get("over_ssh")
             else f"echo {shlex.quote(line)} | {sudo(node_facts)}tee /etc/security/limits.d/90-shoal.conf",
-            f"ulimit -n; {doctor_command(cluster)}",
+            "ulimit -n",
         )

@@ -89,12 +89,10 @@ def memory() -> dict[str, int]:
     if "MemAvailable" not in fields:
         return {}
     available, group_bytes = fields["MemAvailable"], _available_in_cgroup()
-    swap_total = fields.get("SwapTotal", 0)
     return {
         "total": fields["MemTotal"],
         "available": available if group_bytes is None else min(available, group_bytes),
-        "swap_total": swap_total,
-        "swap_used": swap_total - fields.get("SwapFree", 0),
+        "swap_used": fields.get("SwapTotal", 0) - fields.get("SwapFree", 0),
     }
 
 
@@ -114,7 +112,7 @@ def disks() -> list[dict[str, Any]]:
     places = {
         # Not `tempfile.gettempdir`, which silently takes another folder when this one is full.
         TEMPORARY: Path(os.environ.get("TMPDIR") or "/tmp"),  # noqa: S108 - looked at, not written
-        # Runs are in the working folder or, on a machine that only received our code, beside that.
+        # Runs are in the working folder or, on a machine that only received shoal's code, beside that.
         "runs": here if here != Path("/") else Path(shoal.__file__).parent,
         "encoded text": Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"),
     }
@@ -269,7 +267,7 @@ def workers() -> dict[str, list[dict[str, Any]]]:
 
 
 def _has_other_values(env: Mapping[str, str], names: tuple[str, ...]) -> bool:
-    """Ignore variables equal to our own: in the container of a job, every process has them."""
+    """Ignore variables equal to those of this process: in the container of a job, every process has them."""
     return all(name in env for name in names) and any(env[name] != os.environ.get(name) for name in names)
 
 

@@ -13,7 +13,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from shoal.tools.doctor.collect import network
+from shoal.host import network
+from shoal.host.network import family_of
 
 # A burst is long enough to distinguish 10, 100 and 1000 Mbit/s, and short enough to disturb no other traffic.
 _BURST_S = 0.3
@@ -29,10 +30,10 @@ _LONGEST_LINE = 1000
 
 
 class Listener:
-    """Listen for TCP and UDP on the same port. Send each client our name and the rate at which its data arrived."""
+    """Listen for TCP and UDP on the same port. Send each client the name of this node and the rate of its data."""
 
     def __init__(self, address: str, name: str, port: int) -> None:
-        family = _family_of(address)
+        family = family_of(address)
         self.tcp = socket.create_server((address, port), family=family)
         self.port: int = self.tcp.getsockname()[1]
         self.udp = socket.socket(family, socket.SOCK_DGRAM)
@@ -121,7 +122,7 @@ def _explain(error: OSError, where: str, address: str, timeout_s: float) -> dict
 
 
 def _mac(address: str) -> str | None:
-    """Return the card that answers for the address on our segment; empty when none does, None when it is remote."""
+    """Return the card that answers for the address on this segment; empty when none does, None when it is remote."""
     with contextlib.suppress(OSError, AttributeError):
         return network.neighbours().get(address)
     return None
@@ -158,10 +159,6 @@ def _measure_receiving(connection: socket.socket) -> tuple[int, float]:
     return count, time.perf_counter() - began
 
 
-def _family_of(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
 # Socket options of linux/in.h and linux/in6.h; Python does not name all of them.
 _MTU: dict[int, tuple[int, int]] = {socket.AF_INET: (socket.IPPROTO_IP, 14), socket.AF_INET6: (socket.IPPROTO_IPV6, 24)}
 _MTU_DISCOVER: dict[int, tuple[int, int]] = {
@@ -175,7 +172,7 @@ _HEADER_BYTES: dict[int, int] = {socket.AF_INET: 28, socket.AF_INET6: 48}  # of 
 def send(request: dict[str, Any]) -> dict[str, Any]:
     """Send datagrams of the given sizes, never fragmented, to every place; return what the kernel reported for each.
 
-    `from_listener`: send from the port of our listener, so that a stateful firewall takes the peer's for answers.
+    `from_listener`: send from the port of the listener, so that a stateful firewall takes the peer's for answers.
     """
     listener, from_listener = LISTENERS[int(request["port"])], bool(request.get("from_listener"))
     return {"results": [_send(listener, place, request["tag"], from_listener) for place in request["places"]]}
@@ -199,7 +196,7 @@ def _send(listener: Listener, place: dict[str, Any], tag: str, from_listener: bo
 
 
 def _send_one(sender: socket.socket, place: dict[str, Any], text: str, size: int) -> dict[str, Any]:
-    """Send one datagram. `path_mtu`: the kernel knows it is too large, from our interface or from a router."""
+    """Send one datagram. `path_mtu`: the kernel knows it is too large, from the interface here or from a router."""
     payload = text.encode().ljust(size - _HEADER_BYTES[sender.family], b"\0")
     try:
         sender.sendto(payload, (place["address"], place["port"]))
@@ -211,7 +208,7 @@ def _send_one(sender: socket.socket, place: dict[str, Any], text: str, size: int
 
 def _connected_sender(listener: Listener, place: dict[str, Any]) -> socket.socket:
     """Open a socket at its own port. Only for a connected one does the kernel report the path MTU."""
-    family = _family_of(place["address"])
+    family = family_of(place["address"])
     sender = socket.socket(family, socket.SOCK_DGRAM)
     sender.bind((listener.udp.getsockname()[0], 0))
     sender.setsockopt(*_MTU_DISCOVER[family], _DISCOVER_DO)
