@@ -497,7 +497,7 @@ class LineTail:
     def poll_bytes(self, most_bytes: int | None = None) -> list[tuple[bytes, int]]:
         """Return whole lines, each with the offset in the file where the next one begins.
 
-        With `most_bytes`, stop after about so many: a reader of a long file can do other work in between.
+        With `most_bytes`, stop after about that many: a reader of a long file can do other work in between.
         """
         lines = []
         stop_at = None if most_bytes is None else self.offset + most_bytes
@@ -550,7 +550,7 @@ class EventTail:
     def __init__(self, path: Path) -> None:
         self._lines = LineTail(path, LONGEST_EVENT)
         self._schema = schema_of(path)
-        self.unreadable = 0  # lines so far that were no event
+        self.unreadable = 0  # lines so far that were not an event
 
     def skip_to_end(self) -> None:
         self._lines.skip_to_end()

@@ -247,7 +247,7 @@ class RunFolder:
         return host if isinstance(host, str) and host.isprintable() and not self.job.is_file() else ""
 
     def rejoin_advice(self) -> str:
-        """Return how a machine that joined goes on with the others after the run's end; nothing elsewhere.
+        """Return how a machine that joined continues with the others after the run's end; nothing elsewhere.
 
         To resume the run in this folder would train on alone, apart from the host's run.
         """
@@ -380,7 +380,7 @@ def user_name(number: int) -> str:
 def open_below(folder: Path, name: str, flags: int, make_folders: bool = False) -> int:
     """Open the regular file `folder/name` and return its descriptor, following no symbolic link below `folder`.
 
-    Raise `OSError` where a part of `name` is a link or the file is no regular one. Each folder is opened relative to
+    Raise `OSError` where a part of `name` is a link or the file is not a regular one. Each folder is opened relative to
     the one above, so a link created between a check and the opening is not followed either.
     """
     *folders, last = _parts(folder, name)

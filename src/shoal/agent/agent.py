@@ -1,7 +1,7 @@
 """The agent of one node: `python -P -m shoal.agent.agent`, with its orders on standard input.
 
 It meets the other agents, starts this node's ranks, serves their logs and keys, and records in its journal how they
-end. It needs no terminal: when the launcher ends, the run goes on. Its ranks die with it. In an elastic run it also
+end. It needs no terminal: when the launcher ends, the run continues. Its ranks die with it. In an elastic run it also
 takes part in membership (`agent.membership`), and can be restarted on its machine from the orders it saved (`--again`).
 """
 
@@ -114,7 +114,7 @@ class Agent:
         return await self._work(begin())
 
     async def work_again(self, go: GoOrder) -> int:
-        """Work after a restart of this agent: the others went on, and it asks to join them."""
+        """Work after a restart of this agent: the others continued, and it asks to join them."""
         return await self._work(self._begin_joining(go))
 
     async def _work(self, begin: Coroutine[None, None, None]) -> int:
@@ -307,7 +307,7 @@ class Agent:
     # The main loop.
 
     async def _wait_for_end(self) -> None:
-        """Wait until every member's ranks have ended: a rank elsewhere may still need our keys."""
+        """Wait until every member's ranks have ended: a rank elsewhere may still need this agent's keys."""
         checked_at = boot_clock()
         while not self._is_over():
             if boot_clock() - checked_at > FOLDER_CHECK_S:
@@ -476,7 +476,7 @@ class Agent:
         self._write(AgentNote(text))
 
     def _now(self) -> float:
-        """Return the launcher's clock at the launch plus our own seconds since: comparable between machines."""
+        """Return the launcher's clock at the launch plus this machine's seconds since: comparable between machines."""
         return self._orders.launched_at + boot_clock() - self._met_at
 
 

@@ -50,7 +50,7 @@ class KvStore:
         try:
             return await operation(request)
         except (KeyError, ValueError, TypeError) as error:
-            # A rank without an answer would wait for ever.
+            # A rank without an answer would wait forever.
             return {"error": f"the agents' store cannot {request['op']} that: {error!r}"}
 
     async def _set(self, request: Request) -> Reply:
@@ -124,7 +124,7 @@ def decode(text: str) -> bytes:
 
 
 async def read_request(reader: asyncio.StreamReader) -> Request:
-    """Read a rank's request; ControlError for a message that no rank of ours sends."""
+    """Read a rank's request; ControlError for a message that no rank sends."""
     payload = await read_frame(reader, MAX_REQUEST_BYTES, "a rank's request to the agents' store")
     try:
         request = json.loads(payload)
@@ -147,7 +147,7 @@ class _PendingRequest:
 
 
 class KvStoreClient:
-    """Routes requests of local ranks to the agent that serves the keys, and serves our own.
+    """Routes requests of local ranks to the agent that serves the keys, and serves this agent's own.
 
     Every generation has its own keys, served by the agent of its lowest member; a request for an older generation fails
     at once. Keys without a generation are served by member 0 for as long as it lives.
@@ -174,7 +174,7 @@ class KvStoreClient:
         self._fail(f"the agent that keeps the keys is gone: {how}", lambda request: request.server == member)
 
     async def ask(self, request: Request) -> Reply:
-        """Answer a request of one of our own ranks."""
+        """Answer a request of one of this agent's ranks."""
         if request.get("op") == "derive":
             return derive_key(self._token, request)
         generation = _generation_of(request)
@@ -194,14 +194,14 @@ class KvStoreClient:
             del self._pending[number]
 
     async def answer(self, request: Request) -> Reply:
-        """Answer from our own stores. The sender may have learnt of a new generation a moment before us."""
+        """Answer from this agent's stores. The sender may have learnt of a new generation a moment earlier."""
         generation = _generation_of(request)
         if generation is not None and self._current is not None and generation < self._current.id:
             return {"error": f"generation {generation} is over"}
         return await self._stores.setdefault(generation, KvStore()).answer(request)
 
     def on_message(self, member: int, message: Message) -> None:
-        """Handle a request of another agent, or its reply to ours."""
+        """Handle a request of another agent, or its reply to one of this agent's."""
         match message:
             case {"type": "ask", "id": number, "request": dict(request)}:
                 # Not awaited here: a request may wait for a key that this very peer sets next.

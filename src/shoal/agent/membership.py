@@ -254,7 +254,7 @@ class AgentMembership:
             )
         return member
 
-    # From our ranks.
+    # From this agent's ranks.
 
     def on_rank_message(self, rank: LocalRank, message: rank_messages.ToAgent) -> None:
         now = boot_clock()
@@ -268,7 +268,7 @@ class AgentMembership:
                 rank.has_formed = rank.has_state = True
                 if self.ranks.all_formed(message.generation):
                     if self._abandon is not None:
-                        # Our ranks have it in their ledger: it need not be sent again.
+                        # This agent's ranks have it in their ledger: it need not be sent again.
                         self._environment.write(AbandonRecorded(str(self._abandon.lineage)))
                         self._abandon = None
                     self._machine.formed(message.generation, dict(message.history))
@@ -405,7 +405,7 @@ class AgentMembership:
                     rank.send(self._abandon)
                 rank.enter(order.model_copy(update={"has_state": action.has_state and rank.has_state}))
         if len(self.ranks.members_of(generation.id)) < len(orders):
-            # A rank died between our promise and the decision.
+            # A rank died between this agent's promise and the decision.
             self._continue_without(generation.id)
 
     def name(self, member: int) -> str:
@@ -450,7 +450,7 @@ class RankStop:
         self._ranks.stop(generation, after_step)
 
     def restart(self, now: float) -> None:
-        """Restart the timeout after a sleep: our ranks slept too."""
+        """Restart the timeout after a sleep: this agent's ranks slept too."""
         if self._generation is not None:
             self.begin(self._generation, self._after_step, now)
 
@@ -523,14 +523,14 @@ class ShutdownTracker:
             self.others_finished_at = now
 
     def awaits(self, generation: Generation | None, now: float) -> bool:
-        """Return whether a member that trained with us still works: it may be saving, or need our keys."""
+        """Return whether another member of the training still works: it may be saving, or need this agent's keys."""
         if not self.finished or generation is None:
             return False
         others = self.connected.intersection(generation.members) - self.done
         return any(now - self.received_at.get(member, now) <= self.silent_after_s for member in others)
 
     def is_late(self, is_outside: bool, now: float) -> bool:
-        """Return whether the training ended elsewhere, and we were not part of it or could not follow to its end."""
+        """Return whether the training ended elsewhere, and this agent was outside or could not follow to its end."""
         if self.finished or self.others_finished_at is None:
             return False
         return is_outside or now - self.others_finished_at > OUTLIVE_FINISHED_S
@@ -577,7 +577,7 @@ class RankNumbering:
     def orders(
         self, generation: Generation, name: Callable[[int], str], keeps_files: bool
     ) -> dict[int, EnterGeneration]:
-        """Return the order for each of our ranks, by local number. The caller sets whether each has a state."""
+        """Return the order for each rank of this agent, by local number. The caller sets whether each has a state."""
         own = generation.ranks_of(self.me)
         places = [(entry.member, local) for entry in generation.member_ranks for local in entry.ranks]
         return {

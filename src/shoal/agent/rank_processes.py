@@ -76,7 +76,7 @@ class RankProcesses:
     ) -> None:
         """Start a rank; the numbers of the descriptors `fds` are in the variables of these names."""
         log = self._run.log(self._node, start.name)
-        # Both before it runs: it may print, or run out of memory, before we look.
+        # Both before it runs: it may print, or run out of memory, at once.
         clock, oom_kills_before = LogClock(log, self._now), count_oom_kills()
         # Every rank of every launcher is started here, so it always gets the private caches of its own machine.
         variables = {**start.env, **env, **torch_caches().variables}
@@ -354,7 +354,7 @@ class RankEnvironment:
         return pending_abandon(read_events(self._run.journal(self._node)))
 
     def shares_folder_with(self, member: int) -> bool:
-        """Return whether the member's mark is in our folder, where only it could have written it."""
+        """Return whether the member's mark is in this agent's folder, where only that member could have written it."""
         place = self._places[member]
         with suppress(OSError):
             return place.mark in self._run.journal(place.node).read_text(encoding="utf-8")

@@ -29,7 +29,7 @@ _SIGNAL = re.compile(r"^/org/freedesktop/login1: org\.freedesktop\.login1\.Manag
 
 @contextmanager
 def awake(why: str) -> Iterator[None]:
-    """Hold a lock against sleep. A child that reads our pipe holds it, so it is released however we end."""
+    """Hold a lock against sleep. A child reading a pipe of this process holds it, so it ends with this process."""
     tool = shutil.which("systemd-inhibit")
     if tool is None:
         yield
@@ -74,7 +74,7 @@ async def watch_for_sleep(suspend: Callable[[], None], wake: Callable[[], None])
 
 
 class _DelayLock:
-    """A lock that delays a suspend. A child that reads our pipe holds it, so it is released however we end."""
+    """A lock that delays a suspend. A child reading a pipe of this process holds it, so it ends with this process."""
 
     def __init__(self) -> None:
         self.was_taken = False
@@ -97,7 +97,7 @@ class _DelayLock:
 
 
 async def _start(*command: str, stdin: int = DEVNULL, stdout: int = DEVNULL) -> Process:
-    """Start a child that ends with us, in a session of its own so that our Ctrl-C does not reach it."""
+    """Start a child that ends with this process, in a session of its own so that Ctrl-C does not reach it."""
     return await asyncio.create_subprocess_exec(
         *command, stdin=stdin, stdout=stdout, stderr=DEVNULL, preexec_fn=tie_to(os.getpid()), start_new_session=True
     )

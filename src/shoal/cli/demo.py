@@ -57,7 +57,7 @@ class KilledRank:
     pause_s: float | None = None  # until the next step was committed
     back_s: float | None = None  # until a step was committed with the restarted rank
     back_at_step: int | None = None
-    lost_steps: int | None = None  # committed steps that were lost or done again
+    lost_steps: int | None = None  # committed steps that were lost or repeated
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ class JoinSpec:
     """This machine and others that join it, with one rank each."""
 
     machines: int
-    address: str | None = None  # this machine's, by which the others reach us; None: it is found
+    address: str | None = None  # this machine's, by which the others reach it; None: it is found
     port: int = 0
 
 

@@ -34,7 +34,7 @@ _MOST_OFFSET = 1 << 62
 _FILE = r"\w[\w.-]{0,99}"
 # Errors of opening a link, a folder or a named pipe where a file is expected.
 _NOT_A_FILE = (None, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO)
-# After so many different refusals of one machine, further ones are not reported.
+# After this many different refusals of one machine, further ones are not reported.
 _MOST_NOTES = 8
 _POLL_S = 0.1
 
@@ -224,8 +224,8 @@ def _shorten(value: object) -> str:
 
 
 class FileReceiver:
-    """Writes what one node sends into our run folder: its agent's journal and log, the events and logs of its own
-    `ranks`, and with `keeps` also the ledger and a checkpoint.
+    """Writes what one node sends into this machine's run folder: its agent's journal and log, the events and logs
+    of its own `ranks`, and with `keeps` also the ledger and a checkpoint.
 
     A file from an earlier launch continues at its end here, at whichever byte the other machine begins (`start`).
     """
@@ -246,7 +246,7 @@ class FileReceiver:
         )
         self._texts = re.compile(texts + (r"|commits\.jsonl" if keeps else ""), re.ASCII)
         self._checkpoints = re.compile(rf"checkpoints/step-\d{{8}}/{_FILE}" if keeps else r"(?!)", re.ASCII)
-        self._shift: dict[str, int] = {}  # by file: our offset minus the sender's
+        self._shift: dict[str, int] = {}  # by file: the offset here minus the sender's
 
     def received(self) -> dict[str, int]:
         """Return how many bytes of each file are here, counted as the sender counts."""

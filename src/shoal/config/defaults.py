@@ -14,8 +14,8 @@ MAX_NODES = 64
 # How often an agent restarts a rank that was killed.
 RESTARTS = 3
 
-# A rank is slow when its part of a step takes so many times as long as the median of the others', and the difference is
-# such a part of a step.
+# A rank is slow when its part of a step takes this many times as long as the median of the others', and the difference
+# is this part of a step.
 SLOW_RATIO = 1.5
 MIN_WAIT_PART = 0.1
 # Without a setting, ranks have equal shares until their speeds differ by more than this.

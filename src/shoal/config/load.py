@@ -96,7 +96,7 @@ def load_settings(file: Path) -> EngineConfig:
 
 
 def merge(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge section by section. Keep unknown sections and values that are no section, for validation to refuse."""
+    """Merge section by section. Keep unknown sections and values that are not sections, for validation to refuse."""
     merged: dict[str, Any] = {}
     for layer in layers:
         for section, values in layer.items():
@@ -363,7 +363,7 @@ def _read_profile_document(path: Path) -> dict[str, Any]:
 
 
 def _probe_elsewhere(path: Path) -> str:
-    """Return the command for a file that is no profile: a probe does not replace it."""
+    """Return the command for a file that is not a profile: a probe does not replace it."""
     return _probe_command(path.with_name(f"{path.stem}-profile.toml"))
 
 

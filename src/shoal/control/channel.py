@@ -37,11 +37,11 @@ Message = dict[str, Any]
 # The advice of every message about versions that differ.
 SAME_VERSIONS = "bring all machines to the same versions: shoal setup HOSTS"
 
-# Every frame begins with the length of its payload, as a big-endian number of so many bytes.
+# Every frame begins with the length of its payload, as a big-endian number of this many bytes.
 LENGTH = 4
 MIN_BYTES_PER_S = 1 << 10
 _MAX_BYTES = 8 << 20
-# A peer that has not proved anything yet gets little of our memory.
+# A peer that has not proved anything yet gets little of this process's memory.
 _MAX_HANDSHAKE_BYTES = 1024
 _TAG = 16
 _NONCE = re.compile(r"[0-9a-f]{32}")
@@ -165,7 +165,7 @@ class Channel:
             await self._drain()
 
     async def _drain(self) -> None:
-        """Wait as long as a slow link needs, but not for ever. TimeoutError, an OSError, if the peer does not read."""
+        """Wait as long as a slow link needs, but not forever. TimeoutError, an OSError, if the peer does not read."""
         transport = self._writer.transport
         while True:
             before = transport.get_write_buffer_size()
@@ -201,12 +201,12 @@ class Channel:
         return self._reader.at_eof() or self._writer.is_closing()
 
     def own_address(self) -> str:
-        """Return our address on this connection."""
+        """Return this end's address on this connection."""
         address: str = self._writer.get_extra_info("sockname")[0]
         return address
 
     def close(self) -> None:
-        """Close without waiting; drop what a peer that does not read has left in our buffer."""
+        """Close without waiting; drop what a peer that does not read has left in the send buffer."""
         self._writer.close()
         if self._writer.transport.get_write_buffer_size():
             asyncio.get_running_loop().call_later(SEND_STALLED_AFTER_S, self._writer.transport.abort)
@@ -240,7 +240,7 @@ async def dial(address: str, port: int, token: str) -> Channel:
 
 
 async def _dial_once(address: str, port: int, token: str) -> Channel | None:
-    """Return None when the peer closed after our proof: it refused us, or its connection guard made room."""
+    """Return None when the peer closed after this end's proof: it refused, or its connection guard made room."""
     reader, writer = await asyncio.open_connection(address, port)
     _keep_alive(writer)
     try:
@@ -268,7 +268,7 @@ async def _dial_once(address: str, port: int, token: str) -> Channel | None:
 
 
 def _read_nonce(message: Message) -> str:
-    """Return the peer's nonce; only what we would send, because it becomes part of a signed text."""
+    """Return the peer's nonce; only what this end would send, because it becomes part of a signed text."""
     nonce = str(message.get("nonce", ""))
     if not _NONCE.fullmatch(nonce):
         raise UnknownSender("what answers on the control channel is not shoal", why="it did not send a random number")

@@ -42,7 +42,7 @@ _MAX_NAME, _MAX_COMMAND = 100, 2_000
 
 
 def remove_own_marks() -> None:
-    """Remove our own marks, so that children do not inherit them: they are no part of the run in their own right."""
+    """Remove this process's marks, so that children do not inherit them: they are not parts of the run themselves."""
     for name in (RUN_MARK, PART_MARK):
         os.environ.pop(name, None)
 
@@ -185,8 +185,8 @@ def has_supervisor(processes: Iterable[RunProcess]) -> bool:
 def _has_launcher(pid: int, parts: Mapping[int, str]) -> bool:
     """Return whether an ancestor is a launcher; an orphaned agent descends only from the first process.
 
-    A process of the same run that is no agent is a launcher too: another version of shoal may name its supervisor and
-    the module differently. `parts` are the run's processes.
+    A process of the same run that is not an agent is a launcher too: another version of shoal may name its supervisor
+    and the module differently. `parts` are the run's processes.
     """
     import psutil
 
@@ -202,7 +202,7 @@ def _is_launcher(argv: list[str]) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process that is no child of ours runs; false for 0, which is no process."""
+    """Return whether a process that is not a child of this one runs; false for 0, which is not a process."""
     import psutil
 
     with contextlib.suppress(psutil.Error):

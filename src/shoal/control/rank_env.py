@@ -1,7 +1,7 @@
 """The environment of a rank: its placement in the world, and private folders for torch's caches.
 
-The placement variables are torchrun's, so that a script written for torchrun finds what it expects, plus a few of our
-own. Only this module reads and writes them.
+The placement variables are torchrun's, so that a script written for torchrun finds what it expects, plus a few of
+shoal's own. Only this module reads and writes them.
 
 torch executes what is in its compiler cache (it unpickles files and loads libraries), which by default is in
 `/tmp/torchinductor_USER`. On a shared machine another user can create that folder first, so ranks use folders that only
@@ -75,7 +75,7 @@ class Placement:
 
     @property
     def is_supervised(self) -> bool:
-        """Whether a launcher started this rank, ours or torchrun's, and not a shell."""
+        """Whether a launcher started this rank, shoal's or torchrun's, and not a shell."""
         return bool(self.launcher) or self.store_is_served
 
     def to_env(self) -> dict[str, str]:
@@ -199,8 +199,8 @@ def choose_caches(env: Mapping[str, str]) -> TorchCaches:
 def _claim_default(env: Mapping[str, str]) -> str | None:
     """Create torch's default cache folder before another user can.
 
-    Return None if it is ours, otherwise the danger; empty where the folder has another user's name, as after `su` or
-    `sudo -E`. torch 2.13 keeps compiled headers, and more, in TMPDIR/torchinductor_USER whatever
+    Return None if it is this user's, otherwise the danger; empty where the folder has another user's name, as after
+    `su` or `sudo -E`. torch 2.13 keeps compiled headers, and more, in TMPDIR/torchinductor_USER whatever
     TORCHINDUCTOR_CACHE_DIR says.
     """
     try:

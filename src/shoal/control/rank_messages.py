@@ -103,7 +103,7 @@ class LeftGeneration(StrictModel):
 
 
 class GenerationBroken(StrictModel):
-    """The rank cannot go on in this generation: an exchange failed, or the group did not form."""
+    """The rank cannot continue in this generation: an exchange failed, or the group did not form."""
 
     type: Literal["broken"] = "broken"
     generation: Ballot

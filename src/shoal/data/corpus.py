@@ -146,7 +146,7 @@ def _json_texts(content: str, path: Path) -> Iterator[str]:
             continue
         try:
             text = json.loads(line)["text"]
-            # JSON can spell half of a surrogate pair, which is no character and cannot be encoded again.
+            # JSON can spell half of a surrogate pair, which is not a character and cannot be encoded again.
             text.encode("utf-8")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise DataError(

@@ -26,7 +26,7 @@ from shoal.engine.stragglers import SlowRank
 _WARM_UP_STEPS = 3
 # The steps of a window, and the certain gain that it needs: the shorter, the more steps look different by chance.
 _WINDOWS = ((6, 0.10), (12, 0.06), (24, 0.04), (48, 0.03))
-# A mean is taken for certain to within so many standard errors.
+# A mean is taken for certain to within this many standard errors.
 _ERRORS = 2.0
 # Wait for the end of a change: both halves of a window must agree to within this part.
 _STEADY = 0.25
@@ -37,10 +37,10 @@ _FIRST_OVERHEAD, _FIRST_OVERHEAD_ERROR = 2.0, 2.0
 _LEAST_OVERHEAD, _MOST_OVERHEAD = 0.25, 16.0
 # A rank's times show that cost only if its share or its micro-batches have changed by more than this part.
 _LEAST_DIFFERENCE = 0.1
-# A machine is judged by so many steps with the same shares, every few steps.
+# A machine is judged by this many steps with the same shares, every few steps.
 _MACHINE_STEPS = 12
 _JUDGE_MACHINES_EVERY = 4
-# `static` measures so many steps, then keeps what it has.
+# `static` measures this many steps, then keeps what it has.
 _STATIC_STEPS = 24
 
 
@@ -48,7 +48,7 @@ _STATIC_STEPS = 24
 class Division:
     """How a batch may be divided."""
 
-    unit: int  # Shares are multiples of so many samples.
+    unit: int  # Shares are multiples of this many samples.
     micro_batch: int  # The most samples that a rank computes at once: there is memory for no more.
 
 
@@ -76,7 +76,7 @@ class RankSpeed:
     other_s: float
 
     def bounded(self, errors: float) -> RankSpeed:
-        """Return the speed if the mean is wrong by so many standard errors."""
+        """Return the speed if the mean is wrong by `errors` standard errors."""
         return RankSpeed(max(0.1 * self.sample_s, self.sample_s + errors * self.error_s), 0.0, self.other_s)
 
     def end_s(self, share: int, micro_batch: int, overhead: float) -> float:
@@ -344,7 +344,7 @@ class Balance:
         return find_slow_machine(list(self._steps)[-_MACHINE_STEPS:], plan, division, machines, self._overhead)
 
     def leave_out(self, ids: Sequence[int], machines: int) -> bool:
-        """Return whether the machine with these ranks, one of so many, shall be left out now; decide it only once.
+        """Return whether the machine with these ranks, one of `machines`, shall be left out now; decide it only once.
 
         One that came back in the place of another is not left out again, until there are as many machines as before.
         """

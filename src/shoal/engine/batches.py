@@ -1,7 +1,7 @@
 """This rank's part of every global batch, from any kind of dataset, in micro-batches.
 
 The order of samples is `engine.sampling`'s: a pure function of seed and position. So every sample of an epoch is used
-exactly once, whatever ranks come and go, and a step that is done again gets the same samples.
+exactly once, whatever ranks come and go, and a step that is repeated gets the same samples.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal.engine.sampling import Indices, Shard
 from shoal.errors import DataError, UsageError
 from shoal.sync.replicas import flat_bytes
 
-# A step that is done again asks a stream for samples of at most this many global batches ago.
+# A step that is repeated asks a stream for samples of at most this many global batches ago.
 _KEPT_BATCHES = 2
 
 

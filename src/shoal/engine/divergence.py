@@ -156,7 +156,7 @@ class Comparison:
     def _go_back(self, difference: Difference, is_end: bool) -> None:
         """Return all ranks to the newest checkpoint."""
         replica, step = self._replica, self._replica.progress.step
-        # Statistics of the steps so far must not be taken for those of the steps that are done again.
+        # Statistics of the steps so far must not be taken for those of the steps that are repeated.
         self._settle()
         replica.recorder.commit()
         saved_step = self._find_saved_step()

@@ -88,7 +88,7 @@ class BatchDivision:
     def limits(self) -> Division:
         """Return how the batch may be divided: in whole micro-batches where they keep their size.
 
-        After a recovery they may be no whole ones any more (see `redivide_batch`).
+        After a recovery they may no longer be whole ones (see `redivide_batch`).
         """
         if not self.keeps_micro_batch:
             return Division(1, self.largest_micro_batch)

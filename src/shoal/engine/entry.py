@@ -230,7 +230,7 @@ class ElasticEntry(Entry):
         """Return whether the next generation can continue after this error: a peer was lost, or the generation is over.
 
         An error of the program itself is none of these, unless the generation ended while it was raised: then the step
-        is done again, and the error comes again.
+        is repeated, and the error comes again.
         """
         if not isinstance(error, Exception):
             return False

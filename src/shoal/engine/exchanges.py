@@ -65,7 +65,7 @@ class StepTotals:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the buffers back: the step is done again."""
+        """Put the buffers back: the step is repeated."""
         for buffer, before in zip(self._buffers, self._before, strict=False):
             buffer.copy_(before)
 

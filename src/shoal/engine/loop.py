@@ -37,7 +37,7 @@ _MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 
 @dataclass(frozen=True)
 class Task:
-    """A function that all ranks call after every so many steps, and after the last one. It may exchange with others."""
+    """A function that all ranks call after every `every` steps, and after the last one. It may exchange with others."""
 
     name: str
     every: int
@@ -76,7 +76,7 @@ class StepOutcome:
 
     def __init__(self) -> None:
         self.done: DoneStep | None = None
-        self.error: Exception | None = None  # A lost peer: the step is done again in the next generation.
+        self.error: Exception | None = None  # A lost peer: the step is repeated in the next generation.
 
 
 class Loop:

@@ -138,7 +138,7 @@ class Measurement:
         self._began, self._waited_s = 0.0, 0.0
 
     def turn_off(self, why: str) -> None:
-        """Stop measuring; the script goes on."""
+        """Stop measuring; the script continues."""
         if self.is_on:
             self.is_on = False
             to_stderr(f"--measure is off: {why}")
@@ -567,7 +567,7 @@ def run_as_main(words: Sequence[str]) -> None:
 def hide_own_frames(error: BaseException) -> None:
     """Let the traceback begin in the script, whichever function prints it.
 
-    The exception goes on: Python decides how the process ends.
+    The exception propagates: Python decides how the process ends.
     """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:

@@ -124,7 +124,7 @@ class Recorder:
     def drop_unwritten(self) -> None:
         """Drop unwritten lines on a rank that does not keep the ledger any more, when the run returns to a checkpoint.
 
-        The steps of these lines are done again; behind the new lines they would look like a fork.
+        The steps of these lines are repeated; behind the new lines they would look like a fork.
         """
         if self._ledger is not None:
             self._ledger.drop_kept(lambda record: True)
@@ -230,7 +230,7 @@ class Recorder:
         self._committed.extend(kept)
 
     def commit(self, through: int | None = None) -> None:
-        """Commit the pending steps, only up to `through` if later steps may still be done again."""
+        """Commit the pending steps, only up to `through` if later steps may still be repeated."""
         ready = [pending for pending in self._pending if through is None or pending["step"] <= through]
         if not ready:
             return

@@ -205,7 +205,7 @@ class Replica:
     def _return_to_round_start(self) -> None:
         """Undo what an unfinished round has changed beside the parameters. The moments stay each rank's own.
 
-        Periodic tasks may change attached objects: those of the common step are done again, if they came after it.
+        Periodic tasks may change attached objects: those of the common step are repeated, if they came after it.
         """
         self.exchanges.totals.roll_back()
         if self.round_start.schedule is not None:

@@ -12,7 +12,7 @@
             step.update(clip=1.0)
 
 A peer that is lost ends the block: the session enters the next generation, and the same step comes again. The model and
-the optimizers change only in `update`, which all ranks do or none, so a step that is done again starts from the same
+the optimizers change only in `update`, which all ranks do or none, so a step that is repeated starts from the same
 state. See docs/your-model.md.
 """
 
@@ -61,7 +61,7 @@ class Session:
     A setting of the command line (`shoal run --wire int8 my_train.py`) wins over one given here. `settings` has any
     other one by its full name, for example `{"members.min_nodes": 2}`. `out` is the run folder where no launcher of
     shoal made one; a folder that has a checkpoint is continued. `seed=None` leaves torch's random numbers alone: a
-    step that is done again then draws other ones.
+    step that is repeated then draws other ones.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Session:
         self._attached = Attached(state, reset)
 
     def every(self, steps: int) -> Callable[[Function], Function]:
-        """Call the decorated function after every so many steps, and after the last one, on all ranks.
+        """Call the decorated function after every `steps` steps, and after the last one, on all ranks.
 
         It may exchange with other ranks by `session.sum`. After a lost peer it is called again.
         """
@@ -357,7 +357,7 @@ class Step(AbstractContextManager["Step"]):
         """Add the gradients of a micro-batch.
 
         `loss` is the sum over its samples; the session divides by the number of samples of all ranks. With `count` the
-        loss is a sum of so many terms instead, such as the tokens that are not padding.
+        loss is a sum of that many terms instead, such as the tokens that are not padding.
         """
         self._require_open("backward")
         if loss.dim() or not loss.requires_grad:

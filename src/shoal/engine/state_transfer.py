@@ -264,7 +264,7 @@ def share_pending(replica: Replica, path: Path, own_step: int, world: World, pla
     marked `partial`. Changes nothing here: the generation may break before this rank has the state of these steps.
     `own_step` is the step of this rank's state.
     """
-    # A rank that is behind keeps only what it shares: later steps belong to a generation that went on without it.
+    # A rank that is behind keeps only what it shares: later steps belong to a generation that continued without it.
     shared_step = min(plan.step, own_step)
     pending = [record for record in replica.recorder.pending if record["step"] <= shared_step]
     # A rank that keeps a ledger may not have learned of these commits, or may have died before it wrote them.

@@ -64,8 +64,7 @@ class TrainingStep:
         self.timer = timer
         self._stop = stop
         self._watch = watch  # Samples this machine beside training.
-        # Whether torch's random numbers follow from seed, rank and step, so that a step is the same when it is done
-        # again.
+        # Whether torch's random numbers follow from seed, rank and step, so that a repeated step is the same.
         self._seeds = seeds
         # The advice in the error about a training that diverges.
         self._lower_rate_advice = lower_rate_advice or "train with a lower learning rate"
@@ -190,7 +189,7 @@ class TrainingStep:
 
     def _finish_exchange(self) -> CommTimes:
         with self.timer.phase("backward"):
-            # What the program did since its last backward is its own work, and no part of the exchange. Read inside the
+            # What the program did since its last backward is its own work, not a part of the exchange. Read inside the
             # phase, so that the exchange is never longer than it.
             between_s = time.perf_counter() - self._work.backward_ended
             comm = self._replica.sync.finish()

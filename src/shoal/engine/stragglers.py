@@ -41,12 +41,12 @@ _JUDGE_EVERY = 4
 _WARM_UP_STEPS = 16
 # The first steps with other shares may start data workers anew.
 _SETTLE_STEPS = 2
-# After so many steps without it a straggler counts as gone, and is reported again when it returns.
+# After this many steps without it a straggler counts as gone, and is reported again when it returns.
 _FORGET_AFTER_STEPS = 100
 # Samples of the machines come every few seconds: a verdict waits until they show what has changed.
 EVIDENCE_S = 10.0
 
-# A rank that is late at times only: so many of the last steps, and far more than any other rank, over such a time.
+# A rank that is late at times only: this many of the last steps, and far more than any other rank, over this time.
 _JUDGE_LONG_EVERY_S = 5.0
 _LONG_WINDOW_S = 40.0
 _LEAST_LATE_S = 10.0
@@ -56,12 +56,12 @@ _LATE_PART = 0.3
 _LATE_RATIO = 4.0
 # Without a cause that can be named: ranks that share busy processors are late in turn.
 _MIN_VAGUE_COST = 0.2
-# Checkpoints: so many writes of such a length, which take such a part of the time.
+# Checkpoints: this many writes of this length, which take this part of the time.
 _LEAST_WRITES = 2
 _SLOW_WRITE_S = 1.0
 
-# Ranks whose threads slow each other down: those of one rank want so many processors, and its training thread waits for
-# one such a part of the time. More ranks than cores, with one thread each, are what the user asked for.
+# Ranks whose threads slow each other down: those of one rank want this many processors, and its training thread waits
+# for one this part of the time. More ranks than cores, with one thread each, are what the user asked for.
 _SEVERAL_THREADS = 1.5
 _MIN_STARVED = 0.1
 
@@ -313,7 +313,7 @@ class Stragglers:
     ) -> Iterator[tuple[str, SlowRank]]:
         """Report a rank that no other waits for, because it has a smaller share, but that something slows down.
 
-        A processor that is slower by nature is no news: the change of shares has named it.
+        A processor that is slower by nature is not news: the change of shares has named it.
         """
         times = [_sample_s(step.ranks, work) for step in window]
         own_s = [median(column) for column in zip(*times, strict=True)]
@@ -437,7 +437,7 @@ class Stragglers:
         return steps[::-1]
 
     def _slow_disk(self) -> Iterator[tuple[str, SlowRank]]:
-        """Report the rank for whose checkpoints the others wait. Its time is no part of any step."""
+        """Report the rank for whose checkpoints the others wait. Its time is not a part of any step."""
         disk_s = [[step.ranks[rank].own.disk_s for step in self._steps] for rank in range(len(self._names))]
         totals_s = [sum(seconds) for seconds in disk_s]
         worst = max(range(len(totals_s)), key=lambda rank: totals_s[rank])
@@ -560,7 +560,7 @@ def _ratio(shares: Sequence[int]) -> str:
 
 
 def _mean_times(steps: Sequence[_Step], rank: int, scale: float | None = None) -> RankTimes:
-    """Return the means of these steps; with `scale` only of computing, as if there were so many times as many
+    """Return the means of these steps; with `scale` only of computing, as if there were `scale` times as many
     samples."""
     stats = [step.ranks[rank] for step in steps]
     return RankTimes(

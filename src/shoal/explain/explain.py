@@ -313,7 +313,7 @@ def with_true_ports(line: str) -> str:
 
 
 def _read_lines(stream: BinaryIO) -> Iterator[Line]:
-    """Yield numbered lines. Bytes that are no text are replaced; the pieces of a very long line share its number."""
+    """Yield numbered lines. Bytes that are not text are replaced; the pieces of a very long line share its number."""
     number, is_new = 0, True
     while piece := stream.readline(_MOST_LINE_BYTES):
         number += is_new

@@ -432,7 +432,7 @@ class Launch:
             case PeerEnded(failed=True):
                 self._mark_lost(event.node, "its ranks failed, and their error did not reach the launcher")
             case PeerEnded():
-                # Enough for an agent whose own journal does not arrive: its ranks ended, and it was no failure.
+                # Enough for an agent whose own journal does not arrive: its ranks ended, and it was not a failure.
                 for other in self.agents:
                     other.finished |= other.node.name == event.node
             case StopAsked() if not self.interrupts:

@@ -1,11 +1,11 @@
 """Operations of the GPT for devices on which torch's own are slow; elsewhere torch's are used.
 
-On 64-bit ARM without bf16 instructions attention and GELU are ours. Measured on a Neoverse-N1 (docs/speed.md): oneDNN
-multiplies by a transposed matrix at two thirds of OpenBLAS's speed, the derivative of GELU computes a second tanh that
-costs three times an exp, and flash attention takes 1.6 times as long as plain products. On x86 attention is ours with
-one thread. On every processor dropout is ours, and attention with it: torch draws a number of 24 bits for each element,
-and has no flash attention with dropout. On CUDA sums with their norms are one kernel (`gpu_kernels`). The mathematics
-is torch's, up to rounding.
+On 64-bit ARM without bf16 instructions attention and GELU are shoal's. Measured on a Neoverse-N1 (docs/speed.md):
+oneDNN multiplies by a transposed matrix at two thirds of OpenBLAS's speed, the derivative of GELU computes a second
+tanh that costs three times an exp, and flash attention takes 1.6 times as long as plain products. On x86 attention is
+shoal's with one thread. On every processor dropout is shoal's, and attention with it: torch draws a number of 24 bits
+for each element, and has no flash attention with dropout. On CUDA sums with their norms are one kernel
+(`gpu_kernels`). The mathematics is torch's, up to rounding.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A record states that step `s` took the global sample positions `[first, end)` and moved the state from `s-1` to `s`.
 
-A resumed run repeats the steps since its checkpoint and records them again. Such a *redo* is no error. It starts at
+A resumed run repeats the steps since its checkpoint and records them again. Such a *redo* is not an error. It starts at
 the position where the step started before, because the data cursor belongs to the restored state. It supersedes the
 earlier records of its step and of every later one, whose updates were lost with their state. A step recorded again
 from another position is a *double*: the run went back, but its cursor did not.
@@ -185,7 +185,7 @@ def read_commit_log(records: Iterable[Event]) -> CommitLog:
                 log.abandonments.append(parsed)
             case commit, lineage:
                 # A generation only trains forwards: the same step of it is the same step. Launches without membership
-                # share one name (NEVER), and a step that they repeat was really done again.
+                # share one name (NEVER), and a step that they record again was really trained again.
                 key = (commit.step, commit.generation, commit.samples)
                 if commit.generation != NEVER and key in seen:
                     continue
@@ -263,7 +263,7 @@ def _resolve_forks(log: CommitLog) -> list[ForkedSteps]:
 def _find_concurrent(log: CommitLog) -> Iterator[tuple[LineageLog, LineageLog, int]]:
     """Yield pairs of lineages that trained the same steps at the same time, and the first of these steps.
 
-    A launch that resumes a run writes only after the last line of the launch before it, so it is no fork.
+    A launch that resumes a run writes only after the last line of the launch before it, so it is not a fork.
     """
     standing = _sort_by_line(log)
     for place, later in enumerate(standing):

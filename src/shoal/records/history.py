@@ -172,7 +172,7 @@ def _logs_without_membership(logs: Logs) -> Logs:
     if newest is None:
         return plain
     later = {rank: log for rank, log in plain.items() if is_number(at := log.start.get("time")) and at > newest.time}
-    # One restarted rank that waits to join is no launch.
+    # One restarted rank that waits to join is not a launch.
     return later if set(range(_recorded_world_size(later))) <= later.keys() else {}
 
 

@@ -86,7 +86,7 @@ class _Folder:
         self.findings.append(VerifyFinding(file=_name(self.run, path), text=text, is_wrong=False))
 
     def locked(self, path: Path) -> None:
-        """Report a file that this user may not read: that is no fault of the run."""
+        """Report a file that this user may not read: that is not a fault of the run."""
         owner, me = user_name(path.stat().st_uid), user_name(os.geteuid())
         self.unknown(path, f"user {me} may not read it: it belongs to user {owner}, who can verify it")
 

@@ -37,7 +37,7 @@ class TerminalQuestion:
     """One question at the terminal. It is polled, so that signals and the end of the run are noticed meanwhile."""
 
     def __init__(self, text: str) -> None:
-        # Input typed before the question was shown is no answer to it.
+        # Input typed before the question was shown is not an answer to it.
         with contextlib.suppress(OSError):
             import termios
 

@@ -584,8 +584,8 @@ def _send_files(
 ) -> None:
     """Send this node's files to the host, in a thread of its own. `ranks` is filled in once the roster has arrived.
 
-    A late node keeps its files: its host does not stay to the end. A lost host is ignored: the run may go on without
-    its supervisor.
+    A late node keeps its files: its host does not stay to the end. A lost host is ignored: the run may continue
+    without its supervisor.
     """
     if joined.late:
         return
@@ -664,7 +664,7 @@ def _raise_failure(joined: JoinedRun) -> None:
 def rejoin(path: Path, node: str | None) -> str:
     """Start the dead agent of a node again; return a sentence once the others have let it in.
 
-    The agent goes on in the background.
+    The agent continues in the background.
     """
     run = RunFolder.find(path)
     node = _choose_node(run, node)

@@ -56,7 +56,7 @@ class RunState:
     run: Path
     what: str  # the preset or the script
     on: str
-    # running; unsupervised: its agents go on without a supervisor; left over: only ranks or their children are there,
+    # running; unsupervised: its agents run without a supervisor; left over: only ranks or their children are there,
     # which no process will ever end; folder removed: its processes are about to end because the run folder was deleted.
     state: str
     step: int | None
@@ -140,8 +140,8 @@ class PastRun:
     run: Path
     what: str  # the preset or the script
     on: str
-    # finished, ended early (a loop that was left by break), interrupted, failed, unfinished or damaged; of one that is
-    # going on, that of `RunState`
+    # finished, ended early (a loop that was left by break), interrupted, failed, unfinished or damaged; of one that
+    # has not ended, that of `RunState`
     state: str
     created: str | None  # in UTC
     step: int | None
@@ -153,7 +153,7 @@ class PastRun:
 
 
 def past_runs(folder: Path, states: Iterable[RunState]) -> list[PastRun]:
-    """Return the runs in a folder and in the folders within it, the newest first. `states` are those going on."""
+    """Return the runs in a folder and in the folders within it, the newest first. `states`: those of live runs."""
     going_on = {state.run: state for state in states}
     runs = [
         read_past_run(RunFolder(path), going_on.get(path.resolve()))
@@ -175,7 +175,7 @@ def read_past_run(run: RunFolder, going_on: RunState | None = None) -> PastRun:
     state = going_on.state if going_on else str(manifest.get("status", "unfinished"))
     if state == "unfinished":
         state = _state_by_supervisor(run, has_steps_left=bool(manifest))
-    # A manifest may be older than the last steps: `shoal verify` and `shoal report` write one of a run that goes on.
+    # A manifest may be older than the last steps: `shoal verify` and `shoal report` write one of a live run.
     has_ended = going_on is None and manifest.get("status", "unfinished") != "unfinished"
     step, loss = (None, None) if has_ended else _last_step(run)
     return PastRun(

@@ -274,7 +274,7 @@ def alone_note(run: RunFolder) -> list[str]:
 def rate_note(before: Config, after: Config, world_size: int, saved: int | None) -> list[str]:
     """Describe what another number of steps means for the learning rate.
 
-    `saved` is the step of the checkpoint from which the run goes on; None if it is unknown.
+    `saved` is the step of the checkpoint from which the run continues; None if it is unknown.
     """
     steps = after.train.steps
     if before.train.steps == steps or (saved is not None and saved >= steps):

@@ -16,7 +16,7 @@ from shoal.host.facts import boot_clock
 
 
 class GenerationEnded(Exception):
-    """This rank's generation is over. It is no failure of the training."""
+    """This rank's generation is over. It is not a failure of the training."""
 
 
 class StepBoundary(GenerationEnded):

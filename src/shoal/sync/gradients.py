@@ -59,7 +59,7 @@ class GradientSync(Protocol):
     def load_state(self, state: State) -> None: ...
 
     def resize(self, tokens: int) -> None:
-        """Prepare for last micro-batches of at most so many tokens, between two steps."""
+        """Prepare for last micro-batches of at most `tokens` tokens, between two steps."""
 
     def close(self) -> None:
         """Leave the model as it was before."""
@@ -393,7 +393,7 @@ class TiedHead:
         self.resize(tokens)
 
     def resize(self, tokens: int) -> None:
-        """Make room for the rows of at most so many tokens of every rank."""
+        """Make room for the rows of at most `tokens` tokens of every rank."""
         self._tokens = tokens
         self._rows = torch.empty(self._world.size * tokens, dtype=torch.int64)
         self._row_gradients = torch.empty(self._world.size * tokens, self._weight.shape[1], dtype=self._weight.dtype)

@@ -74,7 +74,7 @@ class GroupForming:
     """One rank's part in forming one group. All fields but `rank` are the same on every rank."""
 
     store: dist.Store  # holds the keys of this group alone
-    rank: int | None  # the place in the new group; None on a rank that is no member and only follows the attempts
+    rank: int | None  # the place in the new group; None on a rank that is not a member and only follows the attempts
     size: int
     key: bytes  # a secret that a foreign process does not know, see `pair_key`
     label: str  # distinguishes the groups that use the same key
@@ -83,7 +83,7 @@ class GroupForming:
     release: GroupInterrupt | None = None
     warn: Warn = warn_in_log
     attempts: int = _ATTEMPTS
-    is_followed: bool = False  # ranks that are no members follow the attempts
+    is_followed: bool = False  # ranks that are not members follow the attempts
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class CommTimes:
     """One step's gradient exchange as this rank saw it."""
 
     ready_at: float  # when the last gradient was computed and only communication was left (perf_counter)
-    tail_s: float  # how long backward went on after that
+    tail_s: float  # how long backward continued after that
     # Time with at least one all-reduce under way, whether or not hidden behind backward. It includes waiting for a peer
     # where `wait_s` is None. None where it is not measured.
     allreduce_s: float | None
@@ -297,7 +297,7 @@ _MIN_BUSY_US = 40_000
 _MIN_ACKED_BYTES = 1 << 16
 _MIN_SENT_BYTES = 1 << 19
 _MIN_RESENT_BYTES = 1 << 13
-# Losses come in bursts: they are counted over so many looks.
+# Losses come in bursts: they are counted over this many looks.
 _LOSS_LOOKS = 10
 
 

@@ -33,8 +33,8 @@ class FailureDetector:
     def advance(self, now: float) -> bool:
         """Set the time, before every input; return whether this node has just woken up.
 
-        After a gap in our own time every peer gets a new grace period: otherwise a woken machine would suspect all its
-        live peers.
+        After a gap in this machine's time every peer gets a new grace period: otherwise a woken machine would suspect
+        all its live peers.
         """
         has_slept = now - self._now > self._settings.slept_after_s
         if has_slept:
@@ -49,7 +49,7 @@ class FailureDetector:
         self._silent_after_s = max(usual_s, starting_s) if is_starting else usual_s
 
     def awake_s(self) -> float:
-        """Return the time since waking. A message that arrives right after waking was sent while we slept."""
+        """Return the time since waking. A message that arrives right after waking was sent while this machine slept."""
         return self._now - self._awake_since
 
     def expect(self, member: int) -> None:
@@ -103,7 +103,7 @@ class PeerReports:
         return tuple(member for member in sorted(self.connected) if self.detector.status(member) is PeerStatus.ALIVE)
 
     def is_reachable(self, member: int) -> bool:
-        """Whether messages pass in both directions: a member that does not receive ours can form no group with us."""
+        """Whether messages pass in both directions: only such a member can form a group with this agent."""
         if member == self.me:
             return True
         beat = self.heartbeats.get(member)
@@ -114,7 +114,7 @@ class PeerReports:
         return (member, generation.id) in self.resignations
 
     def has_lost_state(self, member: int, generation: Generation) -> bool:
-        """Whether the member resigned, its agent ended, or it reports no state. Silence alone is no proof."""
+        """Whether the member resigned, its agent ended, or it reports no state. Silence alone is not proof."""
         status = self.detector.status(member)
         if status is PeerStatus.GONE or self.has_resigned(member, generation):
             return True
@@ -130,7 +130,7 @@ class PeerReports:
         """Return who votes on the successor.
 
         `passed`: a successor without this member, whose members have lost their state as far as is known; members of
-        whom that is not known count against us.
+        whom that is not known count against this side.
         """
         successors = frozenset(passed.members) if passed else frozenset()
         members = successors.union(generation.members)
@@ -161,7 +161,7 @@ class PeerReports:
         )
 
     def best_lineage(self, own: Generation | None, committed: int) -> Ballot | None:
-        """Return the lineage that should stay: our own, or one whose members we could all reach."""
+        """Return the lineage that should stay: this agent's own, or one all of whose members it can reach."""
         steps: dict[Ballot, int] = {} if own is None else {own.lineage.name: committed}
         for member, beat in self.heartbeats.items():
             is_candidate = beat.can_vote and beat.has_state and self.is_reachable(member)
@@ -179,8 +179,8 @@ class PeerReports:
         return {member for member in self.reachable() if (beat := self.heartbeats.get(member)) and beat.is_spare}
 
     def is_overtaken(self, own: Generation) -> bool:
-        """Whether a reachable member is in a later generation of our lineage that excludes us. If it includes us, its
-        announcement is on the way to us."""
+        """Whether a reachable member is in a later generation of this lineage that excludes this agent. If it includes
+        this agent, its announcement is on the way."""
         return any(
             later.lineage.name == own.lineage.name and later.id > own.id and self.me not in later.members
             for member in self.reachable()
@@ -197,7 +197,7 @@ class PeerReports:
         return "elsewhere" if status is PeerStatus.ALIVE and self.is_elsewhere(member, generation) else "silent"
 
     def _could_join(self, member: int, own: Generation) -> bool:
-        """Whether the member's lineage could admit us: stopping our training for one that cannot would be in vain."""
+        """Whether the member's lineage could admit this agent: to stop training for any other would gain nothing."""
         if self.heartbeats[member].lineage == own.lineage.name:
             return True
         generation = self._generation_of(member)

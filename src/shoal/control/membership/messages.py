@@ -40,7 +40,7 @@ class Heartbeat(StrictModel):
 
 
 class Alarm(StrictModel):
-    """The sender's ranks cannot go on in this generation, or a member is missing: the first member shall propose."""
+    """The sender's ranks cannot continue in this generation, or a member is missing: the first member shall propose."""
 
     type: Literal["member-alarm"] = "member-alarm"
     generation: Ballot
@@ -103,7 +103,7 @@ Why = Literal["leave", "ranks", "suspend", "restart", "elsewhere", "slow"]
 
 
 class Resign(StrictModel):
-    """The sender gives up its vote on the successor of this generation for ever, which counts as a promise to every
+    """The sender gives up its vote on the successor of this generation forever, which counts as a promise to every
     ballot."""
 
     type: Literal["member-resign"] = "member-resign"

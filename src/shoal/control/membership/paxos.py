@@ -21,11 +21,11 @@ class Acceptor:
     def __init__(self, state: MembershipState) -> None:
         self._state = state
         self._has_logged_error = False
-        self.pending: Prepare | None = None  # a promise that is sent when our ranks have stopped
+        self.pending: Prepare | None = None  # a promise that is sent when this agent's ranks have stopped
         self.promised_at = state.now
 
     def on_prepare(self, proposer: int, prepare: Prepare) -> bool:
-        """Return whether the ballot is promised. `answer` sends the promise when our ranks have stopped."""
+        """Return whether the ballot is promised. `answer` sends the promise when this agent's ranks have stopped."""
         state = self._state
         state.voter.saw(prepare.ballot.number)
         if not self._may_answer(proposer, prepare.generation):
@@ -47,7 +47,7 @@ class Acceptor:
             state.send(proposer, Refuse(generation=accept.generation, ballot=state.voter.record.promised))
 
     def answer(self, current: Generation) -> None:
-        """Send the pending promise, once our ranks have stopped."""
+        """Send the pending promise, once this agent's ranks have stopped."""
         state, pending = self._state, self.pending
         if pending is None or state.ranks.phase is not Phase.STOPPED:
             return
@@ -63,7 +63,7 @@ class Acceptor:
         state.send(pending.ballot.proposer, promise)
 
     def _may_answer(self, proposer: int, generation: Ballot) -> bool:
-        """Whether we vote in it; a proposer that is behind is sent our generation. A leaving agent does not vote."""
+        """Whether this agent votes in it: not while it is leaving. A proposer that is behind is sent the generation."""
         state = self._state
         if not state.is_current(generation):
             state.announce(proposer)
@@ -130,7 +130,7 @@ class Proposer:
         self._needed_since: float | None = None  # since when a successor is needed
         self._next_try = state.now
         self._is_paused = False
-        self._last_reports: object = None  # what peers reported when we last looked
+        self._last_reports: object = None  # what peers reported at the last look
         self._last_view: object = None  # who was reachable when a fork was last considered
         self._view_since = state.now  # when that last changed
         self._stateless_since: float | None = None  # since when no member that answers has a state
@@ -150,12 +150,12 @@ class Proposer:
         self._round = self._needed_since = None
 
     def yield_to(self, proposer: int) -> None:
-        """Drop our own ballot: we promised another proposer's."""
+        """Drop this agent's ballot: it promised another proposer's."""
         if proposer != self._state.me:
             self._round = None
 
     def resend(self, member: int) -> None:
-        """Repeat our request over a new connection: it, or the answer, may be lost with the old one."""
+        """Repeat this agent's request over a new connection: it, or the answer, may be lost with the old one."""
         round = self._round
         if round and member in round.base.members:
             self._request(round, member)
@@ -174,7 +174,7 @@ class Proposer:
             round.accepts.add(sender)
 
     def advance(self, current: Generation, missing: bool) -> Generation | None:
-        """Propose or continue our ballot, if it is our turn; return the successor once it is decided."""
+        """Propose or continue a ballot, if it is this agent's turn; return the successor once it is decided."""
         state = self._state
         if self._round is not None:
             return self._advance_round(self._round, missing)
@@ -192,7 +192,7 @@ class Proposer:
         return None
 
     def _turn_at(self, current: Generation, missing: bool) -> float:
-        """Return when it is our turn: after the members before us, and after a present proposer that we promised."""
+        """Return when it is this agent's turn: after the members before it and a present proposer that it promised."""
         state, settings = self._state, self._state.settings
         present = state.present(current)
         backoff_s = present.index(state.me) * settings.proposer_backoff_s
@@ -264,7 +264,7 @@ class Proposer:
     def _should_delay_fork(self, round: PaxosRound, quorum: Quorum) -> bool:
         """Whether it is too early to fork: a fork is for when the other members are out of reach.
 
-        Not while one of them is reachable, because it may answer in a moment or have gone on already. Nor before a
+        Not while one of them is reachable, because it may answer in a moment or have continued already. Nor before a
         broken connection could have been made again, or before all members know of one that just returned.
         """
         peers, now = self._state.peers, self._state.now

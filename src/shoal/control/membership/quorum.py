@@ -1,4 +1,4 @@
-"""Decide from votes and promises whether members may go on, in which lineage and from which state. Pure."""
+"""Decide from votes and promises whether members may continue, in which lineage and from which state. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shoal.control.membership.types import Ballot, Generation, MemberRanks, Rank
 
 
 class QuorumVerdict(Enum):
-    CONTINUE = "continue"  # no other side can go on in this lineage
-    FORK = "fork"  # another side might go on, so this one becomes a lineage of its own
-    PAUSE = "pause"  # the other side has the better right to go on, or no member has the state
+    CONTINUE = "continue"  # no other side can continue in this lineage
+    FORK = "fork"  # another side might continue, so this one becomes a lineage of its own
+    PAUSE = "pause"  # the other side has the better right to continue, or no member has the state
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Quorum:
 
     members: frozenset[int]
     resigned: frozenset[int] = frozenset()  # gave up their vote themselves, so it can never be cast elsewhere
-    away: frozenset[int] = frozenset()  # seem gone: enough to go on without them, but they may go on themselves
+    away: frozenset[int] = frozenset()  # seem gone: enough to continue without them, but they may continue too
     closed: bool = False  # the lineage has a successor already, so this side cannot continue it
 
     @property
@@ -131,7 +131,7 @@ def decide_successor(
 
 
 def recovery_generation(base: Generation, ballot: Ballot, members: tuple[MemberRanks, ...]) -> Generation:
-    """Return what follows when the state is lost: a lineage of its own, because committed steps are done again."""
+    """Return what follows when the state is lost: a lineage of its own, because committed steps are repeated."""
     return Generation(
         id=ballot,
         lineage=base.lineage.restart(ballot, base.id),

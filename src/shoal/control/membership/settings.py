@@ -67,7 +67,7 @@ OUTLIVE_FINISHED_S = 15.0
 # Connections between agents.
 # How long the token handshake may take. Longer: an unauthenticated connection costs memory for longer.
 HANDSHAKE_TIMEOUT_S = 5.0
-# Pause between attempts to dial an agent whose connection guard pushed us out.
+# Pause between attempts to dial an agent whose connection guard pushed this one out.
 DIAL_RETRY_S = 0.2
 # A peer that read less than `channel.MIN_BYTES_PER_S` for this long is disconnected. Longer: its messages pile up.
 SEND_STALLED_AFTER_S = 20.0
@@ -82,7 +82,7 @@ MEET_TIMEOUT_S = 20.0
 HELLO_TIMEOUT_S = 5.0
 # Pause before an agent dials a missing peer again. Longer: a returned node is noticed later.
 RECONNECT_S = 0.2
-# The same after a peer refused us, which it will do again for a while.
+# The same after a refusal: the peer will refuse again for a while.
 REFUSED_RECONNECT_S = 2.0
 # How long one attempt to reconnect may take.
 CONNECT_TIMEOUT_S = 2.0

@@ -48,7 +48,7 @@ class PauseTraining:
 
 @dataclass(frozen=True)
 class AbandonLineage:
-    """Mark our commits after `shared_step` that the surviving ledger lacks as abandoned: our lineage has ended."""
+    """Mark this agent's commits after `shared_step` that the surviving ledger lacks as abandoned: its lineage ended."""
 
     lineage: Ballot
     surviving: Ballot
@@ -183,7 +183,7 @@ class MembershipState:
         self.broadcast(beat)
 
     def introduce(self, member: int) -> None:
-        """Repeat our resignation or generation over a new connection: an earlier message may be lost with the old."""
+        """Repeat the resignation or generation over a new connection: an earlier message may be lost with the old."""
         self.peers.announced_at.pop(member, None)
         if resignation := self.voter.resignation():
             self.send(member, resignation)
@@ -191,14 +191,14 @@ class MembershipState:
             self.announce(member)
 
     def resign(self, generation: Generation, why: Why) -> None:
-        """Give up our vote in this generation and stop our ranks."""
+        """Give up the vote in this generation and stop this agent's ranks."""
         self.voter.resign(why)
         self.actions += self.ranks.stop(generation.id, after_step=False)
         if resignation := self.voter.resignation():
             self.broadcast(resignation)
 
     def announce(self, to: int) -> None:
-        """Send the generation in which we vote; not for every heartbeat that piled up while one side slept."""
+        """Send the generation in which this agent votes; not for every heartbeat that piled up while one side slept."""
         since_s = self.now - self.peers.announced_at.get(to, float("-inf"))
         if self.generation and self.voter.may_vote() and since_s >= self.settings.heartbeat_s:
             self.peers.announced_at[to] = self.now
@@ -208,18 +208,18 @@ class MembershipState:
         return self.generation is not None and self.generation.id == (generation or NEVER)
 
     def is_settled(self) -> bool:
-        """Whether every member has had time to learn of our generation: one that is elsewhere now stays there."""
+        """Whether every member has had time to learn of this generation: one that is elsewhere now stays there."""
         return self.now - self.progress.entered_at > self.settings.stop_timeout_s
 
     def present(self, current: Generation) -> list[int]:
-        """Return the members of our generation that will answer, ourselves included, lowest first."""
+        """Return the members of the current generation that will answer, this agent included, lowest first."""
         return [member for member in sorted(current.members) if member == self.me or not self._is_out(member, current)]
 
     def is_missing(self, current: Generation) -> bool:
         return self.progress.alarm or len(self.present(current)) < len(current.members)
 
     def could_grow(self, current: Generation) -> bool:
-        """Whether a candidate, or a new rank of ours, can join after the next step.
+        """Whether a candidate, or a new rank of this agent, can join after the next step.
 
         Not before the group has committed a step or `stop_timeout_s` has passed: nodes that come and go must not keep
         the others from training.
@@ -233,11 +233,11 @@ class MembershipState:
         return has_new_ranks or self.peers.can_admit(current, self.present(current), free_ranks)
 
     def is_state_lost(self, last: Generation) -> bool:
-        """Whether no other member of our last generation has its state any more, as far as we know."""
+        """Whether no other member of this agent's last generation has its state any more, as far as is known."""
         return all(self.peers.has_lost_state(member, last) for member in last.members if member != self.me)
 
     def ready_to_recover(self, last: Generation) -> dict[int, Ranks]:
-        """Return the ranks of the members that can go back to a checkpoint, ourselves included.
+        """Return the ranks of the members that can go back to a checkpoint, this agent included.
 
         Empty unless the state is lost: every member of the newest generation known here is gone or has lost it.
         """

@@ -74,7 +74,7 @@ class MembershipMachine:
 
     @property
     def has_or_loads_state(self) -> bool:
-        """Whether our ranks have a state to train on from, or are about to load it."""
+        """Whether this agent's ranks have a state to train on from, or are about to load it."""
         return self.can_vote and (self._state.ranks.has_state or self._state.ranks.phase is not Phase.STOPPED)
 
     @property
@@ -133,7 +133,7 @@ class MembershipMachine:
         self._on_message(sender, message)
         return self._advance()
 
-    # Inputs from our ranks and the user.
+    # Inputs from this agent's ranks and the user.
 
     def start_first_generation(self, generation: Generation, ranks: Ranks, now: float) -> list[Action]:
         """Enter the first generation of a launch, which all agents have in their orders, once they have met."""
@@ -151,7 +151,7 @@ class MembershipMachine:
         return self._advance()
 
     def formed(self, generation: Ballot, left: Mapping[Ballot, int] | None = None) -> None:
-        """Our ranks have formed the group of this generation and have its state.
+        """This agent's ranks have formed the group of this generation and have its state.
 
         `left`: the earlier lineages that this state contains, and the step after which each was left.
         """
@@ -161,17 +161,17 @@ class MembershipMachine:
             self._state.peers.detector.set_starting(False)
 
     def committed(self, step: int) -> None:
-        """Record our ranks' progress, for the next heartbeat."""
+        """Record the progress of this agent's ranks, for the next heartbeat."""
         self._state.ranks.committed = max(self._state.ranks.committed, step)
 
     def failed(self, generation: Ballot, now: float) -> list[Action]:
-        """Our ranks cannot go on in this generation: an exchange failed, a rank died, the group did not form."""
+        """This agent's ranks cannot continue in this generation: an exchange failed, a rank died, no group formed."""
         self._state.set_time(now)
         self._state.progress.alarm |= self._state.is_current(generation)
         return self._advance()
 
     def stopped(self, generation: Ballot, replica: State | None, ranks: Ranks, now: float) -> list[Action]:
-        """Our ranks have left the generation. `replica` None: the state they had to copy had not arrived."""
+        """This agent's ranks have left the generation. `replica` None: the state they had to copy had not arrived."""
         self._state.set_time(now)
         own = self._state.ranks
         if self._state.is_current(generation):
@@ -180,7 +180,7 @@ class MembershipMachine:
         return self._advance()
 
     def lost_ranks(self, now: float) -> list[Action]:
-        """All our ranks have ended; `ready` follows when new ones wait."""
+        """All ranks of this agent have ended; `ready` follows when new ones wait."""
         self._state.ranks.lose_all()
         return self.resign("ranks", now)
 
@@ -209,7 +209,7 @@ class MembershipMachine:
         self._state.is_ending = True
 
     def finish(self) -> None:
-        """Our ranks have passed the last barrier of the training: there is nothing left to agree on."""
+        """This agent's ranks have passed the last barrier of the training: there is nothing left to agree on."""
         self._is_finished = True
 
     def invite(self, launch_size: int) -> int:
@@ -311,7 +311,7 @@ class GenerationEntry:
             self.enter(generation)
 
     def _should_enter(self, generation: Generation) -> bool:
-        """Whether it succeeds our generation or we asked to join it. Never one that we may have left before."""
+        """Whether it succeeds the current one or this agent asked to join it. Never one that it may have left."""
         state, current = self._state, self._state.generation
         if state.me not in generation.members or (current is not None and generation.id <= current.id):
             return False
@@ -344,7 +344,7 @@ class GenerationEntry:
         self._acceptor.pending = None
 
     def _log_change(self, before: Generation, after: Generation) -> None:
-        """Log the change for the user; abandon our commits where we change lineages."""
+        """Log the change for the user; abandon this agent's commits where it changes lineages."""
         state = self._state
         begins = after.recovers and is_launching(state) and state.joins is None
         if after.recovers and not begins:
@@ -434,7 +434,7 @@ class LineageChoice:
         return state.spare is not None
 
     def advance(self) -> None:
-        """Ask to join the lineage that should stay: always without a vote, and with one if it is not our own."""
+        """Ask to join the lineage that should stay: always without a vote, and with one if it is another lineage."""
         state, current = self._state, self._state.generation
         own = current if state.voter.may_vote() else None
         best = state.peers.best_lineage(own if state.ranks.has_state else None, state.ranks.committed)

@@ -22,7 +22,7 @@ Ranks = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**16)], ...], Field(max_l
 
 
 class Ballot(NamedTuple):
-    """Identifies one proposal for ever: a member never uses a number twice."""
+    """Identifies one proposal forever: a member never uses a number twice."""
 
     number: Count
     proposer: Member

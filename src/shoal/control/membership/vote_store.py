@@ -67,7 +67,7 @@ class DurableVoter:
         return True
 
     def accept(self, vote: Vote) -> bool:
-        """Accept only under the ballot that was promised last: our ranks stopped for it and it has their state."""
+        """Accept only under the ballot promised last: this agent's ranks stopped for it and it has their state."""
         if vote.ballot != self.record.promised or self.record.generation is None:
             return False
         # A fork has a name that no other proposer can use: it binds no agent and must not replace a vote that does.
@@ -81,7 +81,7 @@ class DurableVoter:
         self._try_to_save(generation=generation, promised=NEVER, accepted=None, resigned=None, entered=entered)
 
     def set_shared_steps(self, left: Mapping[Ballot, int]) -> None:
-        """Record what our lineage shares with earlier ones, which is known once the ranks have loaded a checkpoint."""
+        """Record what this lineage shares with earlier ones, which is known once the ranks have loaded a checkpoint."""
         generation = self.record.generation
         if generation is not None and (lineage := generation.lineage.with_shared_steps(left)) != generation.lineage:
             self._try_to_save(generation=generation.model_copy(update={"lineage": lineage}))

@@ -136,8 +136,8 @@ class Fp32(NoState):
 # Mean gradients are small: unscaled, most lie below 6e-5, where fp16 loses precision. A power of two scales them
 # without rounding. A sum over 255 overflows, and the step is refused for its infinite norm.
 _FP16_SCALE = 256.0
-# Measured on an ARM core, nanoseconds per number to fp16 and back: torch 7.5 and 2.1, numpy 1.0 and 0.5, our kernel
-# 0.24 and 0.26, which is what a copy takes.
+# Measured on an ARM core, nanoseconds per number to fp16 and back: torch 7.5 and 2.1, numpy 1.0 and 0.5, the kernel of
+# `kernels.cpp` 0.24 and 0.26, which is what a copy takes.
 TORCH_FP16_IS_SLOW = platform.machine() == "aarch64"
 
 

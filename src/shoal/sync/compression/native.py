@@ -32,7 +32,7 @@ _CPU_KEYS = ("flags", "Features", "CPU part", "model name")
 class Kernels:
     """The compiled functions, for contiguous tensors on the CPU.
 
-    They release the interpreter lock, so backward goes on.
+    They release the interpreter lock, so backward continues.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:

@@ -159,7 +159,7 @@ def _reconstruct(low: _LowRank, gradient: Tensor) -> None:
         return
     low.matrix.residual.addmm_(low.p, low.own_q.T, alpha=-1)
     multiply(low.p, low.q.T.contiguous(), gradient, load_kernels())
-    # A column of zeros would stay zero for ever: restart it.
+    # A column of zeros would stay zero forever: restart it.
     low.matrix.q.copy_(torch.where(low.q.any(dim=0), low.q, low.matrix.initial_q))
 
 

@@ -153,7 +153,7 @@ class ElementRange:
 class ScatterLayout:
     # chunks[k][r] is what chunk k has for owner r.
     chunks: tuple[tuple[tuple[ElementRange, ...], ...], ...]
-    # Every chunk has room for so many blocks for each owner.
+    # Every chunk has room for this many blocks for each owner.
     records: int
 
 

@@ -1,7 +1,7 @@
 """Exchange of a GPU's gradients through pinned memory of the processor.
 
 gloo's collectives and the compressors work on the processor. They serve GPUs that NCCL does not connect: ranks of which
-some have no GPU, or two that share one. A bucket is copied to pinned memory while backward goes on, exchanged there,
+some have no GPU, or two that share one. A bucket is copied to pinned memory while backward continues, exchanged there,
 and copied back; DDP gets a future that knows the GPU's stream.
 """
 

@@ -325,8 +325,8 @@ def _peer_lost(reason: bytes, lost: int, timeout_s: float) -> PeerLost:
 
 
 # How the ranks of a host get the same memory. The first rank listens on a socket in Linux's abstract namespace, which
-# is no file and ends with its process. The others connect and receive the memory's file descriptor. Only processes of
-# the same user are accepted.
+# is not a file and ends with its process. The others connect and receive the memory's file descriptor. Only processes
+# of the same user are accepted.
 
 _ADDRESS_BYTES = 16
 # The ranks have just met in an all-gather: a rank that does not connect within seconds never will.

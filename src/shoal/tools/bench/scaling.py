@@ -174,7 +174,7 @@ def check_rows(rows: list[ScalingRow]) -> list[ScalingRow]:
             row.config = place_ranks(row.config)
             ranks = rank_count(parse_on(row.config.run.on))
         except ShoalError as error:
-            # A lab that is not up is no mistake of the command line: other rows may still be measured.
+            # A lab that is not up is not a mistake of the command line: other rows may still be measured.
             if not isinstance(parse_on(row.config.run.on), ExistingLab):
                 raise
             row.error = error

@@ -178,7 +178,7 @@ class ScenarioTimes(BaseModel):
     abandoned: int = 0
     step_s: float | None = None  # the median step before the first injection
     slower: float | None = None  # the median step after the last injection over that before the first
-    resumed_behind: int | None = None  # committed steps that were done again after the last resume
+    resumed_behind: int | None = None  # committed steps that were repeated after the last resume
     ledger_ok: bool = True
     sentences: tuple[str, ...] = ()
     warned: tuple[tuple[str, int], ...] = ()  # the ranks' warnings, and how many steps after the first injection

@@ -1,4 +1,4 @@
-"""Scenarios: which faults are injected into a run, when, and what must hold. TOML files; ours are in `scenarios/`."""
+"""Scenarios: which faults are injected into a run, when, and what must hold. TOML files, shoal's in `scenarios/`."""
 
 from __future__ import annotations
 

@@ -465,7 +465,7 @@ class _FaultyRun:
         return (*hung, *(f"{process.part} on {process.node} ({process.pid})" for process in left), *torn)
 
     def _await_all_nodes(self) -> bool:
-        """Wait until all nodes train again: a cluster that loses its last member cannot go on."""
+        """Wait until all nodes train again: a cluster that loses its last member cannot continue."""
         deadline = time.monotonic() + _BACK_S
         while self._world() < self.order.nodes and not self.watch.ended and time.monotonic() < deadline:
             self._poll()
@@ -542,7 +542,7 @@ def _reference(session: _Session, block: SoakBlock, testbed: TestBed, folder: Pa
 
 
 def judge_fault(fault: SoakFault, began: float, undone: float, record: ScenarioRecord, skipped: str) -> FaultOutcome:
-    """Judge one fault. Only commits after its last action (`undone`) show that training goes on."""
+    """Judge one fault. Only commits after its last action (`undone`) show that training continues."""
     steps = sorted((float(event["time"]), int(event["step"])) for event in record.rank_events("step"))
     return FaultOutcome(
         kind=fault.kind,
@@ -648,7 +648,7 @@ def broken_off(sync: str, outcomes: Sequence[FaultOutcome], planned: int, troubl
 def judge_soak(modes: Sequence[ModeResult], planned: int) -> SoakResult:
     """Judge all modes together. Growth of an agent and of a rank must have been judged in at least one of them.
 
-    Otherwise the soak is too short to detect a leak: that is no failure, but must not read as if there were none.
+    Otherwise the soak is too short to detect a leak: that is not a failure, but must not read as if there were none.
     """
     survived, held = sum(mode.survived for mode in modes), [mode.sync for mode in modes if mode.ok]
     parts = {"agent" if process.part == "agent" else "rank" for mode in modes for process in mode.growth}

@@ -35,7 +35,7 @@ class FaultDraw:
 class FaultKind:
     """One kind of fault that a soak draws. To add one, add an entry to `SOAK_KINDS`.
 
-    Its actions leave the cluster complete, and at least one node keeps the training's state: training must go on.
+    Its actions leave the cluster complete, and at least one node keeps the training's state: training must continue.
     """
 
     weight: int  # how often it is drawn, relative to the others

@@ -93,7 +93,7 @@ def why_not(scenario: ChaosScenario, on: str) -> str:
 
 @contextlib.contextmanager
 def opened(scenario: ChaosScenario, on: str, folder: Path, number: int) -> Iterator[TestBed]:
-    """Open a test bed that is removed however we end.
+    """Open a test bed that is removed however the block ends.
 
     The disk is mounted before the lab starts: nodes see only the mounts of their beginning.
     """

@@ -83,7 +83,7 @@ def _collect_facts(started: NodePrograms, port: int) -> ClusterFacts:
 
 
 def _measure_clock(program: RemoteProgram) -> dict[str, float]:
-    """Compare a node's clock with ours; of several tries take the quickest, which is the most precise."""
+    """Compare a node's clock with this machine's; of several tries take the quickest, which is the most precise."""
     tries = []
     for _ in range(_CLOCK_TRIES):
         asked = time.time()

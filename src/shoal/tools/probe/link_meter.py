@@ -79,7 +79,7 @@ class _TokenServer:
     """Serve clients that know the token, a thread each, and close all others without an answer.
 
     The guard limits how many unproved connections are open at once. No address is refused for failures: a measurement
-    lasts only seconds, and foreign clients may share an address with ours.
+    lasts only seconds, and foreign clients may share an address with a node.
     """
 
     def __init__(self, token: str) -> None:

@@ -51,7 +51,7 @@ WORLD_COLUMNS = ("loss", "val_loss", "tokens", "samples", "lr", "grad_norm")
 COLUMNS = (*PLACE_COLUMNS, *WORLD_COLUMNS, *RANK_COLUMNS)
 
 _FROM_STEP = {*WORLD_COLUMNS, *RANK_COLUMNS} - {"val_loss"}
-# Fields of a `step` event that are no values of the user's program.
+# Fields of a `step` event that are not values of the user's program.
 _NO_VALUES = STEP_FIELDS.union(_FROM_STEP, ("ready_s", "tail_s"))
 # Rows of a rank that wait for a late `loss` event: it may come a round of an outer mode later.
 _WINDOW = 1000
@@ -121,7 +121,7 @@ class RunMetrics:
         self.unit: Unit = SAMPLES
         self.unreadable = 0  # lines that were skipped
         self._events: dict[int, int] = {}  # how many events of each rank are read: a live run writes on
-        self._last_standing: dict[int, list[int]] = {}  # of each rank and stretch: the last step not done again
+        self._last_standing: dict[int, list[int]] = {}  # of each rank and stretch: the last step not repeated
         self._names: dict[str, str] = {}  # columns of the user's values, by the names in the events
         logs: dict[int, RankLog] = {}
         for rank, path in run.event_files().items():
@@ -235,7 +235,7 @@ def _column_name(name: str) -> str:
 def _without_superseded(rows: list[StepRow]) -> list[StepRow]:
     """Return the rows of the last generation, or launch, that did this step.
 
-    A rank that left has rows of steps that the others did again without it.
+    A rank that left has rows of steps that the others repeated without it.
     """
     generation = max(row.entered.generation if row.entered else NEVER for row in rows)
     if generation != NEVER:
@@ -405,7 +405,7 @@ def _send_to_wandb(metrics: RunMetrics, folder: Path | None) -> int:
 
 
 def replay(metrics: RunMetrics, wandb: WandbLike, folder: Path | None = None) -> int:
-    """Send a run to `wandb.init`, `log` and `finish` as if it went on now; return the steps.
+    """Send a run to `wandb.init`, `log` and `finish` as if it ran now; return the steps.
 
     The settings of the run become its config. Values of single ranks are named `rank-N/step_s`. Where it goes is
     wandb's choice, by its own variables: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE. Its files go into `folder`, if given.

@@ -22,7 +22,7 @@ from shoal.units import unit_of
 
 # The steps that show the pace of a run.
 _RATE_STEPS = 50
-# A rank that needs so much more time than the median rank for its own work is marked.
+# A rank that takes this many times as long as the median rank for its own work is marked.
 _SLOW_FACTOR = 1.15
 _COMMIT_TAIL_BYTES = 16384
 _LONGEST_TEXT = 500
@@ -201,7 +201,7 @@ def _left_s(rank: RankState | None, steps: Any) -> float | None:
     between = [after - before for before, after in pairwise(times) if after > before]
     if not between:
         return None
-    # A recovery is no part of the pace.
+    # A recovery is not a part of the pace.
     usual = 10 * median(between)
     return max(0, steps - rank.last_step) * fmean(gap for gap in between if gap <= usual)
 

@@ -75,7 +75,7 @@ class StepSeries:
                 self._touch(bucket)
 
     def cut(self, bucket: int) -> None:
-        """Forget this range and those after it: their steps are done again."""
+        """Forget this range and those after it: their steps are repeated."""
         while self.rows and self.rows[-1][0] >= bucket:
             self.rows.pop()
         self._touch(bucket)

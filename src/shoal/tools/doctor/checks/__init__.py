@@ -31,7 +31,7 @@ def check_collectors(cluster: ClusterFacts) -> Iterator[Finding]:
 
 
 def check_proof(cluster: ClusterFacts) -> Iterator[Finding]:
-    """Report all-reduces that failed. A failure of the whole group is no news where a pair already fails."""
+    """Report all-reduces that failed. A failure of the whole group is not news where a pair already fails."""
 
     def node_of(rank: int) -> Node:
         return [node for node in cluster.nodes for _ in range(node.slots)][rank]
@@ -245,7 +245,7 @@ _NEEDS: dict[str, Callable[[ClusterFacts], bool]] = {
 
 
 def applicable_checks(cluster: ClusterFacts) -> set[str]:
-    """Return the ids of the checks that have something to look at: no GPU is no GPU that passed."""
+    """Return the ids of the checks that have something to look at: an absent GPU is not a GPU that passed."""
 
     def applies(check_id: str) -> bool:
         needs = [need for beginning, need in _NEEDS.items() if check_id.startswith(beginning)]
