@@ -29,6 +29,8 @@ METAPHORS = (
     "|elector|electorate|tenure|laggard|laggards|sponsor"
 )
 BANNED_TEXT = re.compile(rf"\b({VAGUE}|{METAPHORS})\b", re.IGNORECASE)
+# In comments and docstrings: name the process, and use the common word.
+PLAIN_COMMENT = re.compile(r"\b(we|us|our|ourselves|for ever|goes on|so many|in vain)\b", re.IGNORECASE)
 # Names for how a value was obtained, or for speech where bytes are sent. Name what the value is instead.
 BANNED_NAMES = {
     *("said", "told", "heard", "mine", "ours", "theirs", "each", "found", "nobody", "somebody", "everybody", "whoever"),
@@ -42,6 +44,15 @@ def banned_words(source: str) -> list[str]:
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     texts = [token for token in tokens if token.type in (tokenize.COMMENT, tokenize.STRING)]
     return [f"{token.start[0]}: {match[0]}" for token in texts for match in BANNED_TEXT.finditer(token.string)]
+
+
+def odd_comments(source: str) -> list[str]:
+    """List words that comments and docstrings should not have."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    texts = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    owners = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    texts += [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, owners)]
+    return [match[0] for text in texts for match in PLAIN_COMMENT.finditer(text)]
 
 
 def defined_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -64,6 +75,7 @@ def test_a_module_uses_the_vocabulary_of_the_field(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
     assert banned_words(source) == []
     assert banned_names(source) == []
+    assert odd_comments(source) == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -74,6 +86,7 @@ def test_a_page_uses_the_vocabulary_of_the_field(path: Path) -> None:
 
 def test_a_banned_word_is_detected() -> None:
     assert banned_words('# The keeper waits.\nx = "nobody here"\n') == ["1: keeper", "2: nobody"]
+    assert odd_comments('x = "our"  # for ever\ndef f():\n    """Stop us."""\n') == ["for ever", "us"]
     assert banned_names("def f(told):\n    _said = told\n") == ["1: told", "2: _said"]
 
 

@@ -26,9 +26,9 @@ from shoal.cost.select_sync import (
     typical_step,
 )
 from shoal.engine.exchanges import shapes_of
-from shoal.engine.observers import DoneStep
 from shoal.engine.recorder import last_event
 from shoal.engine.replica import Replica
+from shoal.engine.step import DoneStep
 from shoal.events import Event
 from shoal.run_folder import RunFolder
 from shoal.sync.replicas import gather_integers

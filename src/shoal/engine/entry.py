@@ -33,7 +33,7 @@ from shoal.engine.step import TrainingStep
 from shoal.engine.training_state import TrainingState
 from shoal.errors import PeerLost, RunFailed, ShoalError
 from shoal.host.network import link_mbps
-from shoal.sync.fence import Fence, GenerationEnded, StepBoundary
+from shoal.sync.fence import Fence, GenerationEnded
 from shoal.sync.kv_store_client import AgentStore
 from shoal.sync.membership_client import AgentConnection, MembershipClient
 from shoal.sync.process_groups import drop_groups
@@ -54,7 +54,7 @@ class Hooks:
 
     # On every rank of a launch when the world has formed, before the first step.
     on_start: Callable[[], None] = lambda: None
-    # On a rank that was started again, before it joins.
+    # On a rank that an agent started and that resumes nothing, before it meets the others.
     before_joining: Callable[[], None] = lambda: None
     # Returns more fields of this rank's `start` event, when it has entered its first world.
     describe: Callable[[], dict[str, object]] = dict
@@ -234,7 +234,7 @@ class ElasticEntry(Entry):
         """
         if not isinstance(error, Exception):
             return False
-        return isinstance(error, PeerLost | GenerationEnded | StepBoundary) or self.membership.member.fence.is_over
+        return isinstance(error, PeerLost | GenerationEnded) or self.membership.member.fence.is_over
 
     def _try_to_begin(self, enter: EnterGeneration) -> bool:
         """Begin a launch; return False if a rank or a machine was lost before all ranks had begun."""

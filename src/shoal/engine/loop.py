@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 
 from shoal.engine.checkpoint import CheckpointFolder, savable
 from shoal.engine.divergence import Comparison
-from shoal.engine.observers import DoneStep, StepObserver
+from shoal.engine.observers import StepObserver
 from shoal.engine.recover import GenerationChanger
 from shoal.engine.replica import Replica
 from shoal.engine.saving import WRITE_TIMEOUT_S, Saver, replica_state, write_patiently
-from shoal.engine.step import TrainingStep
+from shoal.engine.step import DoneStep, TrainingStep
 from shoal.engine.training_state import digest_tensors
 from shoal.errors import RunFailed, UsageError
 from shoal.events import FLUSH_S

@@ -31,9 +31,10 @@ from shoal.cost.machine_setup import (
 from shoal.engine import trial_memory
 from shoal.engine.auto_sync import SyncChooser
 from shoal.engine.exchanges import shapes_of
-from shoal.engine.observers import DoneStep, SpeedObserver
+from shoal.engine.observers import SpeedObserver
 from shoal.engine.recorder import last_event
 from shoal.engine.replica import Replica
+from shoal.engine.step import DoneStep
 from shoal.events import Event
 from shoal.host.facts import boot_id, cpu_name
 from shoal.host.topology import cores_for_rank, this_topology, threads_for

@@ -6,24 +6,15 @@ An observer may exchange with the other ranks: all of them call the same observe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from shoal.engine.balance import RankTime, describe_change, describe_left_out, useless_warning
 from shoal.engine.replica import Replica
+from shoal.engine.step import DoneStep
 from shoal.engine.stragglers import Stragglers
 from shoal.host.node_stats import NodeWatch
 from shoal.sync.step_stats import StepStats
 from shoal.sync.world import World
-
-
-@dataclass(frozen=True)
-class DoneStep:
-    """A step that this rank has done. Empty where none was done since the replica entered its world."""
-
-    stats: Sequence[StepStats] = ()  # Of the steps whose statistics have arrived from all ranks by now.
-    times: dict[str, float] = field(default_factory=dict)  # Seconds of this rank by phase.
-    wants_stop: bool = False  # A rank is known to want to stop.
 
 
 class StepObserver(Protocol):

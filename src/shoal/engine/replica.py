@@ -1,8 +1,9 @@
-"""What a rank holds of the training, and the only methods that change it.
+"""What a rank holds of the training, and the methods that change it.
 
 A replica is a model with its optimizers and other attached objects, the position of the training, the division of the
 batch, and the exchanges with the other ranks of its world. `engine.step` trains it, `engine.recover` moves it to the
-next world, `engine.saving` and `engine.resume` save and load it. Other modules read its fields.
+next world, `engine.saving` and `engine.resume` save and load it. No other module assigns its fields; what has an owner
+of its own is changed there (`division`, and by the step and the loop `steps` and `periodic`).
 
 A replica in parts would differ in its state (this rank's parts of the weights and moments) and in its exchanges (which
 gather and scatter them), and in nothing else here.
@@ -117,8 +118,9 @@ class Replica:
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The attached object that scales losses for fp16."""
-        return next((other for other in self.state.others if isinstance(other, GradScaler)), None)
+        """The attached object that scales losses for fp16, unless it is switched off."""
+        scalers = (other for other in self.state.others if isinstance(other, GradScaler))
+        return next((scaler for scaler in scalers if scaler.is_enabled()), None)
 
     @property
     def plan(self) -> BatchPlan:

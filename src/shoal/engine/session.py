@@ -186,6 +186,10 @@ class Session:
 
         It may exchange with other ranks by `session.sum`. After a lost peer it is called again.
         """
+        if steps < 1:
+            raise UsageError(
+                f"session.every({steps}) names no step", why="it counts steps, from 1 on", fix="session.every(1)"
+            )
 
         def register(function: Function) -> Function:
             self._tasks.append(Task(f"{function.__qualname__}/{len(self._tasks)}", steps, function))
@@ -281,7 +285,7 @@ class SessionData:
             # The dataset is kept too: another one could get its id otherwise.
             self._sources[key] = data, data if isinstance(data, Source) else open_source(data)
         source = self._sources[key][1]
-        if self._checked.get(key) != world.generation or key not in self._checked:
+        if self._checked.get(key) != world.generation:
             self._checked[key] = world.generation
             _check_same_data(world, source)
         return source

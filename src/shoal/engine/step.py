@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from shoal.engine.observers import DoneStep
 from shoal.engine.refusal import StepResult, explain_refusal
 from shoal.engine.replica import Replica, UnsettledStep
 from shoal.engine.update import StepNumbers, can_decide_on_gpu, clip_gradients, gradient_norm, update_if_finite
@@ -28,7 +27,7 @@ from shoal.sync.outer import NonFiniteExchange
 from shoal.sync.replicas import gather_integers
 from shoal.sync.step_stats import CommTimes, OwnTimes, StepStats, StepTimer
 
-# Seeds of neighbouring ranks and steps differ by far more than a step draws.
+# Between the seeds of neighbouring ranks: more than a training has steps.
 _SEED_STRIDE = 1_000_003
 
 
@@ -45,7 +44,17 @@ class StepWork:
     micro_batches: int = 0
     loss_sum: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     terms: int = 0  # Terms of the loss: samples, or what the program counts instead, such as tokens.
+    has_scaled: bool = False  # The attached scaler has scaled a loss.
     backward_ended: float = 0.0  # When the last micro-batch had its backward.
+
+
+@dataclass(frozen=True)
+class DoneStep:
+    """A step that this rank has done. Empty where none was done since the replica entered its world."""
+
+    stats: Sequence[StepStats] = ()  # Of the steps whose statistics have arrived from all ranks by now.
+    times: dict[str, float] = field(default_factory=dict)  # Seconds of this rank by phase.
+    wants_stop: bool = False  # A rank is known to want to stop.
 
 
 class TrainingStep:
@@ -104,7 +113,9 @@ class TrainingStep:
             self._start_totals()
         with self.timer.phase("backward"):
             scaled = loss * replica.sync.loss_scale(self._expected_terms())
-            replica.sync.backward(scaled if replica.scaler is None else replica.scaler.scale(scaled), is_last)
+            if replica.scaler is not None:
+                scaled, work.has_scaled = replica.scaler.scale(scaled), True
+            replica.sync.backward(scaled, is_last)
             # A new tensor, on the device of the loss.
             work.loss_sum = loss.detach().double() + work.loss_sum
         work.backward_ended = time.perf_counter()
@@ -150,7 +161,7 @@ class TrainingStep:
         replica, scaler = self._replica, self._replica.scaler
         replica.exchanges.totals.restore()
         replica.drop_gradients()
-        if scaler is not None and self._work.micro_batches:
+        if scaler is not None and self._work.has_scaled:
             # With its own scale: that only forgets that gradients were unscaled, which it refuses to do twice.
             scaler.update(scaler.get_scale())
 
@@ -229,15 +240,15 @@ class TrainingStep:
         processor, with other bits.
         """
         replica, world = self._replica, self._replica.world
-        is_alone = world.device.type == "cuda" and world.gpu_group is None and "cpu" not in world.devices
+        can_wait = world.device.type == "cuda" and world.gpu_group is None and "cpu" not in world.devices
         is_sound = replica.scaler is None and replica.steps.nonfinite is None
-        return is_alone and is_sound and can_decide_on_gpu(replica.state.optimizers)
+        return can_wait and is_sound and can_decide_on_gpu(replica.state.optimizers)
 
     def _send_statistics(self, result: StepResult, comm: CommTimes, total_terms: int) -> None:
         """Send this rank's part of the loss and its times to all ranks, beside what follows."""
         replica, watch = self._replica, self._watch
-        is_sent = result.is_finite or replica.scaler is not None
-        loss = self._part_of_loss(result.loss, total_terms) if is_sent else math.nan
+        is_valid = result.is_finite or replica.scaler is not None
+        loss = self._part_of_loss(result.loss, total_terms) if is_valid else math.nan
         gc_s = 0.0 if watch is None else watch.take_gc_s()
         own_times = OwnTimes(self.timer.seconds.get("data", 0.0), gc_s, self._disk_s)
         self._disk_s = 0.0
@@ -352,7 +363,8 @@ class TrainingStep:
         return times.ready_at + times.tail_s - self.timer.began if times.ready_at else None
 
     def _refuse(self) -> None:
-        """Raise the error that names the culprits; all ranks get here in the same step and can still exchange."""
+        """Raise the error that names the culprits, if any rank has one. All ranks get here in the same step, and can
+        still exchange."""
         replica = self._replica
         error = explain_refusal(
             replica.world, replica.steps.nonfinite, replica.state.all_parameters, self._lower_rate_advice

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.engine.divergence import Difference, find_difference, find_rounding
-from shoal.engine.observers import DoneStep
 from shoal.engine.replica import Replica
 from shoal.engine.saving import replica_state
+from shoal.engine.step import DoneStep
 from shoal.errors import RunFailed
 from shoal.records.commit_log import check_ledger
 from shoal.run_folder import RunFolder

@@ -20,9 +20,9 @@ from shoal.control.rank_env import DEFAULT_THREADS
 from shoal.cost.machine_setup import TrialSchedule
 from shoal.engine import machine_trial
 from shoal.engine.machine_trial import CorePins, MachineTrial, thread_ids
-from shoal.engine.observers import DoneStep
 from shoal.engine.recorder import last_event
 from shoal.engine.replica import Replica
+from shoal.engine.step import DoneStep
 from shoal.host.topology import this_topology
 from shoal.sync.helper_threads import compute_alone
 from shoal.sync.world import World

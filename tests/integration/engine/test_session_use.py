@@ -5,6 +5,7 @@ Exercises engine.session.
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import traceback
@@ -22,10 +23,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.config import defaults
 from shoal.cost.batch_plan import BatchPlan
-from shoal.engine.observers import DoneStep
 from shoal.engine.sampling import SHARDS
 from shoal.engine.session import Session, Step
-from shoal.errors import PeerLost, ShoalError, UsageError
+from shoal.engine.step import DoneStep
+from shoal.errors import PeerLost, RunFailed, ShoalError, UsageError
 from shoal.sync.step_stats import StepStats
 from shoal.sync.world import World
 from tests.support.programs import read_jsonl, shoal
@@ -564,3 +565,58 @@ def test_a_step_whose_peer_is_lost_after_the_update_is_recorded(tmp_path: Path) 
     assert len(train(tmp_path / "run", 1, lost_after_update_recipe, settings(steps=4))) == 4
     events = read_jsonl(tmp_path / "run/events/rank-0.jsonl")
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3, 4]
+
+
+def switched_off_recipe(session: Session) -> Callable[[Step], None]:
+    """Attach a scaler that is switched off, and make the gradient of the second step infinite."""
+    model = make_model()
+    session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", enabled=False))
+    next(model.parameters()).register_hook(lambda gradient: gradient * (math.inf if session.step == 1 else 1.0))
+
+    def do_step(step: Step) -> None:
+        for inputs, labels in step.batches(DATA):
+            step.backward(F.cross_entropy(model(inputs), labels, reduction="sum"))
+        if step.number == 1:
+            step.update()
+            return
+        with pytest.raises(RunFailed, match=r"gradient norm became (inf|nan) in step 2"):
+            step.update()
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+        # End the training here: no rank has applied the step.
+        session.replica.exchanges.steps.drain()
+        step._outcome.done = DoneStep(wants_stop=True)
+
+    return do_step
+
+
+def test_a_scaler_that_is_switched_off_hides_no_infinite_gradient(tmp_path: Path) -> None:
+    assert len(train(tmp_path / "run", 1, switched_off_recipe, settings(steps=4))) == 1
+
+
+def lost_before_scaling_recipe(session: Session) -> Callable[[Step], None]:
+    """Lose the first step after its first backward was counted, and before its loss was scaled."""
+    model = make_model()
+    session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu"))
+
+    def do_step(step: Step) -> None:
+        if step.number == 1:
+            training = session.entry.step
+            training._work.micro_batches = 1
+            training.drop()
+            training.begin()
+        for inputs, labels in step.batches(DATA):
+            step.backward(F.cross_entropy(model(inputs), labels, reduction="sum"))
+        step.update()
+
+    return do_step
+
+
+def test_a_step_that_is_lost_before_its_loss_was_scaled_is_done_again(tmp_path: Path) -> None:
+    assert len(train(tmp_path / "run", 1, lost_before_scaling_recipe, settings(steps=3))) == 3
+
+
+@pytest.mark.parametrize("steps", [0, -5])
+def test_a_function_of_no_step_is_refused(steps: int, tmp_path: Path) -> None:
+    session = Session.__new__(Session)
+    with pytest.raises(UsageError, match="names no step"):
+        session.every(steps)
