@@ -22,7 +22,7 @@ import shoal
 from shoal.agent.kv_store import MAX_REQUEST_BYTES, read_request
 from shoal.cluster.hosts import cluster as hosts_link
 from shoal.cluster.hosts.cluster import SshLink
-from shoal.cluster.hosts.messenger import parse_order
+from shoal.cluster.hosts.messenger import _text_file, parse_order
 from shoal.cluster.hosts.setup import ReadyHost
 from shoal.cluster.hosts.spec import Host, HostsSpec
 from shoal.cluster.node import Node, ranks_of
@@ -62,7 +62,7 @@ NASTY = st.sampled_from(
     ]
 )
 ANYTHING = st.none() | st.integers() | st.booleans() | st.text(max_size=120) | NASTY | st.just("node1") | st.just(2**40)
-METHODS = ("journal", "votes", "orders", "invite_socket", "agent_log", "logs", "events", "state", "text")
+METHODS = ("journal", "votes", "orders", "invite_socket", "agent_log", "logs", "events", "state")
 
 
 @settings(max_examples=300, deadline=None)
@@ -80,6 +80,16 @@ def test_no_name_escapes_the_run_folder(method: str, name: Any) -> None:
         assert path.is_relative_to(run.path)
         assert len(path.relative_to(run.path).parts) <= 3
         assert not path.name.startswith((".", "-"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=120) | NASTY | st.sampled_from(["config.toml", "tokenizer.json", "data.json"]))
+def test_only_the_small_files_of_a_run_are_sent_as_texts(name: str) -> None:
+    run = RunFolder(Path("/run/of/shoal"))
+    try:
+        assert _text_file(run, name) in (run.config, run.tokenizer, run.data)
+    except ControlError:
+        assert name not in ("config.toml", "tokenizer.json", "data.json")
 
 
 @pytest.mark.parametrize("name", ["node1", "laptop-b.lan", "_x", "192.168.1.9", "A" * 100])

@@ -16,6 +16,7 @@ from shoal.cli.output import print_json, print_paragraph, print_table, print_wit
 from shoal.control.processes import find_processes
 from shoal.errors import UsageError
 from shoal.terminal import end_stage, printable_line
+from shoal_lab.errors import LabError
 from shoal_lab.spec import DEFAULT_NAME, PROFILES
 
 if TYPE_CHECKING:
@@ -32,10 +33,14 @@ class LabGroup(Group):
     """The commands call `shoal_lab` directly; its errors become shoal's in this one place."""
 
     def call(self, path: str, words: Sequence[str]) -> object:
-        from shoal.cluster.lab import translate_errors
-
-        with translate_errors():
+        try:
             return super().call(path, words)
+        except LabError:
+            # Imported here: help is printed without what a cluster needs.
+            from shoal.cluster.lab import translate_errors
+
+            with translate_errors():
+                raise
 
 
 LAB = LabGroup(

@@ -280,8 +280,8 @@ def test_cluster_and_threads_can_be_given_as_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "seen", "why"),
     [
-        (("--thread", "2", "a.py"), "shoal run has no option --thread", "did you mean '--threads'?"),
-        (("--grase=3", "a.py"), "shoal run has no option --grase", "did you mean '--grace'?"),
+        (("--thread", "2", "a.py"), "No such option: --thread", "did you mean '--threads'?"),
+        (("--grase=3", "a.py"), "No such option: --grase", "did you mean '--grace'?"),
     ],
 )
 def test_an_unknown_option_is_not_read_as_a_script(words: tuple[str, ...], seen: str, why: str, tmp_path: Path) -> None:
