@@ -12,6 +12,7 @@ MEASURED = "#1f86c7"
 VALIDATION = _RED
 IDEAL = "#8a8a8a"
 NOTE = "#555555"  # small text of PNG files
+# Marks and borders; text in these colours would be too faint, see `warning-text` and `bad` below.
 WARNING, FAULT = _AMBER, "#d5401f"
 # Series that have no colour of their own: runs, lineages, nodes, methods.
 SERIES = (MEASURED, _AMBER, _GREEN, _PINK, _RED, _SKY, "#7a5cbf")
@@ -42,11 +43,11 @@ _MARKS = {
 
 _LIGHT = {
     "paper": "#ffffff", "panel": "#f5f7f9", "ink": "#1b2329", "soft": "#5b6770", "rule": "#dde3e8",
-    "good": "#00734f", "bad": "#b3261e", "accent": "#0072b2", "amber": "#8a5a00",
+    "good": "#00734f", "bad": "#b3261e", "accent": "#0072b2", "warning-text": "#8a5a00",
 }  # fmt: skip
 _DARK = {
     "paper": "#14191d", "panel": "#1d242a", "ink": "#e6ebef", "soft": "#9aa7b1", "rule": "#313b43",
-    "good": "#4cc79d", "bad": "#ff8a80", "accent": "#56b4e9", "amber": "#f0b84a",
+    "good": "#4cc79d", "bad": "#ff8a80", "accent": "#56b4e9", "warning-text": "#f0b84a",
 }  # fmt: skip
 
 
