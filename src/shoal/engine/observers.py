@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from shoal.control.membership.types import Ballot
 from shoal.engine.balance import RankTime, describe_change, describe_left_out, useless_warning
 from shoal.engine.replica import Replica
 from shoal.engine.step import DoneStep
 from shoal.engine.stragglers import Stragglers
 from shoal.host.node_stats import NodeWatch
 from shoal.sync.step_stats import StepStats
-from shoal.sync.world import World
 
 
 class StepObserver(Protocol):
@@ -37,7 +37,8 @@ class SpeedObserver:
         self._stragglers = stragglers or Stragglers()
         # Makes this machine a spare; None where members cannot change.
         self._leave_out = leave_out
-        self._world: World | None = None
+        # Not the world itself: a reference to it would keep the process group of an ended generation alive.
+        self._generation: Ballot | None = None
         self._is_paused = False
 
     def pause(self) -> None:
@@ -52,12 +53,12 @@ class SpeedObserver:
     def restart(self) -> None:
         """Judge anew: the ranks compute in another way from now on."""
         replica, self._is_paused = self._replica, False
-        self._world = replica.world
+        self._generation = replica.world.generation
         self._stragglers.reset(replica.world.names, replica.division.follows_speed(replica.world))
         replica.division.balance.reset()
 
     def after_step(self, done: DoneStep) -> None:
-        if self._world is not self._replica.world:
+        if self._generation != self._replica.world.generation:
             # The same on ranks that were there and on those that join: all count the steps by which shares are judged.
             self.restart()
         if done.stats and not self._is_paused:
