@@ -88,6 +88,12 @@ def main() -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         code = _handle_closed_pipe()
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        # Not even the error could be printed: the terminal was closed, and its SIGHUP comes a moment later.
+        signal.raise_signal(signal.SIGHUP)
+        code = 128 + signal.SIGHUP
     except SystemExit as error:
         # rich notices a closed pipe first and exits with 1, which here would mean "check failed".
         code = _handle_closed_pipe() if isinstance(error.__context__, BrokenPipeError) else error.code

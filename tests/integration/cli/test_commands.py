@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections import defaultdict
@@ -450,6 +451,15 @@ def test_a_closed_pipe_ends_the_command_without_a_message(words: list[str]) -> N
 @pytest.mark.parametrize("more", [[], ["--json"]])
 def test_verify_into_a_closed_pipe_exits_without_a_verdict(run: tuple[Path, dict[str, Any]], more: list[str]) -> None:
     assert run_into_closed_pipe("verify", run[0], *more) == (141, "")
+
+
+def test_a_closed_terminal_ends_the_command_as_its_signal_would() -> None:
+    """A write to a closed terminal fails a moment before the kernel sends SIGHUP; 1 would be a verdict."""
+    screen, terminal = os.openpty()
+    os.close(screen)
+    done = subprocess.run(shoal_command("no-such-command"), stdout=terminal, stderr=terminal, timeout=60)
+    os.close(terminal)
+    assert done.returncode == -signal.SIGHUP
 
 
 def test_a_reader_that_closes_early_gets_the_first_line() -> None:

@@ -30,6 +30,7 @@ def is_newer(path: Path, step: int) -> bool:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_fifty_kills_during_saves_always_leave_a_complete_checkpoint(tmp_path: Path) -> None:
     """Kill a process that only saves within 0.1 s after a save; the next process continues in the same folder."""
     path, draw, reached, torn = tmp_path / "checkpoints", random.Random(13), 0, 0

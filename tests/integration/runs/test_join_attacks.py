@@ -402,7 +402,9 @@ def test_an_interrupted_join_leaves_no_part_file_and_removes_abandoned_ones(
     (folder / "x.99999999.part").write_bytes(b"left by a process that was killed")
 
     def stall(message: dict[str, Any]) -> None:
-        message["data"] = message["data"][:400]
+        """Make both pieces parts of the first file, which then never comes to its end."""
+        train = message["path"].replace("-val", "-train")
+        message.update(path=train, offset=0 if train == message["path"] else 300, data=message["data"][:400])
 
     with (
         MaliciousHost(training, {"piece": stall}) as host,
