@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.agent.agent import read_orders
 from shoal.agent.invite_server import ID, ask_agent
 from shoal.agent.membership import RankNumbering
 from shoal.control.membership.settings import MembershipSettings
-from shoal.control.orders import GoOrder, MembershipOrder, StartProcess
+from shoal.control.orders import GoOrder, MembershipOrder, StartProcess, read_orders
 from shoal.control.processes import find_processes
 from shoal.events import Event, read_events
 from tests.support.agents import Agent, roster

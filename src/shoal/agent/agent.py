@@ -24,7 +24,7 @@ from shoal.agent.invite_server import InviteServer
 from shoal.agent.kv_store import KvStoreClient
 from shoal.agent.local_ranks import LocalRank, LocalRanks
 from shoal.agent.membership import AgentMembership, schedule_restart
-from shoal.agent.mesh import BackgroundTasks, Mesh
+from shoal.agent.mesh import AgentAddresses, BackgroundTasks, Mesh
 from shoal.agent.rank_processes import RankEnvironment, RankExit, RankProcesses
 from shoal.agent.sleep import awake, watch_for_sleep
 from shoal.agent.unjoined_ranks import UnjoinedRanks
@@ -57,9 +57,10 @@ from shoal.control.orders import (
     MembershipOrder,
     read_go,
     read_meet,
+    read_orders,
     read_request_line,
     read_stdin,
-    to_line,
+    save_orders,
 )
 from shoal.control.processes import MESSENGER, SUPERVISOR, TEMPLATE, find_processes, remove_own_marks, restore_signals
 from shoal.control.rank_env import MEASURE, torch_caches
@@ -68,7 +69,7 @@ from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
 from shoal.host.facts import boot_clock, interface_for, this_machine_is_cpu_only
 from shoal.host.topology import this_topology
-from shoal.run_folder import RunFolder, write_durably
+from shoal.run_folder import RunFolder
 from shoal.units import format_duration
 
 
@@ -76,31 +77,113 @@ class LauncherGone(Exception):
     """The launcher ended before it had sent what to start."""
 
 
+class AgentJournal:
+    """The journal of one agent: what it reports to the launcher, in the launcher's time."""
+
+    def __init__(self, run: RunFolder, meet: MeetOrder) -> None:
+        self._log = EventLog(run.journal(meet.node), meet.member)
+        self._launch, self._launched_at = meet.launch, meet.launched_at
+        self._met_at = boot_clock()
+
+    def write(self, event: AgentEvent) -> None:
+        self._log.write(event.kind, launch=self._launch, **event.to_fields())
+
+    def note(self, text: str) -> None:
+        self.write(AgentNote(text))
+
+    def write_exit(self, ended: RankExit) -> None:
+        self.write(RankEnded(ended.start.name, ended.code, ended.by_agent, ended.out_of_memory))
+
+    def retry(self) -> None:
+        """Write what could not be written before."""
+        self._log.retry()
+
+    def check(self, run: RunFolder) -> None:
+        if self._log.is_removed():
+            raise run.removed()
+
+    def restart_clock(self) -> None:
+        self._met_at = boot_clock()
+
+    def since_met(self) -> float:
+        return boot_clock() - self._met_at
+
+    def now(self) -> float:
+        """Return the launcher's clock at the launch plus this machine's seconds since: comparable between machines."""
+        return self._launched_at + self.since_met()
+
+
+class SavedOrders:
+    """The orders of this agent, and their copy in the run folder with which it can be restarted."""
+
+    def __init__(self, meet: MeetOrder) -> None:
+        self.run = RunFolder(Path(meet.folder))
+        self.meet = meet
+        self.go: GoOrder | None = None
+        self._version = 0  # of the addresses in the copy
+
+    def save(self, go: GoOrder, version: int) -> None:
+        self.go, self._version = go, version
+        save_orders(self.run, self.meet, go)
+
+    def follow(self, places: AgentAddresses) -> None:
+        """Save the other agents' new addresses."""
+        if self.go is not None and self._version != places.version:
+            self.save(self.go.at(places.of_others(self.meet.member)), places.version)
+
+    def remove(self) -> None:
+        self.run.orders(self.meet.node).unlink(missing_ok=True)
+
+
+class RunEnd:
+    """Why and how far this run is ending: a failure, a request to stop, and the members whose ranks have ended."""
+
+    def __init__(self) -> None:
+        self.done: set[int] = set()
+        self.signals = 0
+        self.has_killed = False  # the ranks that did not stop in time
+        self._failed_at: float | None = None
+        self._stop_asked_at: float | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failed_at is not None
+
+    @property
+    def is_asked(self) -> bool:
+        return self._stop_asked_at is not None
+
+    def fail(self) -> None:
+        self._failed_at = boot_clock() if self._failed_at is None else self._failed_at
+
+    def ask(self) -> None:
+        self._stop_asked_at = boot_clock() if self._stop_asked_at is None else self._stop_asked_at
+
+    def has_failed_for(self, seconds: float) -> bool:
+        return self._failed_at is not None and boot_clock() - self._failed_at > seconds
+
+    def is_asked_for(self, seconds: float) -> bool:
+        return self._stop_asked_at is not None and boot_clock() - self._stop_asked_at > seconds
+
+
 class Agent:
     def __init__(self, meet: MeetOrder) -> None:
-        self._orders = meet
-        self._run = RunFolder(Path(meet.folder))
-        self._journal = EventLog(self._run.journal(meet.node), meet.member)
-        self._mesh = Mesh(self._on_message, self._on_lost, self._note)
+        self._orders = SavedOrders(meet)
+        run = self._orders.run
+        self._journal = AgentJournal(run, meet)
+        self._mesh = Mesh(self._on_message, self._on_lost, self._journal.note)
         self._keys = KvStoreClient(meet.member, self._mesh.send, meet.token)
-        self._ranks = RankProcesses(self._run, meet.node, self._now, self._note)
+        self._ranks = RankProcesses(run, meet.node, self._journal.now, self._journal.note)
         self._environment = RankEnvironment(
-            self._run, meet.node, self._ranks, self._keys, self._mesh.places, self._write
+            run, meet.node, self._ranks, self._keys, self._mesh.places, self._journal.write
         )
         self._membership: AgentMembership | None = None  # None: the run is not elastic
         # The ranks of a script, which may begin a session: the run is elastic from then on.
         self._script_ranks = LocalRanks((), 0)
         self._early_messages: list[tuple[int, Message]] = []  # about membership, of agents that began a moment before
         self._invites: InviteServer | None = None
-        self._met_at = boot_clock()
-        self._failed_at: float | None = None
-        self._go: GoOrder | None = None
-        self._saved_version = 0  # of the addresses in the saved orders
-        self._signals = 0
-        self._stop_asked_at: float | None = None
-        self._grace_s: float | None = None
-        self._has_reported_started = self._has_reported_done = False
-        self._done: set[int] = set()  # members whose ranks have ended
+        self._end = RunEnd()
+        self._has_reported_started = False
         self._tasks = BackgroundTasks()
 
     async def work(self, lines: asyncio.StreamReader) -> int:
@@ -122,32 +205,32 @@ class Agent:
             self._handle_signals()
             await self._get_ready()
             await begin
-            with awake(f"training {self._run.path.name}"):
+            with awake(f"training {self._orders.run.path.name}"):
                 await self._wait_for_end()
             # So that the launcher does not wait for a node that neither it nor this agent can see.
             for member in self._membership.shutdown.absent() if self._membership is not None else ():
                 how = "it is gone, or has fallen silent"
-                self._write(NodeLost(member, self._mesh.places.name(member), how))
+                self._journal.write(NodeLost(member, self._mesh.places.name(member), how))
         except ShoalError as error:
-            self._write(AgentRefused(error))
+            self._journal.write(AgentRefused(error))
             return error.exit_code
         except LauncherGone:
-            self._note("the launcher left before the run began")
+            self._journal.note("the launcher left before the run began")
             return Interrupted.exit_code
         except Exception as error:
             traceback.print_exc()
             bug = RunFailed(
-                f"the agent on {self._orders.node} failed: {type(error).__name__}: {error}",
+                f"the agent on {self._orders.meet.node} failed: {type(error).__name__}: {error}",
                 why="that is a bug in shoal, or the machine is in trouble",
-                fix=f"its log has the traceback: agents/{self._orders.node}.log in the run folder",
+                fix=f"its log has the traceback: agents/{self._orders.meet.node}.log in the run folder",
             )
-            self._write(AgentRefused(bug))
+            self._journal.write(AgentRefused(bug))
             return RunFailed.exit_code
         finally:
             begin.close()
             self._ranks.kill()
             for ended in self._ranks.reap():
-                self._report_exit(ended)
+                self._journal.write_exit(ended)
             self._ranks.close()
             self._environment.close()
             await self._mesh.close()
@@ -155,61 +238,52 @@ class Agent:
                 self._invites.close()
             # A node that was switched off or reaches no other node may rejoin later: it keeps its orders.
             if self._membership is not None and not self._membership.shutdown.may_return:
-                self._run.orders(self._orders.node).unlink(missing_ok=True)
-            self._write(AgentDone(self._has_finished()))
+                self._orders.remove()
+            self._journal.write(AgentDone(self._membership is not None and self._membership.shutdown.finished))
         return 0
 
     # The beginning.
 
     async def _get_ready(self) -> None:
-        facts, listener = await get_ready(self._orders, self._run, self._mesh)
+        facts, listener = await get_ready(self._orders.meet, self._orders.run, self._mesh)
         if listener is not None:
             # At once: importing torch takes it seconds, and meanwhile the agents meet.
             self._environment.serve_script_store(listener)
-        if self._orders.expected is not None:
+        if self._orders.meet.expected is not None:
             # For the same reason.
-            self._ranks.prepare(self._orders.expected)
-        self._orders = replace(self._orders, port=facts.port)
-        self._write(facts)
+            self._ranks.prepare(self._orders.meet.expected)
+        self._orders.meet = replace(self._orders.meet, port=facts.port)
+        self._journal.write(facts)
         if note := torch_caches().note:
-            self._note(note)
+            self._journal.note(note)
 
     async def _begin(self, go: GoOrder) -> None:
-        if self._orders.member >= len(go.roster):
+        if self._orders.meet.member >= len(go.roster):
             await self._begin_joining(go)
             return
-        self._roster = dict(enumerate(go.roster))
-        self._grace_s = go.grace_s
-        self._go = go
+        self._orders.go = go
         if go.members is not None and not go.is_script:
-            self._save_orders(go)
+            self._orders.save(go, self._mesh.places.version)
             self._membership = self._make_membership(go, go.members)
-        await self._mesh.meet(self._roster)
-        if self._stop_asked_at is not None:
+        await self._mesh.meet(go.launch_places())
+        if self._end.is_asked:
             raise _asked_too_early()
-        self._met_at = boot_clock()
+        self._journal.restart_clock()
         self._start_ranks(go)
         if self._membership is None:
             self._mesh.watch()
         else:
-            self._mesh.keep_connected(
-                self._roster, self._membership.connected, self._membership.shutdown.silent_after_s
-            )
-            self._membership.start_first_generation()
+            self._membership.start_first_generation(go)
             await self._open_elastic(self._membership)
 
     async def _begin_joining(self, go: GoOrder) -> None:
         if go.members is None:
             raise RunFailed("this run ends when a machine is lost", why="members.on_loss is `end`")
-        self._roster = dict(enumerate(go.roster))
-        self._save_orders(go)
+        self._orders.save(go, self._mesh.places.version)
         self._membership = self._make_membership(go, go.members)
         self._membership.mark_begun()
         self._start_ranks(go)
-        self._mesh.keep_connected(
-            go.places(), self._membership.connected, self._membership.shutdown.silent_after_s, dial_all=True
-        )
-        self._membership.join()
+        self._membership.join(go)
         await self._open_elastic(self._membership)
 
     async def _begin_session(self, max_ranks: int | None) -> None:
@@ -218,19 +292,18 @@ class Agent:
         All agents begin at the same time, as in a training of shoal's own: an agent that waited until its own ranks
         have imported torch would count as silent.
         """
-        go = self._go
-        if self._membership is not None or go is None or go.members is None or self._failed_at is not None:
+        go = self._orders.go
+        if self._membership is not None or go is None or go.members is None or self._end.has_failed:
             return
         members = go.members
         if max_ranks is not None:
             settings = replace(members.settings, max_ranks=min(max_ranks, members.settings.max_ranks))
             members = replace(members, settings=settings)
         membership = self._membership = self._make_membership(go, members, self._script_ranks.ranks)
-        self._save_orders(replace(go, members=members))
-        self._write(SessionBegan())
+        self._orders.save(replace(go, members=members), self._mesh.places.version)
+        self._journal.write(SessionBegan())
         await self._mesh.broadcast({"type": "session", "max_ranks": max_ranks})
-        self._mesh.keep_connected(self._roster, membership.connected, membership.shutdown.silent_after_s)
-        membership.start_first_generation()
+        membership.start_first_generation(go)
         for member, message in self._early_messages:
             membership.received(member, message)
         self._early_messages.clear()
@@ -249,29 +322,26 @@ class Agent:
 
     def _awaits_session(self) -> bool:
         """Whether the ranks of a script start and are about to begin a session: a loss does not end the run."""
-        members = self._go.members if self._go else None
-        is_ending = self._failed_at is not None or self._stop_asked_at is not None
+        members = self._orders.go.members if self._orders.go else None
+        is_ending = self._end.has_failed or self._end.is_asked
         return members is not None and members.from_start and self._membership is None and not is_ending
 
     async def _open_elastic(self, membership: AgentMembership) -> None:
         """Watch for a suspend of this machine, and accept requests to invite nodes, where the disk has sockets."""
         self._tasks.spawn(watch_for_sleep(membership.suspend, membership.wake))
-        self._invites = InviteServer(self._run.invite_socket(self._orders.node), membership, self._mesh.places)
+        node = self._orders.meet.node
+        self._invites = InviteServer(self._orders.run.invite_socket(node), membership, self._mesh.places)
         try:
             await self._invites.open()
         except OSError as error:
-            self._note(f"no new machine can be invited on {self._orders.node}: {error.strerror}")
+            self._journal.note(f"no new machine can be invited on {node}: {error.strerror}")
 
     def _make_membership(
         self, go: GoOrder, members: MembershipOrder, ranks: Sequence[LocalRank] | None = None
     ) -> AgentMembership:
-        votes = VoteFile(self._run.votes(self._orders.node))
-        me = self._orders.member
-        return AgentMembership(me, go, members, votes, self._mesh, self._keys, self._environment, ranks)
-
-    def _save_orders(self, go: GoOrder) -> None:
-        self._go, self._saved_version = go, self._mesh.places.version
-        save_orders(self._run, self._orders, go)
+        meet = self._orders.meet
+        votes = VoteFile(self._orders.run.votes(meet.node))
+        return AgentMembership(meet.member, go, members, votes, self._mesh, self._keys, self._environment, ranks)
 
     def _start_ranks(self, go: GoOrder) -> None:
         if self._membership is not None:
@@ -281,13 +351,13 @@ class Agent:
             for rank in self._script_ranks.ranks:
                 self._environment.start_elastic(rank, self._on_script_rank)
         else:
-            has_own_folder = not any(map(self._environment.shares_folder_with, range(self._orders.member)))
+            has_own_folder = not any(map(self._environment.shares_folder_with, range(self._orders.meet.member)))
             for start in go.starts:
                 self._environment.start(start, has_own_folder)
         self._unjoined = UnjoinedRanks(
             go.starts,
             self._report_joined,
-            lambda: self._write(ScriptStoreUsed()),
+            lambda: self._journal.write(ScriptStoreUsed()),
         )
         self._report_started()
 
@@ -296,13 +366,14 @@ class Agent:
         processes = self._ranks.alive()
         if not self._has_reported_started and all(processes.values()):
             self._has_reported_started = True
-            self._write(RanksStarted(processes))
+            self._journal.write(RanksStarted(processes))
 
     def _report_joined(self, met: list[int], missing: list[int], after_s: float) -> None:
         # A session writes its configuration when it is made; its ranks meet when the loop begins, through the agents.
-        is_measured = any(MEASURE in start.argv for start in (self._go.starts if self._go else ()))
-        if met or is_measured or not self._run.config.is_file():
-            self._write(RanksJoined(met, missing, after_s))
+        go = self._orders.go
+        is_measured = any(MEASURE in start.argv for start in (go.starts if go else ()))
+        if met or is_measured or not self._orders.run.config.is_file():
+            self._journal.write(RanksJoined(met, missing, after_s))
 
     # The main loop.
 
@@ -312,26 +383,24 @@ class Agent:
         while not self._is_over():
             if boot_clock() - checked_at > FOLDER_CHECK_S:
                 checked_at = boot_clock()
-                if self._journal.is_removed():
-                    raise self._run.removed()
+                self._journal.check(self._orders.run)
             for ended in self._ranks.reap():
                 await self._on_exit(ended)
-            if self._failed_at is not None and boot_clock() - self._failed_at > FAILURE_GRACE_S:
+            if self._end.has_failed_for(FAILURE_GRACE_S):
                 self._ranks.kill()
             self._kill_late_ranks()
             if self._membership is None:
-                self._unjoined.look(self._ranks.alive(), boot_clock() - self._met_at)
+                self._unjoined.look(self._ranks.alive(), self._journal.since_met())
                 for rank in self._script_ranks.due_restarts(boot_clock()):
                     self._environment.start_elastic(rank, self._on_script_rank)
             self._environment.check_script_store()
             self._report_started()
-            if self._membership is not None and self._go and self._saved_version != self._mesh.places.version:
+            if self._membership is not None:
                 # Nodes return at other addresses, and the last one to leave must find one of them again.
                 with contextlib.suppress(OSError):
-                    self._save_orders(self._go.at(self._mesh.places.of_others(self._orders.member)))
-            if self._membership is not None:
+                    self._orders.follow(self._mesh.places)
                 self._membership.tick()
-                if self._membership.shutdown.has_failed and self._failed_at is None:
+                if self._membership.shutdown.has_failed and not self._end.has_failed:
                     # An agent that gives up because it reaches no other must not end the run of those it may yet reach.
                     await self._fail(report=not self._membership.shutdown.may_return)
             await self._report_when_done()
@@ -340,30 +409,31 @@ class Agent:
 
     def _kill_late_ranks(self) -> None:
         """Kill ranks of a script that ignore the signal or hang while they handle it."""
-        if self._stop_asked_at is None or self._grace_s is None or boot_clock() - self._stop_asked_at <= self._grace_s:
+        grace_s = self._orders.go.grace_s if self._orders.go else None
+        if grace_s is None or self._end.has_killed or not self._end.is_asked_for(grace_s):
             return
         if late := self._ranks.alive():
             names = ", ".join(sorted(name.replace("-", " ") for name in late))
-            self._note(f"{names} did not stop within {format_duration(self._grace_s)}: ended now")
+            self._journal.note(f"{names} did not stop within {format_duration(grace_s)}: ended now")
             self._ranks.kill()
-        self._grace_s = None
+        self._end.has_killed = True
 
     def _is_over(self) -> bool:
-        return len(self._done) == len(self._roster) if self._membership is None else self._membership.is_over()
+        if self._membership is not None:
+            return self._membership.is_over()
+        return self._orders.go is not None and len(self._end.done) == len(self._orders.go.roster)
 
     async def _report_when_done(self) -> None:
         ranks = self._script_ranks if self._membership is None else self._membership.ranks
-        if not self._ranks.alive() and ranks.have_ended() and not self._has_reported_done:
-            self._has_reported_done = True
+        me = self._orders.meet.member
+        if not self._ranks.alive() and ranks.have_ended() and me not in self._end.done:
             self._ranks.close()
-            self._done.add(self._orders.member)
-            await self._mesh.broadcast({"type": "done", "finished": self._has_finished()})
-
-    def _has_finished(self) -> bool:
-        return self._membership is not None and self._membership.shutdown.finished
+            self._end.done.add(me)
+            finished = self._membership is not None and self._membership.shutdown.finished
+            await self._mesh.broadcast({"type": "done", "finished": finished})
 
     async def _on_exit(self, ended: RankExit) -> None:
-        self._report_exit(ended)
+        self._journal.write_exit(ended)
         if self._membership is not None and self._membership.on_rank_exit(ended):
             return
         if self._script_ranks.ranks:
@@ -373,12 +443,9 @@ class Agent:
             if may_restart and schedule_restart(rank, self._script_ranks, self._environment):
                 return
         # When a script is asked to stop, one rank ends by the signal while another still saves.
-        is_stopping = self._stop_asked_at is not None and not ended.start.store
+        is_stopping = self._end.is_asked and not ended.start.store
         if ended.code not in (0, Interrupted.exit_code) and not is_stopping:
             await self._fail()
-
-    def _report_exit(self, ended: RankExit) -> None:
-        self._write(RankEnded(ended.start.name, ended.code, ended.by_agent, ended.out_of_memory))
 
     # Requests to stop.
 
@@ -397,16 +464,16 @@ class Agent:
 
     def _on_interrupt(self) -> None:
         """Stop; the second signal ends everything at once, whatever peers requested before the first."""
-        self._signals += 1
-        self._tasks.spawn(self._stop_everywhere(at_once=self._signals > 1))
+        self._end.signals += 1
+        self._tasks.spawn(self._stop_everywhere(at_once=self._end.signals > 1))
 
     def _on_terminate(self) -> None:
         """Leave the run: a machine that is switched off sends SIGTERM to all its processes, and the others train on."""
-        if self._membership is None or self._signals or not self._membership.leave():
+        if self._membership is None or self._end.signals or not self._membership.leave():
             self._on_interrupt()
 
     async def _stop_everywhere(self, at_once: bool) -> None:
-        self._write(StopAsked(at_once))
+        self._journal.write(StopAsked(at_once))
         await self._stop(at_once)
         await self._mesh.broadcast({"type": "stopping", "at_once": at_once})
 
@@ -415,9 +482,9 @@ class Agent:
             self._membership.begin_shutdown()
         if at_once:
             self._ranks.kill()
-        elif self._stop_asked_at is None:
+        elif not self._end.is_asked:
             self._ranks.ask_to_stop()
-        self._stop_asked_at = boot_clock() if self._stop_asked_at is None else self._stop_asked_at
+        self._end.ask()
         await self._mesh.give_up(_asked_too_early())
 
     # From the other agents.
@@ -437,47 +504,36 @@ class Agent:
             case {"type": "stopping", "at_once": at_once}:
                 await self._stop(bool(at_once))
             case {"type": "done"}:
-                self._done.add(member)
+                self._end.done.add(member)
                 if self._membership is not None:
                     self._membership.shutdown.record_done(member, bool(message.get("finished")), boot_clock())
-                self._write(PeerEnded(self._mesh.places.name(member), failed=self._failed_at is not None))
+                self._journal.write(PeerEnded(self._mesh.places.name(member), failed=self._end.has_failed))
             case {"type": "ask" | "answer"}:
                 self._keys.on_message(member, message)
 
     def _on_lost(self, member: int, how: str) -> None:
         self._keys.lose(member, how)
         if self._membership is not None and self._membership.closed(member):
-            self._write(PeerClosed(self._mesh.places.name(member), how))
+            self._journal.write(PeerClosed(self._mesh.places.name(member), how))
             return
-        if member in self._done:
+        if member in self._end.done:
             return
-        self._done.add(member)
+        self._end.done.add(member)
         if self._awaits_session():
-            self._write(PeerClosed(self._mesh.places.name(member), how))
+            self._journal.write(PeerClosed(self._mesh.places.name(member), how))
             return
-        self._write(NodeLost(member, self._mesh.places.name(member), how))
+        self._journal.write(NodeLost(member, self._mesh.places.name(member), how))
         self._record_failure()
 
     def _record_failure(self) -> None:
         if self._membership is not None:
             self._membership.begin_shutdown(failed=True)
-        if self._failed_at is None:
-            self._failed_at = boot_clock()
+        self._end.fail()
 
     async def _fail(self, report: bool = True) -> None:
         self._record_failure()
         if report:
             await self._mesh.broadcast({"type": "failed"})
-
-    def _write(self, event: AgentEvent) -> None:
-        self._journal.write(event.kind, launch=self._orders.launch, **event.to_fields())
-
-    def _note(self, text: str) -> None:
-        self._write(AgentNote(text))
-
-    def _now(self) -> float:
-        """Return the launcher's clock at the launch plus this machine's seconds since: comparable between machines."""
-        return self._orders.launched_at + boot_clock() - self._met_at
 
 
 def _asked_too_early() -> Interrupted:
@@ -529,27 +585,6 @@ def refuse_leftovers(run: Path, node: str, is_new: bool) -> None:
             why="its supervisor was killed, and its agent goes on",
             fix=f"end it first: shoal stop {shlex.quote(str(run))}",
         )
-
-
-def save_orders(run: RunFolder, meet: MeetOrder, go: GoOrder) -> None:
-    """Write the orders with which this agent can be restarted: atomically, and readable only by their owner, because
-    they contain the run's token."""
-    path = run.orders(meet.node)
-    write_durably(path, to_line(meet) + to_line(go), path.with_name(f".{path.name}.new"), 0o600)
-
-
-def read_orders(run: RunFolder, node: str) -> tuple[MeetOrder, GoOrder]:
-    """Read the saved orders for the agent's next life."""
-    try:
-        first, second = run.orders(node).read_bytes().splitlines()
-        meet, go = read_meet(first), read_go(second)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunFailed(
-            f"{node} cannot take part in {run.path} again: {run.orders(node)} cannot be read",
-            why=getattr(error, "strerror", None) or "its agent has ended as it should, or the file is damaged",
-            fix="if the run goes on elsewhere, let this machine join as a new one: shoal host RUN, there",
-        ) from None
-    return replace(meet, life=meet.life + 1), go
 
 
 async def _main(argv: list[str]) -> int:

@@ -98,8 +98,9 @@ class AgentMembership:
 
     # The beginning.
 
-    def start_first_generation(self) -> None:
+    def start_first_generation(self, go: GoOrder) -> None:
         """Begin training: all agents of the launch have met."""
+        self._mesh.keep_connected(go.launch_places(), self.connected, self.shutdown.silent_after_s)
         self._has_begun = True
         for rank in self.ranks.ranks:
             rank.has_state = True
@@ -108,8 +109,9 @@ class AgentMembership:
         self._perform_all(self._machine.start_first_generation(generation, ranks, boot_clock()))
         self._deliver_early_messages()
 
-    def join(self) -> None:
+    def join(self, go: GoOrder) -> None:
         """Ask to join a run that trains already: as a new node, or as a restarted one with only its votes."""
+        self._mesh.keep_connected(go.places(), self.connected, self.shutdown.silent_after_s, dial_all=True)
         self._abandon = self._environment.pending_abandon()
         self._deliver_early_messages()
 

@@ -19,8 +19,8 @@ from shoal.config.defaults import RESTARTS
 from shoal.config.schema import MembersConfig
 from shoal.control.channel import SAME_VERSIONS
 from shoal.control.membership.settings import MembershipSettings
-from shoal.errors import ControlError
-from shoal.run_folder import RANK_LIMIT, is_plain_name
+from shoal.errors import ControlError, RunFailed
+from shoal.run_folder import RANK_LIMIT, RunFolder, is_plain_name, write_durably
 
 # Requests that may follow later, each a line of its own: stop after the step, or end at once.
 STOP = "stop"
@@ -122,8 +122,11 @@ class GoOrder:
     def is_script(self) -> bool:
         return any(start.is_script_rank for start in self.starts)
 
+    def launch_places(self) -> dict[int, RosterEntry]:
+        return dict(enumerate(self.roster))
+
     def places(self) -> dict[int, RosterEntry]:
-        return {**dict(enumerate(self.roster)), **self.guests}
+        return {**self.launch_places(), **self.guests}
 
     def at(self, places: Mapping[int, RosterEntry]) -> GoOrder:
         """Return the order with the agents' present addresses."""
@@ -186,6 +189,27 @@ def read_places(document: Mapping[str, Any]) -> dict[int, RosterEntry]:
 
 def read_membership(document: dict[str, Any] | None) -> MembershipOrder | None:
     return TypeAdapter(MembershipOrder).validate_json(json.dumps(document), strict=True) if document else None
+
+
+def save_orders(run: RunFolder, meet: MeetOrder, go: GoOrder) -> None:
+    """Write the orders with which an agent can be restarted: atomically, and readable only by their owner, because
+    they contain the run's token."""
+    path = run.orders(meet.node)
+    write_durably(path, to_line(meet) + to_line(go), path.with_name(f".{path.name}.new"), 0o600)
+
+
+def read_orders(run: RunFolder, node: str) -> tuple[MeetOrder, GoOrder]:
+    """Read the saved orders for the agent's next life."""
+    try:
+        first, second = run.orders(node).read_bytes().splitlines()
+        meet, go = read_meet(first), read_go(second)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunFailed(
+            f"{node} cannot take part in {run.path} again: {run.orders(node)} cannot be read",
+            why=getattr(error, "strerror", None) or "its agent has ended as it should, or the file is damaged",
+            fix="if the run goes on elsewhere, let this machine join as a new one: shoal host RUN, there",
+        ) from None
+    return replace(meet, life=meet.life + 1), go
 
 
 def _read(kind: type[Order], line: bytes) -> Order:

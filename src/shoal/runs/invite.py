@@ -14,13 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.agent.agent import read_orders
 from shoal.agent.invite_server import ID, WHO, InviteReply, ask_agent
 from shoal.cluster.join import Confirm, JoinedLink, JoinServer
 from shoal.config.load import load_settings
 from shoal.config.schema import Config
 from shoal.control.channel import seal
-from shoal.control.orders import GoOrder, MeetOrder
+from shoal.control.orders import GoOrder, MeetOrder, read_orders
 from shoal.control.processes import AGENT, find_processes
 from shoal.errors import ControlError, ShoalError, UsageError
 from shoal.events import EventTail

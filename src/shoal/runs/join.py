@@ -27,7 +27,6 @@ from typing import Annotated, BinaryIO, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from shoal.agent.agent import read_orders
 from shoal.agent.membership import RankNumbering
 from shoal.cluster.agent_link import PipeLink, agent_command
 from shoal.cluster.join import safe_name
@@ -51,6 +50,7 @@ from shoal.control.orders import (
     RosterEntry,
     read_member,
     read_membership,
+    read_orders,
     read_places,
     to_line,
 )

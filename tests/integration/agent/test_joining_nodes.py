@@ -19,14 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from shoal.agent.agent import read_orders, save_orders
 from shoal.agent.invite_server import ID, WHO, InviteReply, InviteServer, ask_agent
 from shoal.agent.mesh import AgentAddresses
 from shoal.cluster.transfer import FileSender
 from shoal.control.channel import make_token
 from shoal.control.membership.settings import MembershipSettings
 from shoal.control.membership.types import next_member
-from shoal.control.orders import STOP, GoOrder, MeetOrder, RosterEntry
+from shoal.control.orders import STOP, GoOrder, MeetOrder, RosterEntry, read_orders, save_orders
 from shoal.errors import RunFailed, UsageError
 from shoal.run_folder import RunFolder
 from tests.support.agents import Agent, agents

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.agent.agent import save_orders
-from shoal.control.orders import GoOrder, MeetOrder, RosterEntry
+from shoal.control.orders import GoOrder, MeetOrder, RosterEntry, save_orders
 from shoal.errors import UsageError
 from shoal.run_folder import RunFolder
 from shoal.runs.join import rejoin
