@@ -75,9 +75,17 @@ def _open_loader(loader: DataLoader[Any]) -> Source:
                 fix="use num_workers=0, or a dataset with __len__ and __getitem__",
             )
         return StreamSource(loader.dataset, loader.collate_fn)
-    if loader.sampler is not None and type(loader.sampler) not in (RandomSampler, SequentialSampler):
+    # A program's own batch sampler leaves the loader without a batch size, and so does the end of batching.
+    if loader.batch_size is None and loader.batch_sampler is None:
         raise UsageError(
-            f"the DataLoader has a sampler of its own, {type(loader.sampler).__qualname__}",
+            "the DataLoader has batch_size=None: each item of its dataset is a batch already",
+            why="shoal makes the batches itself, of samples that it divides over the ranks",
+            fix="give it a dataset of single samples",
+        )
+    own = loader.batch_sampler if loader.batch_size is None else loader.sampler
+    if type(own) not in (RandomSampler, SequentialSampler):
+        raise UsageError(
+            f"the DataLoader has a sampler of its own, {type(own).__qualname__}",
             why="shoal chooses the samples: each one exactly once in an epoch, also when ranks come and go",
             fix="leave sampler and batch_sampler out; shuffling is on by default",
         )

@@ -113,6 +113,7 @@ class Entry:
         return False
 
     def close(self) -> None:
+        self.step.guard.close()
         self.watch.close()
         self.replica.recorder.close()
 
@@ -141,7 +142,8 @@ class Entry:
 
     def _call_on_start(self) -> None:
         replica = self.replica
-        self.hooks.on_start()
+        with self.step.guard.session_at_work():
+            self.hooks.on_start()
         replica.settle_micro_batches()
         if replica.is_at_common_step:
             # What it changed belongs to the first round, and is not undone with it.

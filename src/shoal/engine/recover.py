@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shoal.control.rank_messages import EnterGeneration
 from shoal.engine import recorder
+from shoal.engine.agreement import check_same_training
 from shoal.engine.auto_sync import SyncChooser
 from shoal.engine.checkpoint import CheckpointFolder
 from shoal.engine.replica import Replica
@@ -182,6 +183,7 @@ class GenerationChanger:
                 why="the rank that had that state has lost it",
                 fix=f"resume from the last checkpoint: shoal train --resume {self.run.path}",
             )
+        check_same_training(world, replica.state, plan.source)
         info = self._describe_training(plan.step).broadcast(world, plan.source)
         pending = share_pending(replica, self.run.commits, self._state_step, world, plan)
         # The state of a joining node belongs to another training: no generation continues from it.

@@ -33,20 +33,20 @@ from torch.optim import Optimizer
 from shoal.config import defaults
 from shoal.config.load import merge
 from shoal.control.membership.types import Ballot
+from shoal.engine.agreement import check_same_data
 from shoal.engine.batches import BatchAhead, Source, move, open_source, read_ahead
 from shoal.engine.entry import Attached, ElasticEntry, Entry, Hooks, StaticEntry
 from shoal.engine.environment import SessionStart, open_session
 from shoal.engine.loop import Loop, StepOutcome, Task
+from shoal.engine.misuse import check_scale
 from shoal.engine.replica import Replica
 from shoal.engine.sampling import SHARDS, Shard
 from shoal.engine.step import flush_denormals
 from shoal.engine.training_state import Stateful, TrainingState, check_trainable
 from shoal.errors import UsageError
 from shoal.event_schema import LOG_FIELDS, STEP_FIELDS
-from shoal.sync.replicas import gather_integers
 from shoal.sync.step_stats import Mark, sum_over_world
 from shoal.sync.world import World, choose_device
-from shoal.units import rank_list
 
 Function = TypeVar("Function", bound=Callable[[], object])
 
@@ -287,7 +287,7 @@ class SessionData:
         source = self._sources[key][1]
         if self._checked.get(key) != world.generation:
             self._checked[key] = world.generation
-            _check_same_data(world, source)
+            check_same_data(world, source)
         return source
 
     def shard(self, source: Source, replica: Replica) -> Shard:
@@ -357,11 +357,12 @@ class Step(AbstractContextManager["Step"]):
             self._batch_at = timer.mark()
             yield batch
 
-    def backward(self, loss: Tensor, count: int | None = None) -> None:
+    def backward(self, loss: Tensor, count: int | None = None, *, mean_of: int | None = None) -> None:
         """Add the gradients of a micro-batch.
 
         `loss` is the sum over its samples; the session divides by the number of samples of all ranks. With `count` the
-        loss is a sum of that many terms instead, such as the tokens that are not padding.
+        loss is a sum of that many terms instead, such as the tokens that are not padding; with `mean_of` it is the mean
+        of that many.
         """
         self._require_open("backward")
         if loss.dim() or not loss.requires_grad:
@@ -372,6 +373,16 @@ class Step(AbstractContextManager["Step"]):
                 fix="pass the sum over the samples of the batch, for example loss_fn(...).sum()",
             )
         self._training.timer.add_since("forward", self._batch_at)
+        if mean_of is not None:
+            if count is not None or mean_of < 1:
+                raise UsageError(
+                    f"step.backward got mean_of={mean_of}" + ("" if count is None else f" and count={count}"),
+                    why="a loss is either a sum or a mean of its terms, at least of one",
+                    fix="step.backward(loss, mean_of=len(inputs)) for a mean, step.backward(loss) for a sum",
+                )
+            loss, count = loss * mean_of, mean_of
+        elif (samples := self._training.unchecked_samples) is not None:
+            check_scale(loss, samples, count, self._replica.recorder.warn if self._session.is_main else None)
         self._training.backward(loss, count)
         self._batch_at = self._training.timer.mark()
 
@@ -424,22 +435,3 @@ def _checked_values(method: str, values: Mapping[str, Any], taken: frozenset[str
                 fix="record a number: for example tensor.mean().item()",
             ) from None
     return numbers
-
-
-def _check_same_data(world: World, source: Source) -> None:
-    rows = gather_integers(world, [-1 if source.count is None else source.count, source.fingerprint()])
-    if len({tuple(row) for row in rows}) == 1:
-        return
-    counts = [count for count, _ in rows]
-    other = next(rank for rank, row in enumerate(rows) if row != rows[0])
-    seen = (
-        f"rank 0 has a dataset of {counts[0]:,} samples, {rank_list([world.ids[other]])} one of {counts[other]:,}"
-        if counts[other] != counts[0]
-        else f"the datasets of rank 0 and {rank_list([world.ids[other]])} have the same length and other samples"
-    )
-    raise UsageError(
-        seen,
-        why="each sample of an epoch is used once by one rank, so all ranks must have the same data in the same order",
-        fix="give every rank the whole dataset: shoal divides it; data made at random needs the same seed on every "
-        "rank: torch.manual_seed(…) before it is made",
-    )

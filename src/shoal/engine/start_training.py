@@ -17,6 +17,7 @@ import shoal
 from shoal.config.schema import EngineConfig
 from shoal.control.processes import is_of_own_run
 from shoal.cost.batch_plan import micro_batch, plan_global_batch
+from shoal.engine.agreement import check_same_training
 from shoal.engine.auto_sync import SyncChooser
 from shoal.engine.balance import describe_first_shares
 from shoal.engine.checkpoint import CheckpointFolder
@@ -90,6 +91,7 @@ def start_training(
     plan = plan_global_batch(config, launched)
     # First shares by a profile may need small micro-batches. Later ones may have the size of equal shares.
     most = max(plan.micro_batch, micro_batch(config.train, (1.0,) * launched))
+    check_same_training(world, replica.state, None if recovery is None else 0)
     _make_equal(replica)
     if recovery is not None and world.ids != tuple(range(launched)):
         replica.division.redivide(plan.global_batch, most, world.ids)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from shoal.engine.misuse import LoopGuard
 from shoal.engine.refusal import StepResult, explain_refusal
 from shoal.engine.replica import Replica, UnsettledStep
 from shoal.engine.update import StepNumbers, can_decide_on_gpu, clip_gradients, gradient_norm, update_if_finite
@@ -77,6 +78,7 @@ class TrainingStep:
         self._seeds = seeds
         # The advice in the error about a training that diverges.
         self._lower_rate_advice = lower_rate_advice or "train with a lower learning rate"
+        self.guard = LoopGuard(replica.state)
         self._work = StepWork()
         self._disk_s = 0.0  # This rank wrote checkpoints for so long since its last step.
         self._has_checked_gradients = False  # Every parameter had a gradient in the first step.
@@ -89,6 +91,7 @@ class TrainingStep:
         if replica.recorder.profiler is not None:
             replica.recorder.profiler.before_step(replica.progress.step + 1)
         self.timer.start()
+        self.guard.begin_step()
         self._work = StepWork()
         if self._seeds:
             # A function of rank and step instead of a running generator: resuming is exact without saving its state.
@@ -111,7 +114,7 @@ class TrainingStep:
         is_last = work.micro_batches == len(sizes)
         if is_last:
             self._start_totals()
-        with self.timer.phase("backward"):
+        with self.timer.phase("backward"), self.guard.session_at_work():
             scaled = loss * replica.sync.loss_scale(self._expected_terms())
             if replica.scaler is not None:
                 scaled, work.has_scaled = replica.scaler.scale(scaled), True
@@ -131,6 +134,7 @@ class TrainingStep:
         `after` is called with the update: both happen, or none. `make_fields` returns more fields of the step's event.
         """
         replica, step = self._replica, self._replica.progress.step + 1
+        self.guard.check_gradients_kept(step)
         self._check_complete(step)
         comm = self._finish_exchange()
         # The exchange of this step has succeeded: every rank had applied the step before it.
@@ -163,7 +167,14 @@ class TrainingStep:
         replica.drop_gradients()
         if scaler is not None and self._work.has_scaled:
             # With its own scale: that only forgets that gradients were unscaled, which it refuses to do twice.
-            scaler.update(scaler.get_scale())
+            with self.guard.session_at_work():
+                scaler.update(scaler.get_scale())
+
+    @property
+    def unchecked_samples(self) -> int | None:
+        """The samples of the next micro-batch in the first step of this process, whose loss is looked at; else None."""
+        sizes, done = self._replica.plan.sizes(self._replica.world.rank), self._work.micro_batches
+        return None if self._has_checked_gradients or done == len(sizes) else sizes[done]
 
     def settle(self) -> bool:
         """Wait for the statistics of all steps so far; return whether any rank wants to stop."""
@@ -216,7 +227,7 @@ class TrainingStep:
         own_samples = (first, first + replica.share)
         can_queue = can_queue and self._can_queue_update
         parameters, optimizers = replica.state.all_parameters, replica.state.optimizers
-        with self.timer.phase("optimizer"):
+        with self.timer.phase("optimizer"), self.guard.session_at_work():
             if replica.scaler is not None:
                 for optimizer in optimizers:
                     replica.scaler.unscale_(optimizer)
@@ -282,7 +293,7 @@ class TrainingStep:
         """Apply the step, unless a result was not finite."""
         replica, scaler = self._replica, self._replica.scaler
         with self.timer.phase("optimizer"):
-            with replica.fence.apply_step(replica.outer.common_step(step)):
+            with replica.fence.apply_step(replica.outer.common_step(step)), self.guard.session_at_work():
                 if replica.steps.nonfinite is None:
                     for optimizer in replica.state.optimizers:
                         optimizer.step() if scaler is None else scaler.step(optimizer)

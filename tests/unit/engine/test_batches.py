@@ -122,6 +122,8 @@ def test_move_keeps_the_structure() -> None:
         (lambda: (torch.ones(3), torch.ones(4)), "the tensors have 3, 4 rows"),
         (lambda: DataLoader(Numbers(), num_workers=2), "over an IterableDataset has workers"),
         (lambda: DataLoader(Squares(), sampler=WeightedRandomSampler([1.0] * COUNT, COUNT)), "a sampler of its own"),
+        (lambda: DataLoader(Squares(), batch_sampler=[[0, 1], [2]]), "a sampler of its own, list"),
+        (lambda: DataLoader(Squares(), batch_size=None), "each item of its dataset is a batch already"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(make: Callable[[], Any], message: str) -> None:
