@@ -207,9 +207,9 @@ def _loss(manifest: Manifest) -> str:
 
 def _replica_verdict(manifest: Manifest) -> str:
     if manifest.byte_equivalent is None:
-        return "not compared"
+        return "one, and no other to compare it with" if manifest.replicas == 1 else "not compared"
     if manifest.byte_equivalent:
-        return f"all {len(manifest.members) or manifest.world_size} identical to the bit"
+        return f"all {manifest.replicas} identical to the bit"
     return f"they DIFFER, by up to {_number(manifest.max_abs_diff, '.3g')}"
 
 

@@ -280,7 +280,12 @@ def print_verdict(verdict: VerifyResult, sharding: str) -> None:
 
 def _replicas_verdict(replicas: ReplicaReport, what: str) -> Iterator[str]:
     tensors = " by their digests" if replicas.tensors is None else f", {replicas.tensors} tensors each"
-    if replicas.byte_equivalent:
+    if replicas.ranks == 1:
+        yield (
+            f"[yellow]one replica[/]: there is no other one here to compare it with ({what}, SHA-256 "
+            f"{next(iter(replicas.digests.values()))[:12]})"
+        )
+    elif replicas.byte_equivalent:
         yield (
             f"[green]identical[/]: {pluralize(replicas.ranks, 'replica')}{tensors}, equal to the bit "
             f"({what}, SHA-256 {next(iter(replicas.digests.values()))[:12]})"

@@ -164,6 +164,11 @@ class Manifest(ManifestRecord):
     lesson_notes: str
 
     @property
+    def replicas(self) -> int:
+        """Return how many ranks had a replica at the end."""
+        return len(self.members) or self.world_size
+
+    @property
     def speed(self) -> float | None:
         """Return the speed of the measured steps, in `unit` per second."""
         speeds = self.tokens_per_sec if self.unit == "tokens" else self.samples_per_sec

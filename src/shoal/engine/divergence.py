@@ -162,6 +162,7 @@ class Comparison:
         saved_step = self._find_saved_step()
         # Other members rely on the state that the generation began with: going back behind it takes a new launch.
         if is_end or saved_step == _NO_CHECKPOINT or saved_step < replica.fence.min_step:
+            self._record(difference, step)
             raise self._explain_end(difference, saved_step)
         history = replica.history
         replica.fence.mark_overwritten()
@@ -198,8 +199,10 @@ class Comparison:
         if saved_step == _NO_CHECKPOINT:
             return RunFailed(
                 seen,
-                why="no majority shows which of them is right, and there is no checkpoint yet to go back to",
-                fix="test their memory (memtester 1G 1), then start a new run: shoal train … --out NEW_FOLDER",
+                why="no majority shows which of them is right, and there is no checkpoint yet to go back to. Either "
+                "the program changes the model on one rank, or a bit changed in memory",
+                fix="look for code that changes the model outside of step.update; if there is none, test the memory of "
+                "these machines (memtester 1G 1)",
             )
         return RunFailed(
             f"{seen}: what was done since step {saved_step} is not saved",
@@ -210,15 +213,20 @@ class Comparison:
     def _report(
         self, difference: Difference, step: int, action: str, healed_from: int | None = None, back_to: int | None = None
     ) -> None:
-        recorder, ranks = self._replica.recorder, self._odd_ids(difference)
-        fields = {"tensor": difference.tensor, "healed_from": healed_from, "back_to": back_to}
-        recorder.event("divergence", step=step, ranks=ranks, **fields)
+        recorder = self._replica.recorder
+        self._record(difference, step, healed_from, back_to)
         if self._replica.world.is_main:
             fix = "if it happens again, test the memory of their machines: memtester 1G 1"
             recorder.warn(
                 RunFailed(f"{self._describe(difference, step)}: {action}", why="a bit changed in memory", fix=fix),
                 step=step,
             )
+
+    def _record(
+        self, difference: Difference, step: int, healed_from: int | None = None, back_to: int | None = None
+    ) -> None:
+        fields = {"tensor": difference.tensor, "healed_from": healed_from, "back_to": back_to}
+        self._replica.recorder.event("divergence", step=step, ranks=self._odd_ids(difference), **fields)
 
     def _report_rounding(self, difference: Difference) -> None:
         """Record that ranks on GPUs took the state of a rank on a processor, and explain it the first time."""

@@ -19,7 +19,7 @@ from shoal.engine.loop import Loop, Task
 from shoal.engine.machine_trial import CorePins, MachineTrial, choose_cores, thread_ids
 from shoal.engine.observers import SpeedObserver, StepObserver
 from shoal.engine.recorder import Recorder, last_event, last_step
-from shoal.engine.recover import GenerationChanger
+from shoal.engine.recover import LOSS_KNOWN_S, GenerationChanger
 from shoal.engine.replica import InitialState, Replica
 from shoal.engine.start_training import (
     announce,
@@ -33,6 +33,7 @@ from shoal.engine.step import TrainingStep
 from shoal.engine.training_state import TrainingState
 from shoal.errors import PeerLost, RunFailed, ShoalError
 from shoal.host.network import link_mbps
+from shoal.sync.communication import is_timeout, lost_peer
 from shoal.sync.fence import Fence, GenerationEnded
 from shoal.sync.kv_store_client import AgentStore
 from shoal.sync.membership_client import AgentConnection, MembershipClient
@@ -111,6 +112,10 @@ class Entry:
     def is_recoverable(self, error: BaseException) -> bool:
         """Return whether the next generation can continue after this error."""
         return False
+
+    def as_loss(self, error: BaseException) -> BaseException:
+        """Return the loss of a peer that an error means which the program's own exchange has raised; else the error."""
+        return error
 
     def close(self) -> None:
         self.step.guard.close()
@@ -227,6 +232,17 @@ class ElasticEntry(Entry):
     def leave(self) -> None:
         self.membership.member.send_finished()
         drop_groups()
+
+    def as_loss(self, error: BaseException) -> BaseException:
+        """Take the error of a collective of the program itself for the loss that it means.
+
+        A closed connection is one. After a timeout the agents' word decides: a rank of the program may have left the
+        collective out.
+        """
+        loss = lost_peer(error)
+        if loss is None:
+            return error
+        return loss if not is_timeout(loss) or self.membership.member.await_end(LOSS_KNOWN_S) else error
 
     def is_recoverable(self, error: BaseException) -> bool:
         """Return whether the next generation can continue after this error: a peer was lost, or the generation is over.

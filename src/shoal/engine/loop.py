@@ -77,6 +77,7 @@ class StepOutcome:
     def __init__(self) -> None:
         self.done: DoneStep | None = None
         self.error: Exception | None = None  # A lost peer: the step is repeated in the next generation.
+        self.is_repeated = False  # The step comes again in the same generation.
 
 
 class Loop:
@@ -131,6 +132,8 @@ class Loop:
             yield outcome
             if outcome.error is not None:
                 raise outcome.error
+            if outcome.is_repeated:
+                continue
             if outcome.done is None:
                 raise UsageError(
                     f"step {replica.progress.step + 1} was not done",

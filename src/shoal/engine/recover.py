@@ -50,7 +50,7 @@ from shoal.sync.world import RankIdentity, World, form_world, set_collective_tim
 _MAX_FAILED_RECOVERIES = 5
 # How long the agents may take to learn of the loss that broke the first group of a launch. Longer: ranks that cannot
 # connect report it later.
-_LOSS_KNOWN_S = 4.0
+LOSS_KNOWN_S = 4.0
 
 
 @dataclass
@@ -100,7 +100,7 @@ class GenerationChanger:
         loss that the agents know of.
         """
         self._leave_generation(error)
-        if not self.member.await_end(_LOSS_KNOWN_S):
+        if not self.member.await_end(LOSS_KNOWN_S):
             raise error
 
     def _leave_generation(self, error: Exception) -> None:

@@ -275,6 +275,12 @@ class Replica:
         if saved is not None and self.division.balance.is_on:
             self.change_plan(self.division.as_saved(saved, self.world))
 
+    def compute_shares_at_once(self) -> None:
+        """Compute every share in one micro-batch, from now on: also ranks that join learn of the size."""
+        plan = BatchPlan(self.global_batch, self.plan.shares)
+        self.division.set(plan, plan.micro_batch)
+        self.change_plan(plan)
+
     def settle_micro_batches(self) -> None:
         """Choose the size of micro-batches; see `BatchDivision.with_best_micro_batches`."""
         plan = self.division.with_best_micro_batches(self.world)

@@ -41,10 +41,11 @@ from shoal.engine.loop import Loop, StepOutcome, Task
 from shoal.engine.misuse import check_scale
 from shoal.engine.replica import Replica
 from shoal.engine.sampling import SHARDS, Shard
-from shoal.engine.step import flush_denormals
+from shoal.engine.step import UnequalMicroBatches, flush_denormals
 from shoal.engine.training_state import Stateful, TrainingState, check_trainable
 from shoal.errors import UsageError
 from shoal.event_schema import LOG_FIELDS, STEP_FIELDS
+from shoal.sync.gather import GatheredRows
 from shoal.sync.step_stats import Mark, sum_over_world
 from shoal.sync.world import World, choose_device
 
@@ -263,6 +264,10 @@ class Session:
     def is_recoverable(self, error: BaseException) -> bool:
         return self._entry is not None and self._entry.is_recoverable(error)
 
+    def as_loss(self, error: BaseException) -> BaseException:
+        """Return the loss of a peer that this error of the program's own exchange means, or the error."""
+        return error if self._entry is None else self._entry.as_loss(error)
+
     def note_fault(self, error: BaseException) -> None:
         self._has_failed = True
         if self._records_faults and isinstance(error, Exception):
@@ -326,6 +331,12 @@ class Step(AbstractContextManager["Step"]):
         self._is_open = False
         if error is None:
             return False
+        if isinstance(error, UnequalMicroBatches):
+            self._training.drop()
+            self._training.divide_for_gather()
+            self._outcome.is_repeated = True
+            return True
+        error = self._session.as_loss(error)
         if self._session.is_recoverable(error) and isinstance(error, Exception):
             if self._replica.progress.step < self.number:
                 self._training.drop()
@@ -385,6 +396,12 @@ class Step(AbstractContextManager["Step"]):
             check_scale(loss, samples, count, self._replica.recorder.warn if self._session.is_main else None)
         self._training.backward(loss, count)
         self._batch_at = self._training.timer.mark()
+
+    def gather(self, tensor: Tensor) -> GatheredRows:
+        """Return the rows of all ranks' micro-batches, and which of them are this rank's, for a loss that compares
+        samples with each other. All ranks call it equally often; gradients flow back to the rank of each row."""
+        self._require_open("gather")
+        return self._training.gather(tensor)
 
     def update(self, clip: float | None = None, after: Callable[[], object] | None = None, **fields: float) -> None:
         """Exchange the gradients, clip them to this norm, and let the optimizers take their step.

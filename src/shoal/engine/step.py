@@ -23,13 +23,19 @@ from shoal.engine.replica import Replica, UnsettledStep
 from shoal.engine.update import StepNumbers, can_decide_on_gpu, clip_gradients, gradient_norm, update_if_finite
 from shoal.errors import UsageError
 from shoal.host.node_stats import NodeStats, NodeWatch
+from shoal.sync.gather import GatheredRows, gather_rows
 from shoal.sync.gradients import check_gradients
 from shoal.sync.outer import NonFiniteExchange
 from shoal.sync.replicas import gather_integers
 from shoal.sync.step_stats import CommTimes, OwnTimes, StepStats, StepTimer
+from shoal.units import join_words
 
 # Between the seeds of neighbouring ranks: more than a training has steps.
 _SEED_STRIDE = 1_000_003
+
+
+class UnequalMicroBatches(Exception):
+    """A step needs as many micro-batches on every rank: it is repeated with another division. All ranks raise it."""
 
 
 class StopRequest:
@@ -123,6 +129,23 @@ class TrainingStep:
             work.loss_sum = loss.detach().double() + work.loss_sum
         work.backward_ended = time.perf_counter()
 
+    def gather(self, tensor: Tensor) -> GatheredRows:
+        """Return the rows of the same micro-batch of all ranks."""
+        plan, world, number = self._replica.plan, self._replica.world, self._work.micro_batches
+        if len(set(plan.counts)) > 1:
+            raise UnequalMicroBatches(
+                f"the ranks have {join_words([str(count) for count in plan.counts])} micro-batches"
+            )
+        samples = [plan.sizes(rank)[number] for rank in range(world.size)]
+        per_sample, rest = divmod(len(tensor), samples[world.rank])
+        if rest or not per_sample:
+            raise UsageError(
+                f"step.gather got {len(tensor)} rows of {samples[world.rank]} samples",
+                why="every sample of the micro-batch has the same number of rows",
+                fix="gather a tensor with a row for each sample, as the model's output has",
+            )
+        return gather_rows(world, tensor, [per_sample * count for count in samples])
+
     def update(
         self,
         clip: float | None = None,
@@ -175,6 +198,18 @@ class TrainingStep:
         """The samples of the next micro-batch in the first step of this process, whose loss is looked at; else None."""
         sizes, done = self._replica.plan.sizes(self._replica.world.rank), self._work.micro_batches
         return None if self._has_checked_gradients or done == len(sizes) else sizes[done]
+
+    def divide_for_gather(self) -> None:
+        """Let every rank compute its share at once: rows are gathered from one micro-batch of each."""
+        replica = self._replica
+        if replica.config.train.micro_batch is not None:
+            raise UsageError(
+                f"the ranks have different numbers of micro-batches: {join_words([str(n) for n in replica.plan.counts])}",
+                why="step.gather needs as many on every rank, and train.micro_batch keeps a share from being computed "
+                "at once",
+                fix='leave micro_batch out, or keep the shares equal: settings={"run.balance": "off"}',
+            )
+        replica.compute_shares_at_once()
 
     def settle(self) -> bool:
         """Wait for the statistics of all steps so far; return whether any rank wants to stop."""

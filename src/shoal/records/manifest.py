@@ -69,8 +69,8 @@ def compose_manifest(
         step_s_predicted=prediction.step_s if prediction else None,
         prediction=prediction,
         prediction_notes=explain_prediction(prediction, summary, chosen),
-        byte_equivalent=replicas.byte_equivalent if replicas and replicas.ranks else None,
-        max_abs_diff=replicas.max_abs_diff if replicas and replicas.ranks else None,
+        byte_equivalent=replicas.byte_equivalent if replicas and replicas.ranks > 1 else None,
+        max_abs_diff=replicas.max_abs_diff if replicas and replicas.ranks > 1 else None,
         choice_notes=explain_choice(config.sync, chosen, summary),
         lesson_notes=_lesson_notes(summary, scaling or []),
     )

@@ -165,6 +165,7 @@ def verify_run(run: RunFolder) -> VerifyResult:
     _check_event_files(folder)
     _check_journals(folder)
     _check_ending(folder)
+    _check_divergence(folder)
     _check_last_step(folder, ledger)
     _check_ledger_lines(folder)
     _check_recorded_steps(folder)
@@ -326,6 +327,19 @@ def _check_ending(folder: _Folder) -> None:
             folder.wrong(
                 folder.run.config, f"train.steps is {planned}, the ranks finished at step {', '.join(map(str, steps))}"
             )
+
+
+def _check_divergence(folder: _Folder) -> None:
+    """Report replicas that were found to differ and could not be made equal: the run ended with that."""
+    for rank in sorted(folder.logs):
+        for event in folder.since_start(rank, "divergence"):
+            if event.get("healed_from") is None and event.get("back_to") is None:
+                folder.wrong(
+                    folder.run.events(rank),
+                    f"after step {event.get('step')} the replicas differed, first in {event.get('tensor')}, and no "
+                    "majority showed which was right: the run ended there",
+                )
+                return
 
 
 def _check_last_step(folder: _Folder, ledger: LedgerReport) -> None:

@@ -320,7 +320,7 @@ def describe_measured(run: RunFolder) -> Iterator[str]:
             parts.append(f"all-reduce {format_ms(summary.allreduce_s.median)}")
             parts.append(f"waiting {format_percent(summary.phases.get('wait', 0.0) / summary.step_s.median)}")
         yield f"measured: {'; '.join(parts)}"
-    if replicas is not None and replicas.digests:
+    if replicas is not None and len(replicas.digests) > 1:
         equal = "equal to the bit" if replicas.byte_equivalent else "DIFFERENT"
         yield f"parameters of {pluralize(replicas.ranks, 'rank')} at the end: {equal}"
     for text, _ in exchange_findings(logs):

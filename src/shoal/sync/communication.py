@@ -21,16 +21,16 @@ _WRAPPED_TYPE = re.compile(rf"{_WRAPPERS}(?:PeerLost|DistStoreError|DistNetworkE
 # gloo begins every error with the source line that raised it. An error of a user's code may have the same words, such
 # as "Connection reset by peer" in a data loader, but not in this form.
 _GLOO_ERROR = re.compile(rf"{_WRAPPERS}(?:Gloo connectFullMesh failed|\[\S+\.(?:cc|h):\d+\] )")
+# The last is raised by all other collectives of a group when one of them reaches its timeout.
+_TIMEOUT_TEXTS = ("Timed out waiting", "pair closure")
 _LOST_PEER_TEXTS = (
     "Connection closed by peer",
     "Connection reset",
     "Broken pipe",
-    "Timed out waiting",
     "Connect timeout",
     "connectFullMesh",
     "Socket closed",
-    # Raised by all other collectives of a group when one of them reaches its timeout.
-    "pair closure",
+    *_TIMEOUT_TEXTS,
 )
 
 
@@ -43,9 +43,20 @@ def communication() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _is_lost_peer(error):
+        loss = lost_peer(error)
+        if loss is None:
             raise
-        raise PeerLost(_first_line(error)) from error
+        raise loss from error
+
+
+def lost_peer(error: BaseException) -> PeerLost | None:
+    """Return the loss that an error of torch means, if any."""
+    return PeerLost(_first_line(error)) if isinstance(error, RuntimeError) and _is_lost_peer(error) else None
+
+
+def is_timeout(loss: PeerLost) -> bool:
+    """Whether a peer did not answer in time, so that it may still be there."""
+    return any(text in str(loss) for text in _TIMEOUT_TEXTS)
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:

@@ -22,6 +22,7 @@ from shoal.engine.saving import replica_state
 from shoal.engine.step import DoneStep
 from shoal.errors import RunFailed
 from shoal.records.commit_log import check_ledger
+from shoal.records.verify import verify_run
 from shoal.run_folder import RunFolder
 from shoal.sync.replicas import combine_digests, tensor_digests
 from shoal.sync.world import World
@@ -190,6 +191,10 @@ def test_two_ranks_without_a_checkpoint_fail_with_an_error(tmp_path: Path) -> No
     run, ended = run_with(tmp_path, 2, [Flip(1, 5, WEIGHT)], "members.digest_every=10", "train.checkpoint_every=20")
     assert [error for _, error in ended] == [f"after step 10 ranks 0 and 1 have another {WEIGHT} than each other"] * 2
     assert not list(run.checkpoints.iterdir())
+    verdict = verify_run(run)
+    assert not verdict.ok
+    texts = [finding.text for finding in verdict.findings if finding.is_wrong]
+    assert any(text.startswith(f"after step 10 the replicas differed, first in {WEIGHT}") for text in texts), texts
 
 
 @given(rows=ROWS.filter(lambda rows: any(row != rows[0] for row in rows)))

@@ -64,7 +64,7 @@ def check_run(folder: Path, done: subprocess.CompletedProcess[str], ranks: int, 
 
     manifest = json.loads((run / "manifest.json").read_text())
     assert (manifest["status"], manifest["trains"], manifest["launcher"]) == ("finished", "script", launcher)
-    assert (manifest["byte_equivalent"], manifest["tokens_per_sec"]) == (True, {})
+    assert (manifest["byte_equivalent"], manifest["tokens_per_sec"]) == (True if ranks > 1 else None, {})
     assert manifest["samples_per_sec"].keys() == {str(ranks)}
     assert manifest["logged"].keys() == {"accuracy"}
     assert len((run / "timings.jsonl").read_text().splitlines()) == STEPS * ranks
@@ -72,7 +72,8 @@ def check_run(folder: Path, done: subprocess.CompletedProcess[str], ranks: int, 
     attached = shoal("attach", run)
     assert attached.returncode == 0, attached.stderr
     assert "samples/s" in attached.stdout
-    assert shoal("verify", run).returncode == 0
+    verified = shoal("verify", run)
+    assert (verified.returncode, "one replica: there is no other" in verified.stdout) == (0, ranks == 1)
     assert shoal("report", run).returncode == 0
     page = (run / "report.html").read_text()
     assert "samples per second" in page

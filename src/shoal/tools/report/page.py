@@ -266,7 +266,8 @@ def _key_figures(manifest: Manifest, summary: RunSummary) -> str:
     theory = f"theory {formula}: {expected}"
     nodes = pluralize(len(manifest.nodes), "node")
     where = f"measured; {len(manifest.members)} at the end, {nodes} in all" if manifest.recoveries else f"on {nodes}"
-    replicas = {None: (NOTHING, "not verified yet"), True: ("identical", "bit for bit"), False: ("differ", "see below")}
+    unknown = "not verified yet" if manifest.replicas > 1 else "one rank"
+    replicas = {None: (NOTHING, unknown), True: ("identical", "bit for bit"), False: ("differ", "see below")}
     figures = [
         ("speed", or_nothing(summary.speed, format_rounded), f"{summary.unit.name} per second"),
         ("step", or_nothing(manifest.step_s_measured, format_ms), f"{share} communication and waiting"),
@@ -316,6 +317,8 @@ def _logged_keys(summary: RunSummary) -> dict[str, str]:
 
 
 def _replicas_section(manifest: Manifest) -> str:
+    if manifest.byte_equivalent is None and manifest.replicas == 1:
+        return "<p>One rank: there is no other replica to compare it with.</p>"
     if manifest.byte_equivalent is None:
         return (
             "<p>Not verified yet. <code>shoal verify RUN</code> compares the final state of all ranks bit for bit.</p>"
