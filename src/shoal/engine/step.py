@@ -203,8 +203,9 @@ class TrainingStep:
         """Let every rank compute its share at once: rows are gathered from one micro-batch of each."""
         replica = self._replica
         if replica.config.train.micro_batch is not None:
+            counts = join_words([str(count) for count in replica.plan.counts])
             raise UsageError(
-                f"the ranks have different numbers of micro-batches: {join_words([str(n) for n in replica.plan.counts])}",
+                f"the ranks have different numbers of micro-batches: {counts}",
                 why="step.gather needs as many on every rank, and train.micro_batch keeps a share from being computed "
                 "at once",
                 fix='leave micro_batch out, or keep the shares equal: settings={"run.balance": "off"}',
