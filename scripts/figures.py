@@ -124,7 +124,6 @@ def main() -> None:
             sys.stdout.write(json.dumps(figures, indent=2) + "\n" if options == ["--json"] else describe(figures))
             return
     RATCHET.write_text(json.dumps(document, indent=2) + "\n")
-    sys.stdout.write(json.dumps(figures, indent=2) + "\n" if "--json" in sys.argv[1:] else describe(figures))
 
 
 if __name__ == "__main__":
