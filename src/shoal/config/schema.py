@@ -166,6 +166,18 @@ class LoopConfig(Section):
     Raise it as long as the validation loss still falls.
     """
 
+    epochs: Positive | None = None
+    """Passes over the samples of an epoch, in place of a number of steps.
+
+    Set it in a session that knows its dataset's length.
+    """
+
+    epoch_samples: Positive | None = None
+    """Samples of an epoch.
+
+    A session sets it to the length of its dataset.
+    """
+
     global_batch: Positive = 16
     """Samples of a step, of all ranks together; with weak scaling of each rank.
 
@@ -189,6 +201,13 @@ class LoopConfig(Section):
     padded texts.
 
     Set it in a session whose loss is a mean over such terms.
+    """
+
+    unused_parameters: bool = False
+    """Whether a step may leave parameters without a gradient on some ranks or on all: parts that are frozen
+    for a while, losses that use one branch. Gradients are then exchanged after backward.
+
+    Set it in a session whose loss does not reach every parameter in every step.
     """
 
     checkpoint_every: Positive = 50

@@ -25,7 +25,7 @@ from shoal.cost.select_sync import (
     is_enough,
     typical_step,
 )
-from shoal.engine.exchanges import shapes_of
+from shoal.engine.exchanges import describe_exchanges, shapes_of
 from shoal.engine.recorder import last_event
 from shoal.engine.replica import Replica
 from shoal.engine.step import DoneStep
@@ -108,7 +108,11 @@ class SyncChooser:
         if self._past is not None:
             if replica.progress.step >= self._past.step:
                 self._switch_to(self._past.choice)
-                fields = {**self._past.fields, **replica.describe_exchanges(), "step": replica.progress.step}
+                fields = {
+                    **self._past.fields,
+                    **describe_exchanges(replica.config.sync, replica.exchanges, replica.state),
+                    "step": replica.progress.step,
+                }
                 replica.recorder.event("choice", **fields)
         elif self._warm_up_left:
             self._warm_up_left -= 1
@@ -171,7 +175,7 @@ def _describe(
 ) -> dict[str, object]:
     return {
         "step": replica.progress.step,
-        **replica.describe_exchanges(),
+        **describe_exchanges(replica.config.sync, replica.exchanges, replica.state),
         "why": decision.why,
         "planned": str(parse_choice(requested.planned)) if requested.planned else None,
         "agrees": decision.agrees,

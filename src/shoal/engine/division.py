@@ -33,6 +33,11 @@ class BatchDivision:
     def fix_shapes(self, is_fixed: bool) -> None:
         self.has_fixed_shapes = is_fixed
 
+    def at_once(self) -> BatchPlan:
+        """Return the same shares, each in one micro-batch. Ranks that join learn of the size."""
+        self.largest_micro_batch = self.plan.global_batch
+        return BatchPlan(self.largest_micro_batch, self.plan.shares)
+
     def keep_equal(self) -> None:
         """Never follow the ranks' speeds."""
         self.balance = Balance("off")

@@ -7,6 +7,7 @@ without one, the session makes its own run folder.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ from shoal.config.schema import EngineConfig
 from shoal.control.processes import RUN_MARK
 from shoal.control.rank_env import RESUME, SESSION_FD, SETTINGS, Placement, use_private_caches
 from shoal.control.rank_messages import MEMBERSHIP_FD
+from shoal.cost.batch_plan import world_batch
 from shoal.cost.memory import OUT_OF_MEMORY_ADVICE
 from shoal.engine.console import Console
 from shoal.engine.faults import as_fault, record_fault
@@ -79,6 +81,8 @@ def open_session(given: Mapping[str, Any], out: Path | None) -> SessionStart:
     launched = json.loads(os.environ.get(SETTINGS, "{}"))
     config = validate_session(merge([given, {"run": actual}, launched]))
     refuse_without_effect(config, typed_settings(launched, ()))
+    if config.train.epochs is not None and "steps" not in launched.get("train", {}):
+        config = _with_epochs(config, config.train.epochs, placement.world_size)
     stop = StopRequest()
     _catch_stop_signals(stop)
     held, console = ExitStack(), None
@@ -101,6 +105,13 @@ def open_session(given: Mapping[str, Any], out: Path | None) -> SessionStart:
     return SessionStart(
         config, run, placement, resume, stop=stop, note_fault=note_fault, world=world, console=console, held=held
     )
+
+
+def _with_epochs(config: EngineConfig, epochs: int, world_size: int) -> EngineConfig:
+    """Return the settings with as many steps as the epochs have."""
+    train, batch = config.train, config.sync.accumulate * world_batch(config.train, world_size)
+    steps = math.ceil(epochs * (train.epoch_samples or batch) / batch)
+    return config.model_copy(update={"train": train.model_copy(update={"steps": steps})})
 
 
 def _open_folder(

@@ -139,7 +139,9 @@ def make_exchanges(config: EngineConfig, state: TrainingState, world: World, pla
     if config.sync.is_outer:
         sync: GradientSync = NoExchange(model)
     else:
-        sync = make_gradient_sync(config.sync, model, world, tokens=_tied_rows(model, plan))
+        sync = make_gradient_sync(
+            config.sync, model, world, tokens=_tied_rows(model, plan), after_backward=config.train.unused_parameters
+        )
     set_collective_timeout(world, exchange_timeout_s(config.sync, outer))
     return Exchanges(sync, outer, StepGather(world, outer.lag_steps), StepTotals(world, state.buffers(), weight))
 

@@ -37,10 +37,10 @@ _MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 
 @dataclass(frozen=True)
 class Task:
-    """A function that all ranks call after every `every` steps, and after the last one. It may exchange with others."""
+    """A function that all ranks call after the steps where it is due, and after the last one. It may exchange."""
 
     name: str
-    every: int
+    is_due: Callable[[Replica], bool]  # After the step that was done last.
     function: Callable[[], object]
 
 
@@ -125,9 +125,9 @@ class Loop:
             gc.enable()
 
     def _steps_of_generation(self) -> Iterator[StepOutcome]:
-        replica, last_step = self._replica, self._replica.config.train.steps
+        replica = self._replica
         wants_stop = self._after_step(DoneStep())
-        while replica.progress.step < last_step and not wants_stop:
+        while replica.progress.step < replica.steps.last_step and not wants_stop:
             outcome = StepOutcome()
             yield outcome
             if outcome.error is not None:
@@ -155,11 +155,11 @@ class Loop:
         wants_stop = done.wants_stop
         if step == replica.periodic.done_step:
             return wants_stop
-        if step < train.steps:
+        if step < replica.steps.last_step:
             for observer in self._observers:
                 observer.after_step(done)
         for task in self._tasks:
-            if step % task.every == 0:
+            if task.is_due(replica):
                 self._run_task(task)
         if step % train.checkpoint_every == 0:
             wants_stop |= self._checkpoint()
@@ -187,7 +187,7 @@ class Loop:
 
     def _end(self, load: LoadMeter) -> None:
         replica, step = self._replica, self._replica.progress.step
-        self.is_finished = step >= replica.config.train.steps
+        self.is_finished = step >= replica.steps.last_step
         for task in self._tasks:
             if self.is_finished and replica.periodic.tasks_done.get(task.name) != step:
                 self._run_task(task)
@@ -197,7 +197,8 @@ class Loop:
             self._save_state(step)
         barrier(replica.world, timeout_s=WRITE_TIMEOUT_S)
         status = "finished" if self.is_finished else "interrupted"
-        replica.recorder.event("end", step=step, status=status, **load.since_start())
+        is_early = self.is_finished and step < replica.config.train.steps
+        replica.recorder.event("end", step=step, status=status, is_early=is_early, **load.since_start())
 
     def _save_state(self, step: int) -> None:
         """Write this rank's final state, for `shoal verify` to compare."""

@@ -15,7 +15,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -25,13 +25,13 @@ from shoal.config.schema import EngineConfig, SyncConfig
 from shoal.cost.batch_plan import BatchPlan
 from shoal.engine.checkpoint import Progress, Shares
 from shoal.engine.division import BatchDivision
-from shoal.engine.exchanges import Exchanges, describe_exchanges, make_exchanges, no_exchanges
+from shoal.engine.exchanges import Exchanges, make_exchanges, no_exchanges
 from shoal.engine.recorder import Recorder
 from shoal.engine.refusal import StepResult
 from shoal.engine.training_state import StateTree, TrainingState
 from shoal.errors import ShoalError
 from shoal.sync.fence import Fence, OpenFence, StepBoundary
-from shoal.sync.gradients import GradientSync
+from shoal.sync.gradients import GradientSync, make_gradient_sync
 from shoal.sync.outer import OuterSync
 from shoal.sync.world import World, without_group
 
@@ -47,6 +47,8 @@ class UnsettledStep(NamedTuple):
 class WorldSteps:
     """What a rank knows of its steps in one world. The next world begins with nothing."""
 
+    # Of the training: all ranks may agree that it needs no more. In the next world those that know it say so again.
+    last_step: int
     unsettled: deque[UnsettledStep] = field(default_factory=deque)
     leaves_at_boundary: bool = False  # All ranks have agreed to leave the generation together after a step.
     nonfinite: StepResult | None = None  # This rank's first result that was not finite.
@@ -102,7 +104,7 @@ class Replica:
         self.history: tuple[tuple[str, int], ...] = ()
         self.periodic = PeriodicProgress()
         self.round_start = RoundStart()
-        self.steps = WorldSteps()
+        self.steps = WorldSteps(config.train.steps)
 
     @property
     def sync(self) -> GradientSync:
@@ -151,9 +153,6 @@ class Replica:
         if self.outer.differs_now:
             weights |= dict(zip(self.state.buffers(), self.exchanges.totals.common, strict=True))
         return weights
-
-    def describe_exchanges(self) -> dict[str, object]:
-        return describe_exchanges(self.config.sync, self.exchanges, self.state)
 
     # The position in the training.
 
@@ -225,7 +224,7 @@ class Replica:
         """Continue in another world at `step`; drop the gradients and results of the last one."""
         self.world = world
         self.move_to(step, cursor)
-        self.steps = WorldSteps()
+        self.steps = WorldSteps(self.config.train.steps)
         self.drop_gradients()
 
     def leave_world(self) -> None:
@@ -264,6 +263,16 @@ class Replica:
         self.connect()
         self.outer.rewind(self.progress.step, in_flight=0)
 
+    def exchange_after_backward(self) -> None:
+        """Exchange gradients after backward from now on, of some parameters or all. All ranks call it in one step."""
+        if self.sync.can_leave_out:
+            return
+        residuals = {name: tensor.clone() for name, tensor in self.sync.state().items()}
+        self.sync.close()
+        sync = make_gradient_sync(self.config.sync, self.model, self.world, after_backward=True)
+        sync.load_state(residuals)
+        self.exchanges = replace(self.exchanges, sync=sync)
+
     # The division of the batch.
 
     def change_plan(self, plan: BatchPlan) -> None:
@@ -274,12 +283,6 @@ class Replica:
     def restore_shares(self, saved: Shares | None) -> None:
         if saved is not None and self.division.balance.is_on:
             self.change_plan(self.division.as_saved(saved, self.world))
-
-    def compute_shares_at_once(self) -> None:
-        """Compute every share in one micro-batch, from now on: also ranks that join learn of the size."""
-        plan = BatchPlan(self.global_batch, self.plan.shares)
-        self.division.set(plan, plan.micro_batch)
-        self.change_plan(plan)
 
     def settle_micro_batches(self) -> None:
         """Choose the size of micro-batches; see `BatchDivision.with_best_micro_batches`."""

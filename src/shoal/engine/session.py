@@ -19,16 +19,17 @@ state. See docs/your-model.md.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.config import defaults
 from shoal.config.load import merge
@@ -37,8 +38,10 @@ from shoal.engine.agreement import check_same_data
 from shoal.engine.batches import BatchAhead, Source, move, open_source, read_ahead
 from shoal.engine.entry import Attached, ElasticEntry, Entry, Hooks, StaticEntry
 from shoal.engine.environment import SessionStart, open_session
+from shoal.engine.epochs import Epoch, ends_epoch, iterate_epochs, next_epoch
 from shoal.engine.loop import Loop, StepOutcome, Task
 from shoal.engine.misuse import check_scale
+from shoal.engine.parts import parameters_of
 from shoal.engine.replica import Replica
 from shoal.engine.sampling import SHARDS, Shard
 from shoal.engine.step import UnequalMicroBatches, flush_denormals
@@ -59,6 +62,8 @@ _STREAM_COUNT = 1 << 40
 class Session:
     """A training of `steps` steps on `global_batch` samples each, on all ranks that there are.
 
+    In place of `steps`: a number of `epochs`, and the `samples` of one.
+
     A setting of the command line (`shoal run --wire int8 my_train.py`) wins over one given here. `settings` has any
     other one by its full name, for example `{"members.min_nodes": 2}`. `out` is the run folder where no launcher of
     shoal made one; a folder that has a checkpoint is continued. `seed=None` leaves torch's random numbers alone: a
@@ -67,9 +72,11 @@ class Session:
 
     def __init__(
         self,
-        steps: int,
-        global_batch: int,
+        steps: int | None = None,
+        global_batch: int | None = None,
         *,
+        epochs: int | None = None,
+        samples: int | None = None,
         micro_batch: int | None = None,
         accumulate: int | None = None,
         sync: str | None = None,
@@ -78,9 +85,17 @@ class Session:
         checkpoint_every: int | None = None,
         device: str | None = None,
         count_varies: bool = False,
+        unused_parameters: bool = False,
         out: str | Path | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
+        if (steps is None) == (epochs is None) or (epochs is not None and samples is None) or global_batch is None:
+            raise UsageError(
+                "the session does not know how long it trains" if global_batch else "the session has no global_batch",
+                why="it needs its number of steps, or of epochs with the samples of one, and the samples of a step",
+                fix="shoal.Session(steps=2000, global_batch=64), or "
+                "shoal.Session(epochs=10, samples=len(dataset), global_batch=64)",
+            )
         train = {
             "steps": steps,
             "global_batch": global_batch,
@@ -89,6 +104,9 @@ class Session:
             "checkpoint_every": checkpoint_every,
             "device": device,
             "count_varies": count_varies,
+            "unused_parameters": unused_parameters,
+            "epochs": epochs,
+            "epoch_samples": samples,
         }
         sections = [{"train": train, "sync": {"mode": sync, "wire": wire, "accumulate": accumulate}}]
         for name, value in (settings or {}).items():
@@ -160,17 +178,35 @@ class Session:
     def global_batch(self) -> int:
         return self.replica.global_batch
 
-    def attach(self, model: nn.Module, *objects: Optimizer | Stateful, reset: Callable[[], None] | None = None) -> None:
-        """Name what is trained: a model, its optimizers, and other objects with `state_dict` and `load_state_dict`.
+    def attach(
+        self,
+        model: nn.Module,
+        *objects: nn.Module | Optimizer | Stateful,
+        epoch_schedulers: Sequence[LRScheduler] = (),
+        reset: Callable[[], None] | None = None,
+    ) -> None:
+        """Name what is trained: a model or several, their optimizers, and other objects with `state_dict` and
+        `load_state_dict`.
 
         All of it is exchanged, copied to ranks that join, saved in checkpoints and compared between ranks. Learning
-        rate schedulers among the objects take a step with every update. `reset` puts everything back to its state
-        before the first step; without it a copy of that state is kept until the first checkpoint.
+        rate schedulers among the objects take a step with every update, `epoch_schedulers` with the last one of an
+        epoch. `reset` puts everything back to its state before the first step; without it a copy of that state is kept
+        until the first checkpoint.
         """
         if self._attached is not None:
             raise UsageError("the session has a model already", fix="attach everything in one call")
         optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
-        others = [thing for thing in objects if not isinstance(thing, Optimizer)]
+        trained = set(map(id, parameters_of(optimizers)))
+        # A module that no optimizer changes, such as an average of weights, is an object with a state.
+        models = [
+            thing
+            for thing in objects
+            if isinstance(thing, nn.Module) and not trained.isdisjoint(map(id, thing.parameters()))
+        ]
+        others = [thing for thing in objects if thing not in optimizers and thing not in models]
+        others += epoch_schedulers
+        if models:
+            model = nn.ModuleList([model, *models])
         for thing in others:
             if not isinstance(thing, Stateful):
                 raise UsageError(
@@ -178,22 +214,30 @@ class Session:
                     why="it has no state_dict() and load_state_dict()",
                     fix="attach the model first, then optimizers, schedulers and other objects with a state",
                 )
-        state = TrainingState(model, optimizers, others)
+        state = TrainingState(model, optimizers, others, epoch_schedulers)
         check_trainable(state)
         self._attached = Attached(state, reset)
 
-    def every(self, steps: int) -> Callable[[Function], Function]:
-        """Call the decorated function after every `steps` steps, and after the last one, on all ranks.
+    def every(self, steps: int | None = None, *, epochs: int | None = None) -> Callable[[Function], Function]:
+        """Call the decorated function after every `steps` steps or `epochs`, and after the last one, on all ranks.
 
         It may exchange with other ranks by `session.sum`. After a lost peer it is called again.
         """
-        if steps < 1:
+        period = steps if epochs is None else epochs
+        if period is None or period < 1 or (steps is not None and epochs is not None):
             raise UsageError(
-                f"session.every({steps}) names no step", why="it counts steps, from 1 on", fix="session.every(1)"
+                f"session.every({'' if period is None else period}) names no step",
+                why="it counts steps, or epochs, from 1 on",
+                fix="session.every(1), or session.every(epochs=1)",
             )
 
+        def is_due(replica: Replica) -> bool:
+            if epochs is None:
+                return replica.progress.step % period == 0
+            return ends_epoch(replica, replica.progress.cursor) and (next_epoch(replica) - 1) % period == 0
+
         def register(function: Function) -> Function:
-            self._tasks.append(Task(f"{function.__qualname__}/{len(self._tasks)}", steps, function))
+            self._tasks.append(Task(f"{function.__qualname__}/{len(self._tasks)}", is_due, function))
             return function
 
         return register
@@ -209,6 +253,14 @@ class Session:
     def stop(self) -> None:
         """End the training after a step on which all ranks agree; it can be resumed."""
         self._start.stop.wanted = True
+
+    def finish(self) -> None:
+        """Complete the training after a step on which all ranks agree, before its last step: it needs no more."""
+        self._start.stop.is_complete = True
+
+    def epochs(self) -> Iterator[Epoch]:
+        """Yield the epochs that are left; each yields its steps."""
+        return iterate_epochs(self)
 
     def __iter__(self) -> Iterator[Step]:
         if self._attached is None:
@@ -306,6 +358,14 @@ class SessionData:
             source.close()
 
 
+class Updated(NamedTuple):
+    """What a loop may want to print of a step."""
+
+    step: int
+    loss: float  # The mean over all ranks, the newest that is known: with outer steps of some steps ago.
+    norm: float  # Of the gradients, before clipping.
+
+
 class Step(AbstractContextManager["Step"]):
     """One global batch. Use it as a context: `with step:`."""
 
@@ -317,6 +377,8 @@ class Step(AbstractContextManager["Step"]):
         self._is_open = False
         self._batch_at: Mark = 0.0
         self._source: Source | None = None
+        self._kept_of: object = _NO_BATCH  # The dataset whose micro-batches are kept for the next part of the step.
+        self._kept: list[Any] = []
         self.number = self._replica.progress.step + 1
 
     def __enter__(self) -> Step:
@@ -346,27 +408,39 @@ class Step(AbstractContextManager["Step"]):
         return False
 
     def batches(self, data: Any) -> Iterator[Any]:
-        """Yield this rank's micro-batches of the step, on the session's device."""
+        """Yield this rank's micro-batches of the step, on the session's device: in every part the same ones."""
         self._require_open("batches")
-        replica, timer, sources = self._replica, self._training.timer, self._session.data
+        timer = self._training.timer
+        if data is self._kept_of:
+            self._batch_at = timer.mark()
+            yield from self._kept
+            return
         with timer.phase("data"):
-            source = sources.open(data, replica.world)
-            shard, cursor = sources.shard(source, replica), replica.progress.cursor
-            ahead, sources.batch_ahead = sources.batch_ahead, None
-            if ahead is not None and ahead.serves(source, shard, cursor):
-                items: Iterator[Any] = chain([ahead.batch], ahead.rest)
-            else:
-                items = source.fetch(shard, cursor)
-        self._source = source
+            items = self._open(data)
+        is_kept = bool(self._training.parts.current)
+        if is_kept:
+            self._kept_of, self._kept = data, []
         while True:
             with timer.phase("data"):
                 batch = next(items, _NO_BATCH)
                 if batch is not _NO_BATCH:
-                    batch = move(batch, replica.world.device)
+                    batch = move(batch, self._replica.world.device)
             if batch is _NO_BATCH:
                 return
+            if is_kept:
+                self._kept.append(batch)
             self._batch_at = timer.mark()
             yield batch
+
+    def _open(self, data: Any) -> Iterator[Any]:
+        """Return the step's micro-batches of a dataset, of which one may have been read ahead."""
+        replica, sources = self._replica, self._session.data
+        self._source = source = sources.open(data, replica.world)
+        shard, cursor = sources.shard(source, replica), replica.progress.cursor
+        ahead, sources.batch_ahead = sources.batch_ahead, None
+        if ahead is not None and ahead.serves(source, shard, cursor):
+            return chain([ahead.batch], ahead.rest)
+        return source.fetch(shard, cursor)
 
     def backward(self, loss: Tensor, count: int | None = None, *, mean_of: int | None = None) -> None:
         """Add the gradients of a micro-batch.
@@ -403,10 +477,29 @@ class Step(AbstractContextManager["Step"]):
         self._require_open("gather")
         return self._training.gather(tensor)
 
-    def update(self, clip: float | None = None, after: Callable[[], object] | None = None, **fields: float) -> None:
+    @contextmanager
+    def part(self, *optimizers: Optimizer, clip: float | None = None) -> Iterator[None]:
+        """Update only these optimizers when the block ends; the rest of the step computes with their new weights.
+
+        The block has the micro-batches of the step, as the last update after it has. Together they are one step.
+        """
+        self._require_open("part")
+        self._training.begin_part(optimizers)
+        yield
+        self._training.update_part(clip)
+        self._batch_at = self._training.timer.mark()
+
+    def update(
+        self,
+        clip: float | None = None,
+        after: Callable[[], object] | None = None,
+        only: Optimizer | Sequence[Optimizer] | None = None,
+        **fields: float,
+    ) -> Updated:
         """Exchange the gradients, clip them to this norm, and let the optimizers take their step.
 
-        `after` is called with the step: both happen on all ranks, or none. `fields` are recorded with the step.
+        `after` is called with the step: both happen on all ranks, or none. `only` some optimizers take it, or all but
+        those that a part of the step has updated. `fields` are recorded with the step.
         """
         self._require_open("update")
         if self._outcome.done is not None:
@@ -415,7 +508,9 @@ class Step(AbstractContextManager["Step"]):
             )
         values = _checked_values("step.update", fields, STEP_FIELDS)
         self._read_ahead()
-        self._outcome.done = self._training.update(clip, after, lambda: values)
+        chosen = [only] if isinstance(only, Optimizer) else only
+        self._outcome.done = done = self._training.update(clip, after, lambda: values, chosen)
+        return Updated(self.number, done.loss, done.norm)
 
     def _read_ahead(self) -> None:
         """Read the next step's first micro-batch while a GPU still computes this one."""

@@ -21,6 +21,7 @@ from shoal.engine.agreement import check_same_training
 from shoal.engine.auto_sync import SyncChooser
 from shoal.engine.balance import describe_first_shares
 from shoal.engine.checkpoint import CheckpointFolder
+from shoal.engine.exchanges import describe_exchanges
 from shoal.engine.recorder import Recorder
 from shoal.engine.replica import InitialState, Replica
 from shoal.engine.resume import NewestCheckpoint, resume_training
@@ -118,7 +119,7 @@ def describe_start(replica: Replica) -> dict[str, object]:
     follows_speed = replica.division.follows_speed(replica.world)
     return {
         "params": sum(parameter.numel() for parameter in replica.model.parameters()),
-        **replica.describe_exchanges(),
+        **describe_exchanges(replica.config.sync, replica.exchanges, replica.state),
         "global_batch": replica.plan.global_batch,
         "micro_batch": replica.plan.micro_batch,
         "share": replica.share,

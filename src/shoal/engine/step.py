@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from shoal.engine.epochs import ends_epoch
+from shoal.engine.loss_terms import LossTerms
 from shoal.engine.misuse import LoopGuard
+from shoal.engine.parts import PartUpdates, parameters_of
 from shoal.engine.refusal import StepResult, explain_refusal
 from shoal.engine.replica import Replica, UnsettledStep
 from shoal.engine.update import StepNumbers, can_decide_on_gpu, clip_gradients, gradient_norm, update_if_finite
@@ -26,8 +30,7 @@ from shoal.host.node_stats import NodeStats, NodeWatch
 from shoal.sync.gather import GatheredRows, gather_rows
 from shoal.sync.gradients import check_gradients
 from shoal.sync.outer import NonFiniteExchange
-from shoal.sync.replicas import gather_integers
-from shoal.sync.step_stats import CommTimes, OwnTimes, StepStats, StepTimer
+from shoal.sync.step_stats import CommTimes, OwnTimes, StepStats, StepTimer, StopKind
 from shoal.units import join_words
 
 # Between the seeds of neighbouring ranks: more than a training has steps.
@@ -39,9 +42,10 @@ class UnequalMicroBatches(Exception):
 
 
 class StopRequest:
-    """Whether this rank was asked to stop; the ranks agree on the step after which all of them do."""
+    """Whether this rank was asked to end the training; the ranks agree on the step after which all of them do."""
 
     wanted = False
+    is_complete = False  # The training needs no more steps.
 
 
 @dataclass
@@ -62,6 +66,8 @@ class DoneStep:
     stats: Sequence[StepStats] = ()  # Of the steps whose statistics have arrived from all ranks by now.
     times: dict[str, float] = field(default_factory=dict)  # Seconds of this rank by phase.
     wants_stop: bool = False  # A rank is known to want to stop.
+    loss: float = math.nan  # The newest loss that is known: of all ranks, or in the first steps this rank's own.
+    norm: float = math.nan  # Of the gradients, before clipping.
 
 
 class TrainingStep:
@@ -85,6 +91,8 @@ class TrainingStep:
         # The advice in the error about a training that diverges.
         self._lower_rate_advice = lower_rate_advice or "train with a lower learning rate"
         self.guard = LoopGuard(replica.state)
+        self.parts = PartUpdates(replica, self.guard.session_at_work)
+        self._terms = LossTerms(replica)
         self._work = StepWork()
         self._disk_s = 0.0  # This rank wrote checkpoints for so long since its last step.
         self._has_checked_gradients = False  # Every parameter had a gradient in the first step.
@@ -98,6 +106,7 @@ class TrainingStep:
             replica.recorder.profiler.before_step(replica.progress.step + 1)
         self.timer.start()
         self.guard.begin_step()
+        self.parts.begin_step()
         self._work = StepWork()
         if self._seeds:
             # A function of rank and step instead of a running generator: resuming is exact without saving its state.
@@ -114,14 +123,14 @@ class TrainingStep:
         samples = sizes[work.micro_batches]
         work.micro_batches += 1
         work.terms += samples if terms is None else terms
-        if replica.steps.terms_per_sample is None:
-            # Before the first backward of this world: all micro-batches of a step are divided by the same number.
-            replica.steps.terms_per_sample = 1 if terms is None else self._agree_on_terms(terms, samples)
-        is_last = work.micro_batches == len(sizes)
-        if is_last:
-            self._start_totals()
+        is_last, expected = work.micro_batches == len(sizes), self._terms.samples
+        if not self.parts.current:
+            self._terms.learn(terms, samples)
+            expected = self._terms.expected
+            if is_last:
+                self._terms.start(work.terms)
         with self.timer.phase("backward"), self.guard.session_at_work():
-            scaled = loss * replica.sync.loss_scale(self._expected_terms())
+            scaled = loss * replica.sync.loss_scale(expected)
             if replica.scaler is not None:
                 scaled, work.has_scaled = replica.scaler.scale(scaled), True
             replica.sync.backward(scaled, is_last)
@@ -146,28 +155,63 @@ class TrainingStep:
             )
         return gather_rows(world, tensor, [per_sample * count for count in samples])
 
+    def begin_part(self, optimizers: Sequence[Optimizer]) -> None:
+        """Begin an update of these optimizers inside the step."""
+        if self._work.micro_batches:
+            raise UsageError(
+                f"step {self._replica.progress.step + 1}: a part began after a backward outside of it",
+                why="a part has micro-batches of its own; those of the last update come after all parts",
+                fix="begin the parts first: with step.part(optimizer): …, then backward and step.update()",
+            )
+        self.parts.begin(optimizers)
+        self._replica.exchange_after_backward()
+
+    def update_part(self, clip: float | None = None) -> None:
+        """Exchange, clip and apply the gradients of the present part."""
+        replica, step = self._replica, self._replica.progress.step + 1
+        self.guard.check_gradients_kept(step)
+        self._check_complete(step)
+        parameters = parameters_of(self.parts.current)
+        comm = self._finish_exchange(parameters)
+        self._split_comm_time("backward", comm, comm.wait_s or 0.0)
+        self.parts.exchange_s += comm.tail_s
+        self._terms.finish_part(self._work.terms)
+        result, _ = self._finish_gradients(step, clip, self.parts.current, can_queue=False)
+        self._judge(result)
+        with self.timer.phase("optimizer"):
+            if replica.steps.nonfinite is None:
+                self.parts.apply()
+            # Also those of other parameters, which the loss has reached on its way.
+            replica.drop_gradients()
+        self.guard.begin_step()
+        self._work = StepWork()
+
     def update(
         self,
         clip: float | None = None,
         after: Callable[[], object] | None = None,
         make_fields: Callable[[], dict[str, Any]] = dict,
+        only: Sequence[Optimizer] | None = None,
     ) -> DoneStep:
         """Exchange, clip, apply and record the step.
 
         `after` is called with the update: both happen, or none. `make_fields` returns more fields of the step's event.
+        `only` some of the optimizers are updated; otherwise all that no part of the step has updated.
         """
         replica, step = self._replica, self._replica.progress.step + 1
+        optimizers = self.parts.rest(only)
+        chosen = None if len(optimizers) == len(replica.state.optimizers) else parameters_of(optimizers)
         self.guard.check_gradients_kept(step)
-        self._check_complete(step)
-        comm = self._finish_exchange()
+        self._check_complete(step, chosen)
+        comm = self._finish_exchange(chosen)
         # The exchange of this step has succeeded: every rank had applied the step before it.
         replica.commit_done_steps()
-        total_terms = self._finish_totals()
-        result, is_queued = self._finish_gradients(step, clip, can_queue=after is None)
+        total_terms = self._terms.finish(self._work.terms)
+        result, is_queued = self._finish_gradients(step, clip, optimizers, can_queue=after is None)
         self._send_statistics(result, comm, total_terms)
         self._judge(result, is_queued)
         if not is_queued:
-            self._apply(step, after)
+            self._apply(step, optimizers, after)
         outer_times = self._outer_step(step)
         replica.fence.set_step(replica.outer.common_step(step))
         try:
@@ -181,12 +225,14 @@ class TrainingStep:
         self.timer.add("wait", replica.exchanges.steps.late_s)
         wants_stop = self._settle(stats)
         times = self._record(step, comm, outer_times, loss=result.loss, grad_norm=result.norm, **make_fields())
-        return DoneStep(stats, times, wants_stop)
+        return DoneStep(stats, times, wants_stop, stats[-1].loss_sum if stats else result.loss, result.norm)
 
     def drop(self) -> None:
-        """Undo what a step that is not finished has changed: gradients, buffers, and what a scaler knows of them."""
+        """Undo what a step that is not finished has changed: gradients, buffers, what a scaler knows of them, and the
+        updates of its parts."""
         replica, scaler = self._replica, self._replica.scaler
         replica.exchanges.totals.restore()
+        self.parts.undo()
         replica.drop_gradients()
         if scaler is not None and self._work.has_scaled:
             # With its own scale: that only forgets that gradients were unscaled, which it refuses to do twice.
@@ -210,7 +256,7 @@ class TrainingStep:
                 "at once",
                 fix='leave micro_batch out, or keep the shares equal: settings={"run.balance": "off"}',
             )
-        replica.compute_shares_at_once()
+        replica.change_plan(replica.division.at_once())
 
     def settle(self) -> bool:
         """Wait for the statistics of all steps so far; return whether any rank wants to stop."""
@@ -222,7 +268,7 @@ class TrainingStep:
 
     # The parts of a step.
 
-    def _check_complete(self, step: int) -> None:
+    def _check_complete(self, step: int, only: Collection[Tensor] | None = None) -> None:
         """Refuse an update that would leave out samples or parameters, also on one rank."""
         replica, done = self._replica, self._work.micro_batches
         count = replica.plan.counts[replica.world.rank]
@@ -232,9 +278,10 @@ class TrainingStep:
                 why="every sample of the global batch belongs to the step, and the other ranks wait for these",
                 fix="call step.backward for every batch of step.batches(...), and step.update after the last one",
             )
-        if not self._has_checked_gradients:
+        if not self._has_checked_gradients and not self.parts.current:
             # Some exchanges would fill in zeros, others wait forever.
-            check_gradients(replica.model)
+            if not replica.config.train.unused_parameters:
+                check_gradients(replica.model, only)
             self._has_checked_gradients = True
 
     def _too_many_backwards(self, count: int) -> UsageError:
@@ -245,15 +292,17 @@ class TrainingStep:
             fix="add the losses of a micro-batch, and call step.backward once for it",
         )
 
-    def _finish_exchange(self) -> CommTimes:
+    def _finish_exchange(self, only: Collection[Tensor] | None) -> CommTimes:
         with self.timer.phase("backward"):
             # What the program did since its last backward is its own work, not a part of the exchange. Read inside the
             # phase, so that the exchange is never longer than it.
             between_s = time.perf_counter() - self._work.backward_ended
-            comm = self._replica.sync.finish()
+            comm = self._replica.sync.finish(only)
         return replace(comm, tail_s=max(0.0, comm.tail_s - between_s))
 
-    def _finish_gradients(self, step: int, clip: float | None, can_queue: bool) -> tuple[StepResult, bool]:
+    def _finish_gradients(
+        self, step: int, clip: float | None, optimizers: Sequence[Optimizer], can_queue: bool
+    ) -> tuple[StepResult, bool]:
         """Clip the gradients; return the step's loss and norm, for which a GPU is waited for once.
 
         Return also whether the update is in the GPU's queue already, under the condition that both are finite.
@@ -262,7 +311,8 @@ class TrainingStep:
         first = replica.progress.cursor + replica.plan.offset(replica.world.rank)
         own_samples = (first, first + replica.share)
         can_queue = can_queue and self._can_queue_update
-        parameters, optimizers = replica.state.all_parameters, replica.state.optimizers
+        is_whole = len(optimizers) == len(replica.state.optimizers)
+        parameters: Sequence[Tensor] = replica.state.all_parameters if is_whole else parameters_of(optimizers)
         with self.timer.phase("optimizer"), self.guard.session_at_work():
             if replica.scaler is not None:
                 for optimizer in optimizers:
@@ -295,18 +345,25 @@ class TrainingStep:
         """Send this rank's part of the loss and its times to all ranks, beside what follows."""
         replica, watch = self._replica, self._watch
         is_valid = result.is_finite or replica.scaler is not None
-        loss = self._part_of_loss(result.loss, total_terms) if is_valid else math.nan
+        loss = self._terms.own_part(result.loss, self._work.terms, total_terms) if is_valid else math.nan
         gc_s = 0.0 if watch is None else watch.take_gc_s()
         own_times = OwnTimes(self.timer.seconds.get("data", 0.0), gc_s, self._disk_s)
         self._disk_s = 0.0
         node = NodeStats() if watch is None else watch.recent()
         # Not up to now: the exchange may have waited for a slower rank.
-        work_s = comm.ready_at - self.timer.began
+        work_s = comm.ready_at - self.timer.began - self.parts.exchange_s
+        replica.exchanges.steps.add_wait(self.parts.exchange_s)
         replica.exchanges.steps.begin(
-            loss, comm, self._stop.wanted, replica.fence.stop_after_step, work_s, own_times, node
+            loss,
+            comm,
+            StopKind.of(self._stop.wanted, self._stop.is_complete),
+            replica.fence.stop_after_step,
+            work_s,
+            own_times,
+            node,
         )
 
-    def _judge(self, result: StepResult, is_queued: bool) -> None:
+    def _judge(self, result: StepResult, is_queued: bool = False) -> None:
         """Remember a result that is not finite, and refuse the step if all ranks know of it.
 
         Where gradients are summed every rank has the same norm, so all refuse the step here. In the other modes the
@@ -325,13 +382,13 @@ class TrainingStep:
                 replica.fence.set_step(began.step)
             self._refuse()
 
-    def _apply(self, step: int, after: Callable[[], object] | None) -> None:
+    def _apply(self, step: int, optimizers: Sequence[Optimizer], after: Callable[[], object] | None) -> None:
         """Apply the step, unless a result was not finite."""
         replica, scaler = self._replica, self._replica.scaler
         with self.timer.phase("optimizer"):
             with replica.fence.apply_step(replica.outer.common_step(step)), self.guard.session_at_work():
                 if replica.steps.nonfinite is None:
-                    for optimizer in replica.state.optimizers:
+                    for optimizer in optimizers:
                         optimizer.step() if scaler is None else scaler.step(optimizer)
                     if scaler is not None:
                         scaler.update()
@@ -341,21 +398,23 @@ class TrainingStep:
     def _advance(self, step: int, after: Callable[[], object] | None = None) -> None:
         """Advance everything that goes with an update."""
         replica = self._replica
+        cursor = replica.progress.cursor + replica.global_batch
         if replica.steps.nonfinite is None:
             for other in replica.state.others:
-                if isinstance(other, LRScheduler) and not isinstance(other, ReduceLROnPlateau):
+                is_due = other not in replica.state.epoch_schedulers or ends_epoch(replica, cursor)
+                if isinstance(other, LRScheduler) and not isinstance(other, ReduceLROnPlateau) and is_due:
                     other.step()
             if after is not None:
                 after()
         replica.steps.unsettled.append(UnsettledStep(replica.progress, replica.plan))
-        replica.move_to(step, replica.progress.cursor + replica.global_batch)
+        replica.move_to(step, cursor)
 
     def _outer_step(self, step: int) -> CommTimes:
         """Average parameters, at the end of a round of local steps."""
         replica, outer = self._replica, self._replica.outer
         with self.timer.phase("optimizer"):
             try:
-                times = outer.after_inner_step(step, last=step == replica.config.train.steps)
+                times = outer.after_inner_step(step, last=step == replica.steps.last_step)
             except NonFiniteExchange:
                 self._refuse()
                 raise
@@ -382,7 +441,11 @@ class TrainingStep:
                 self._refuse()
             replica.recorder.propose(began.step + 1, began.cursor, plan, stats.loss_sum)
             replica.steps.leaves_at_boundary |= stats.stop_after_step
-        return any(stats.stop for stats in known)
+        if any(stats.stop is StopKind.COMPLETE for stats in known):
+            # Where replicas differ, the next step makes them equal.
+            soon = replica.progress.step + replica.outer.replicas_differ
+            replica.steps.last_step = min(replica.steps.last_step, soon)
+        return any(stats.stop is StopKind.PAUSE for stats in known)
 
     def _record(
         self, step: int, comm: CommTimes, outer_times: CommTimes, loss: float, **fields: Any
@@ -418,62 +481,6 @@ class TrainingStep:
         )
         if error is not None:
             raise error
-
-    # How many terms the loss has.
-
-    def _agree_on_terms(self, terms: int, samples: int) -> int:
-        """Return how many terms every sample has on all ranks; 0 if that differs."""
-        rows = gather_integers(self._replica.world, [terms, samples])
-        per_sample = {divmod(own_terms, own_samples) for own_terms, own_samples in rows}
-        if self._replica.config.train.count_varies or len(per_sample) > 1:
-            return 0
-        [(quotient, rest)] = per_sample
-        return 0 if rest else quotient
-
-    def _expected_terms(self) -> int:
-        """Return the terms of this step's loss, or the number of its samples if they vary.
-
-        The loss is the world's, or this rank's own where replicas train alone.
-        """
-        replica = self._replica
-        samples = replica.share if replica.outer.replicas_differ else replica.global_batch
-        return samples * (replica.steps.terms_per_sample or 1)
-
-    def _start_totals(self) -> None:
-        """Start the sums that the step needs beside the gradients, before the last backward."""
-        replica, terms, per_sample = self._replica, self._work.terms, self._replica.steps.terms_per_sample
-        if per_sample and terms != per_sample * replica.share:
-            raise UsageError(
-                f"step {replica.progress.step + 1}: {replica.share} samples have {terms} terms, and the first ones "
-                f"had {per_sample} each",
-                why="ranks that count differently from step to step must exchange their counts in every step",
-                fix="say so: shoal.Session(..., count_varies=True)",
-            )
-        totals = replica.exchanges.totals
-        if not replica.outer.replicas_differ and (per_sample == 0 or totals.has_buffers):
-            totals.start(terms)
-
-    def _finish_totals(self) -> int:
-        """Wait for the sums; return the terms of all ranks' losses.
-
-        Where their number varies, the gradients were divided by the number of samples: correct that.
-        """
-        replica = self._replica
-        total = replica.exchanges.totals.finish()
-        if not replica.steps.terms_per_sample:
-            is_own = replica.outer.replicas_differ
-            divided_by = replica.share if is_own else replica.global_batch
-            for parameter in replica.state.all_parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(divided_by / max(1, self._work.terms if is_own else total))
-        return total
-
-    def _part_of_loss(self, mean_loss: float, total_terms: int) -> float:
-        """Return this rank's part of the world's mean loss."""
-        replica = self._replica
-        if replica.steps.terms_per_sample or replica.outer.replicas_differ:
-            return mean_loss * replica.weight
-        return mean_loss * max(1, self._work.terms) / max(1, total_terms)
 
 
 def seed_generators(seed: int) -> None:

@@ -162,11 +162,18 @@ def fill(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
 class TrainingState:
     """The model, the optimizers and the other objects of one replica."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), others: Sequence[Stateful] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        others: Sequence[Stateful] = (),
+        epoch_schedulers: Sequence[Stateful] = (),
+    ) -> None:
         # torch.compile wraps the model, and prefixes its names.
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self.optimizers = list(optimizers)
         self.others = list(others)
+        self.epoch_schedulers = list(epoch_schedulers)  # Those of the others that take a step with every epoch.
         # Kept: walking through the modules takes a millisecond for 150 parameters, and a step needs them five times.
         self.all_parameters = list(self.model.parameters())
         saved = self.model.state_dict().keys()

@@ -323,7 +323,8 @@ def _check_ending(folder: _Folder) -> None:
                 )
     if folder.status == "finished" and folder.config is not None and steps:
         planned = folder.newest_start.get("steps") if folder.has_unread_config else folder.config.train.steps
-        if planned is not None and steps != {planned}:
+        is_early = any(end.get("is_early") is True for end in ends.values())
+        if planned is not None and steps != {planned} and not is_early:
             folder.wrong(
                 folder.run.config, f"train.steps is {planned}, the ranks finished at step {', '.join(map(str, steps))}"
             )

@@ -237,7 +237,8 @@ def refuse_finished(run: RunFolder, steps: int, verb: str = "train") -> None:
             why="a run is resumed from its newest checkpoint, and never goes back",
             fix=f"ask for more steps: shoal {verb} --resume {folder} --steps {2 * done}",
         )
-    if steps == done and members and all(log.ended == "finished" for log in members) and _is_whole(run):
+    is_early = any(log.end.get("is_early") is True for log in members)
+    if (steps == done or is_early) and members and all(log.ended == "finished" for log in members) and _is_whole(run):
         raise UsageError(
             f"{run.path} is finished: it has done its {pluralize(done, 'step')}",
             why="there is nothing left to train",

@@ -3,7 +3,7 @@
     HookedDDP     DDP's overlap with a communication hook that compresses and times every bucket
     SharedDDP     the same overlap, with gradients in memory that the ranks of one machine share (`shared_memory/`)
     StockDDP      DistributedDataParallel with its defaults, for comparison
-    BarrierSync   no overlap: backward, barrier, all-reduce, each timed alone (`--measure barrier`)
+    AfterBackward no overlap: steps of several updates or with unused parameters, and `--measure barrier`
     NoExchange    no exchange: a single rank, or replicas that take inner steps and meet in outer steps
 
 A training step uses one interface, `GradientSync`: multiply the summed loss of each micro-batch by `loss_scale`, pass
@@ -13,7 +13,7 @@ nothing of the forward pass, so a user's loop needs no wrapper.
 
 # No `from __future__ import annotations` here: DDP inspects the annotations of the hook and refuses strings.
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
@@ -36,12 +36,13 @@ from shoal.sync.interruptible import GroupInterrupt, await_future, await_work
 from shoal.sync.shared_memory import open_shared_memory
 from shoal.sync.shared_memory.ddp import SharedCompressor, SharedDDP
 from shoal.sync.shared_memory.group import GLOO, InsideChoice
-from shoal.sync.step_stats import CommTimes, Mark, covered, mark, to_host_times
+from shoal.sync.step_stats import CommTimes, Mark, covered, mark, max_over_world, to_host_times
 from shoal.sync.world import World, barrier
 
 
 class GradientSync(Protocol):
     inside: InsideChoice  # how the ranks of one machine exchange gradients
+    can_leave_out: bool  # a step may exchange the gradients of some parameters only
     extra_bytes: int  # sent beside the gradients, in the same unit
 
     module: nn.Module  # the model itself
@@ -51,7 +52,8 @@ class GradientSync(Protocol):
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradients of a micro-batch; with the last one of a step they are exchanged."""
 
-    def finish(self) -> CommTimes: ...
+    def finish(self, only: Collection[Tensor] | None = None) -> CommTimes:
+        """Wait for the exchange. `only` some parameters: where gradients are exchanged after backward."""
 
     def state(self) -> dict[str, Tensor]:
         """Return this rank's own state, which a checkpoint must keep: the residuals of a compressor."""
@@ -65,27 +67,29 @@ class GradientSync(Protocol):
         """Leave the model as it was before."""
 
 
-def make_gradient_sync(config: SyncConfig, model: nn.Module, world: World, tokens: int | None = None) -> GradientSync:
+def make_gradient_sync(
+    config: SyncConfig, model: nn.Module, world: World, tokens: int | None = None, after_backward: bool = False
+) -> GradientSync:
     """Return the gradient exchange for the configuration.
 
     `tokens` is how many tokens a rank computes at once. Without it a tied weight is sent as a whole, since it is not
-    known how many rows its tokens touch.
+    known how many rows its tokens touch. `after_backward` is for steps that may leave parameters out.
     """
-    if config.mode == "stock":
+    if config.mode == "stock" and not after_backward:
         return StockDDP(model, world)
     bucket_mb = config.bucket_mb or bucket_mb_for(sum(parameter.nbytes for parameter in model.parameters()))
     if world.size == 1 and config.wire == "fp32" and config.measure != "barrier":
         return NoExchange(model, allreduce_s=0.0 if config.measure == "hook" else None)
-    inside, shared = open_shared_memory(config, model, world, bucket_mb)
+    inside, shared = open_shared_memory(config, model, world, bucket_mb, in_place=not after_backward)
     if isinstance(shared, SharedDDP):
         return shared
     if shared is not None:
         compressor = stage(shared, world)
     else:
         compressor = make_compressor(config.wire, world, dict(model.named_parameters()))
-    sync: HookedDDP | BarrierSync
-    if config.measure == "barrier":
-        sync = BarrierSync(model, world, compressor, bucket_mb)
+    sync: HookedDDP | AfterBackward
+    if after_backward or config.measure == "barrier":
+        sync = AfterBackward(model, world, compressor, bucket_mb, has_barrier=config.measure == "barrier")
     else:
         tied = split_tied_weight(model, tokens, world, compressor)
         sync = HookedDDP(model, world, compressor, bucket_mb, timed=config.measure == "hook", tied=tied)
@@ -95,6 +99,7 @@ def make_gradient_sync(config: SyncConfig, model: nn.Module, world: World, token
 
 class _SyncDefaults:
     inside: InsideChoice = GLOO
+    can_leave_out = False
     extra_bytes = 0
 
     def loss_scale(self, global_count: int) -> float:
@@ -140,19 +145,25 @@ class UnusedParameters(UsageError):
     """Backward reached not all parameters, so some gradients were not exchanged."""
 
 
-def check_gradients(model: nn.Module) -> None:
+def check_gradients(model: nn.Module, only: Collection[Tensor] | None = None) -> None:
     """Raise `UnusedParameters` if a trained parameter has no gradient after the backward passes of a step."""
-    if any(parameter.requires_grad and parameter.grad is None for parameter in model.parameters()):
-        raise _unused_parameters(model)
+    chosen = None if only is None else set(map(id, only))
+    if any(p.requires_grad and p.grad is None and (chosen is None or id(p) in chosen) for p in model.parameters()):
+        raise _unused_parameters(model, chosen)
 
 
-def _unused_parameters(model: nn.Module) -> UnusedParameters:
-    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+def _unused_parameters(model: nn.Module, chosen: Collection[int] | None = None) -> UnusedParameters:
+    unused = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.grad is None and (chosen is None or id(p) in chosen)
+    ]
     named = f" of {', '.join(unused[:3])}{' …' if len(unused) > 3 else ''}" if unused else " of some parameters"
     return UnusedParameters(
         f"backward made no gradient{named}",
         why="all ranks exchange the gradients of all parameters, and would wait for these",
-        fix="use every parameter in the loss, or freeze those that are not trained: parameter.requires_grad_(False)",
+        fix="use every parameter in the loss, or freeze those that are not trained: parameter.requires_grad_(False); "
+        "if only some steps leave parameters out: shoal.Session(..., unused_parameters=True)",
     )
 
 
@@ -190,7 +201,7 @@ class HookedDDP(_DDPSync, CompressorState):
         self._hook_state.is_complete = False
         super().backward(loss, last)
 
-    def finish(self) -> CommTimes:
+    def finish(self, only: Collection[Tensor] | None = None) -> CommTimes:
         if not self._hook_state.is_complete:
             raise _unused_parameters(self.module)
         spans, self._hook_state.spans = to_host_times(self._hook_state.spans), []
@@ -265,7 +276,7 @@ class StockDDP(_DDPSync, NoState):
         self._ready = 0
         super().backward(loss, last)
 
-    def finish(self) -> CommTimes:
+    def finish(self, only: Collection[Tensor] | None = None) -> CommTimes:
         if self._ready < len(self._trained):
             raise _unused_parameters(self.module)
         tail_s = time.perf_counter() - self._ready_at
@@ -281,61 +292,93 @@ class StockDDP(_DDPSync, NoState):
         self._ready_at = time.perf_counter()
 
 
-class BarrierSync(_SyncDefaults, CompressorState):
-    """Gradients without overlap: backward, barrier, all-reduce, each timed alone. Slower, but easy to read."""
+class AfterBackward(_SyncDefaults, CompressorState):
+    """Exchanges gradients when backward has ended, of all parameters or of some: of those with one on any rank.
 
-    def __init__(self, model: nn.Module, world: World, compressor: Compressor, bucket_mb: float) -> None:
+    For steps with several updates or with parameters that a loss leaves out, where DDP's reducer would wait for
+    gradients that never come; and with a barrier for `--measure barrier`: backward, barrier, all-reduce, each timed
+    alone. Slower where backward could hide the exchange.
+    """
+
+    can_leave_out = True
+
+    def __init__(
+        self, model: nn.Module, world: World, compressor: Compressor, bucket_mb: float, has_barrier: bool = False
+    ) -> None:
         self.module = model
         self._world = world
         self._compressor: Compressor = compressor
         self._bucket_bytes = int(bucket_mb * 2**20)
+        self._has_barrier = has_barrier
         self._ready_at = 0.0  # the end of the last backward, by perf_counter
 
     def backward(self, loss: Tensor, last: bool) -> None:
         super().backward(loss, last)
         self._ready_at = time.perf_counter()
 
-    def finish(self) -> CommTimes:
+    def finish(self, only: Collection[Tensor] | None = None) -> CommTimes:
         arrived_at = time.perf_counter()
-        barrier(self._world)
+        used = self._with_gradient(only)
+        if self._has_barrier:
+            barrier(self._world)
         together_at = time.perf_counter()
-        for index, parameters in enumerate(self._buckets()):
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
+        for index, parameters in enumerate(self._buckets(used)):
+            flat = torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None])
             summed = await_future(self._compressor(Bucket(index, flat, parameters)))
-            for gradient, part in zip(gradients, summed.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+            for parameter, part in zip(parameters, summed.split([p.numel() for p in parameters]), strict=True):
+                # A compressor may sum into memory that it uses again.
+                is_own = summed.data_ptr() == flat.data_ptr()
+                parameter.grad = part.view_as(parameter) if is_own else part.view_as(parameter).clone()
         now = time.perf_counter()
         # The tail begins with the last gradient, as in DDP; the engine takes out what the program did since.
-        return CommTimes(self._ready_at, now - self._ready_at, now - together_at, wait_s=together_at - arrived_at)
+        wait_s = together_at - arrived_at if self._has_barrier else None
+        return CommTimes(self._ready_at, now - self._ready_at, now - together_at, wait_s)
 
     def close(self) -> None:
         if isinstance(self._compressor, SharedCompressor | StagedCompressor):
             self._compressor.close()
 
-    def _buckets(self) -> list[list[Tensor]]:
-        """Return parameters in the order of backward, as in DDP, so that both variants send the same messages."""
-        buckets: list[list[Tensor]] = [[]]
-        filled_bytes = 0
-        for parameter in reversed(list(self.module.parameters())):
+    def _with_gradient(self, only: Collection[Tensor] | None) -> list[nn.Parameter]:
+        """Return the parameters with a gradient on any rank; a rank without one gets zeros.
+
+        They are in the order of backward, as in DDP, so that both send the same messages. One without a gradient on
+        all ranks keeps None: its optimizer leaves it as it is, as in one process.
+        """
+        chosen = None if only is None else set(map(id, only))
+        parameters = [
+            parameter
+            for parameter in reversed(list(self.module.parameters()))
+            if parameter.requires_grad and (chosen is None or id(parameter) in chosen)
+        ]
+        counts = max_over_world(self._world, [float(parameter.grad is not None) for parameter in parameters])
+        used = [parameter for parameter, count in zip(parameters, counts, strict=True) if count]
+        for parameter in used:
             if parameter.grad is None:
-                continue
-            if filled_bytes + parameter.nbytes > self._bucket_bytes and buckets[-1]:
-                buckets.append([])
-                filled_bytes = 0
-            buckets[-1].append(parameter)
-            filled_bytes += parameter.nbytes
-        return buckets
+                parameter.grad = torch.zeros_like(parameter)
+        return used
+
+    def _buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        bucket: list[nn.Parameter] = []
+        for parameter in parameters:
+            filled_bytes = sum(other.nbytes for other in bucket)
+            if bucket and (filled_bytes + parameter.nbytes > self._bucket_bytes or parameter.dtype != bucket[0].dtype):
+                yield bucket
+                bucket = []
+            bucket.append(parameter)
+        if bucket:
+            yield bucket
 
 
 class NoExchange(_SyncDefaults, NoState):
     """No gradient exchange. DDP would copy every gradient into its buckets and hold both: 496 MB for GPT-2 124M."""
 
+    can_leave_out = True
+
     def __init__(self, model: nn.Module, allreduce_s: float | None = None) -> None:
         self.module = model
         self._allreduce_s = allreduce_s
 
-    def finish(self) -> CommTimes:
+    def finish(self, only: Collection[Tensor] | None = None) -> CommTimes:
         return CommTimes(time.perf_counter(), tail_s=0.0, allreduce_s=self._allreduce_s, wait_s=0.0)
 
 

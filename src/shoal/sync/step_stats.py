@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields
+from enum import IntEnum
 from functools import reduce
 from itertools import islice
 from operator import add
@@ -136,12 +137,24 @@ class RankStats:
     work_s: float = 0.0  # the part of `ready_s` that the micro-batches of the step took
 
 
+class StopKind(IntEnum):
+    """Whether a rank wants the training to end."""
+
+    NO = 0
+    PAUSE = 1  # It can be resumed.
+    COMPLETE = 2  # It needs no more steps.
+
+    @classmethod
+    def of(cls, is_paused: bool, is_complete: bool) -> StopKind:
+        return cls.COMPLETE if is_complete else cls.PAUSE if is_paused else cls.NO
+
+
 @dataclass(frozen=True)
 class StepStats:
     """What all ranks know of a step once it is over; the same on every rank but for `wait_s`."""
 
     loss_sum: float
-    stop: bool
+    stop: StopKind  # the most that a rank wants
     wait_s: float
     stop_after_step: bool  # a rank was asked that all stop together after a step
     by_rank: tuple[RankStats, ...]  # by rank
@@ -177,7 +190,7 @@ class _PendingGather:
         return StepStats(
             # Not `sum`: from Python 3.12 on it rounds otherwise, and all ranks must have the same bits.
             loss_sum=reduce(add, loss_sum),
-            stop=any(stop),
+            stop=StopKind(int(max(stop))),
             wait_s=max(ready_s) - self.ready_s,
             stop_after_step=any(stop_after_step),
             by_rank=tuple(map(_rank_stats, numbers)),
@@ -213,7 +226,7 @@ class StepGather:
         self,
         loss_sum: float,
         comm: CommTimes,
-        stop: bool,
+        stop: StopKind,
         stop_after_step: bool = False,
         work_s: float = 0.0,
         own_times: OwnTimes = NO_TIMES,
@@ -234,6 +247,10 @@ class StepGather:
             rows = [torch.zeros_like(own) for _ in range(self._world.size)]
             work = dist.all_gather(rows, own, group=self._world.group, async_op=True)
         self._pending.append(_PendingGather(numbers, rows, work, ready_s))
+
+    def add_wait(self, seconds: float) -> None:
+        """Note that this rank waited for others inside the step: that does not make it slow."""
+        self._waited_s += seconds
 
     def finish(self) -> list[StepStats]:
         """Return the statistics of one step; none in the first steps of a lagging gather."""

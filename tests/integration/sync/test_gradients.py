@@ -27,7 +27,7 @@ from shoal.model.gpt import GPT
 from shoal.sync.compression.base import Bucket, NoState
 from shoal.sync.gradients import HookedDDP, make_gradient_sync
 from shoal.sync.replicas import broadcast_integers, broadcast_tensors, have_equal_digests
-from shoal.sync.step_stats import CommTimes, StepGather, sum_over_world
+from shoal.sync.step_stats import CommTimes, StepGather, StopKind, sum_over_world
 from shoal.sync.world import World, barrier
 from tests.support.ranks import run_ranks
 
@@ -231,7 +231,7 @@ def lose_peer(world: World, steps: int) -> list[float]:
     for step in range(steps):
         if world.rank == 1 and step == steps - 1:
             os._exit(0)
-        exchange.begin(2.5 + step, CommTimes(time.perf_counter(), 0.0, 0.0), stop=False)
+        exchange.begin(2.5 + step, CommTimes(time.perf_counter(), 0.0, 0.0), stop=StopKind.NO)
     with pytest.raises(PeerLost):
         exchange.drain()
     return exchange.own_losses()
@@ -253,10 +253,10 @@ def slow_rank(world: World, where: str) -> tuple[float, float, bool]:
         ready_at = time.perf_counter()
         barrier(world)
         comm = CommTimes(ready_at, time.perf_counter() - ready_at, 0.0)
-        exchange.begin(float(world.rank + 1), comm, stop=world.rank == 0 and step == 2)
+        exchange.begin(float(world.rank + 1), comm, stop=StopKind(world.rank == 0 and step == 2))
         time.sleep(late_s if where == "optimizer" else 0.0)
         [shared] = exchange.finish()
-    return shared.loss_sum, shared.wait_s, shared.stop
+    return shared.loss_sum, shared.wait_s, bool(shared.stop)
 
 
 @pytest.mark.parametrize("where", ["compute", "optimizer"])

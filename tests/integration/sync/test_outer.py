@@ -38,7 +38,7 @@ from shoal.sync.outer import (
     is_fragment_due,
     make_outer_sync,
 )
-from shoal.sync.step_stats import CommTimes, StepGather, StepStats
+from shoal.sync.step_stats import CommTimes, StepGather, StepStats, StopKind
 from shoal.sync.world import World
 from tests.support.ranks import run_ranks
 
@@ -427,7 +427,7 @@ def run_ahead(world: World, steps: int) -> tuple[list[int], list[StepStats], lis
     counts, known = [], []
     for step in range(1, steps + 1):
         comm = CommTimes(ready_at=0.0, tail_s=0.0, allreduce_s=None, wait_s=0.0)
-        exchange.begin(float(step * (1 + world.rank)), comm, stop=world.rank == 1 and step == 2)
+        exchange.begin(float(step * (1 + world.rank)), comm, stop=StopKind(world.rank == 1 and step == 2))
         finished = exchange.finish()
         counts.append(len(finished))
         known += finished
@@ -442,7 +442,9 @@ def test_ranks_at_different_steps_receive_the_same_statistics(tmp_path: Path) ->
     for counts, known, drained in ranks:
         assert counts == [0] * LAG + [1] * 3
         assert [shared.loss_sum for shared in known + drained] == [3.0 * step for step in range(1, 7)]
-        assert [shared.stop for shared in known] == [False, True, False], "every rank must stop after step 5"
+        assert [shared.stop for shared in known] == [StopKind.NO, StopKind.PAUSE, StopKind.NO], (
+            "every rank must stop after step 5"
+        )
 
 
 # Configuration

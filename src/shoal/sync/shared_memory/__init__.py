@@ -16,10 +16,15 @@ from shoal.sync.world import World
 
 
 def open_shared_memory(
-    config: SyncConfig, model: nn.Module, world: World, bucket_mb: float
+    config: SyncConfig, model: nn.Module, world: World, bucket_mb: float, in_place: bool = True
 ) -> tuple[InsideChoice, SharedDDP | SharedCompressor | None]:
-    """Return a whole gradient exchange, or a compressor for DDP's buckets, or None: gloo between all ranks."""
+    """Return a whole gradient exchange, or a compressor for buckets, or None: gloo between all ranks.
+
+    A whole exchange keeps the gradients `in_place`, in the shared memory.
+    """
     inside = preferred_way(config, world, model)
+    if inside.way == "shared" and not in_place:
+        inside = InsideChoice("copies")
     if inside.way == "shared":
         parameters = in_backward_order(model)
         itemsize = parameters[0].itemsize

@@ -12,7 +12,7 @@ With several hosts a bucket is summed and sent as soon as backward has filled it
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,6 +48,7 @@ CHUNK_BYTES = 8 << 20
 
 
 class SharedDDP(CompressorState):
+    can_leave_out = False
     extra_bytes = 0
 
     def __init__(
@@ -91,7 +92,7 @@ class SharedDDP(CompressorState):
         loss.backward()
         self._ready_at = time.perf_counter()
 
-    def finish(self) -> CommTimes:
+    def finish(self, only: Collection[Tensor] | None = None) -> CommTimes:
         if self._pipeline is None:
             return self._sum_on_this_host()
         while len(self._sent) < len(self._buckets):
