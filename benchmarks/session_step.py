@@ -1,7 +1,9 @@
 """A step of `shoal.Session` against a hand-written DDP loop of the same model: two ranks on this machine, in turns.
 
     .venv/bin/python benchmarks/session_step.py --rounds 7
+    .venv/bin/python benchmarks/session_step.py --checks
 
+`--checks` measures what the checks of a user's loop cost: one process, with them and without in turns of one step.
 Each measurement is one torchrun with two ranks of one thread. The loops do the same work: the same model, batches,
 clipping and optimizer. The hand-written one measures, commits, compares and saves nothing.
 """
@@ -99,6 +101,44 @@ def train_session(name: str, steps: int, folder: str) -> list[float]:
     return ends
 
 
+def train_checked(name: str, steps: int, folder: str) -> dict[str, list[float]]:
+    """Return the times of the steps with the checks of the user's loop, and of those without."""
+    import torch
+
+    import shoal
+    from shoal.engine.misuse import LoopGuard
+
+    session = shoal.Session(steps=steps, global_batch=BATCH, out=folder, checkpoint_every=10_000)
+    model, data, loss_sum = make(name)
+    session.attach(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    times: dict[str, list[float]] = {"checked": [], "unchecked": []}
+    for step in session:
+        way = "checked" if step.number % 2 else "unchecked"
+        training = session.entry.step
+        training.guard.close()
+        if way == "checked":
+            training.guard = LoopGuard(session.replica.state)
+        began = time.perf_counter()
+        with step:
+            for inputs, labels in step.batches(data):
+                step.backward(loss_sum(model(inputs), labels))
+            step.update(clip=1.0)
+        if step.number > WARM_UP:
+            times[way].append(time.perf_counter() - began)
+    return times
+
+
+def print_checks(names: str, steps: int) -> None:
+    for name in names.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            times = train_checked(name, steps, str(Path(folder) / "run"))
+        checked, unchecked = (statistics.median(times[way]) for way in ("checked", "unchecked"))
+        print(
+            f"{name}: a step of {1e3 * unchecked:.2f} ms takes {checked / unchecked:.4f} of it with the checks "
+            f"(medians of {len(times['checked'])} steps each)"
+        )
+
+
 def rank_main(way: str, name: str, steps: int, folder: str) -> None:
     import os
 
@@ -126,7 +166,11 @@ def main() -> None:
         return
     parser = options(__doc__, rounds_=7, steps=80, quick={"steps": 6, "models": "dense"})
     parser.add_argument("--models", default="images,dense")
+    parser.add_argument("--checks", action="store_true")
     chosen = parser.parse_args()
+    if chosen.checks:
+        print_checks(chosen.models, 20 * chosen.steps)
+        return
     for name in chosen.models.split(","):
         print(f"{name}:")
         found = rounds({way: measure(way, name, chosen.steps) for way in ("ddp", "session")}, chosen.rounds)
