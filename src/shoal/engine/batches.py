@@ -10,6 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -43,7 +44,7 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
-def open_source(data: Any) -> Source:
+def open_source(data: Any) -> TensorSource | MapSource | StreamSource:
     """Return the source for a dataset, a sequence, a tensor, a tuple of tensors, a `DataLoader` or a stream."""
     if isinstance(data, DataLoader):
         return _open_loader(data)
@@ -66,7 +67,7 @@ def open_source(data: Any) -> Source:
     )
 
 
-def _open_loader(loader: DataLoader[Any]) -> Source:
+def _open_loader(loader: DataLoader[Any]) -> MapSource | StreamSource:
     if isinstance(loader.dataset, IterableDataset):
         if loader.num_workers:
             raise UsageError(
@@ -113,7 +114,11 @@ class TensorSource:
     count: int | None = None
 
     def fetch(self, shard: Shard, cursor: int) -> Iterator[Any]:
-        for indices in micro_batch_indices(shard, cursor):
+        return self.read(micro_batch_indices(shard, cursor))
+
+    def read(self, batches: Iterable[Indices]) -> Iterator[Any]:
+        """Yield batches of these samples."""
+        for indices in batches:
             rows = torch.from_numpy(indices)
             parts = tuple(tensor[rows] for tensor in self.tensors)
             yield parts[0] if self.is_single else parts
@@ -144,13 +149,20 @@ class MapSource:
 
     def fetch(self, shard: Shard, cursor: int) -> Iterator[Any]:
         if self._loader is None:
-            for indices in micro_batch_indices(shard, cursor):
-                yield self._collate(read_items(self._dataset, indices))
+            yield from self.read(micro_batch_indices(shard, cursor))
             return
         if self._ahead is None or not self._ahead.continues(shard, cursor):
             self.close()
             self._ahead = _Prefetched(self._loader, shard, cursor)
         yield from self._ahead.next_step()
+
+    def read(self, batches: Iterable[Indices]) -> Iterator[Any]:
+        """Yield batches of these samples, read by workers of their own where the `DataLoader` has some."""
+        if self._loader is not None:
+            yield from _loader_over(self._loader, [indices.tolist() for indices in batches])
+            return
+        for indices in batches:
+            yield self._collate(read_items(self._dataset, indices))
 
     def fingerprint(self) -> int:
         """Compare the first sample too, unless it is random: then two reads differ."""
@@ -196,6 +208,12 @@ class StreamSource:
         for size in shard.plan.sizes(shard.rank):
             yield self._collate(list(islice(items, size)))
 
+    def read_once(self, size: int) -> Iterator[tuple[int, Callable[[], Any]]]:
+        """Yield, from the beginning to the end, the number of samples of each batch, and what makes the batch."""
+        items = iter(self._stream)
+        while chunk := list(islice(items, size)):
+            yield len(chunk), partial(self._collate, chunk)
+
     def fingerprint(self) -> int:
         return zlib.crc32(type(self._stream).__qualname__.encode())
 
@@ -222,19 +240,7 @@ class _Prefetched:
     def __init__(self, loader: DataLoader[Any], shard: Shard, cursor: int) -> None:
         self._shard = shard
         self._cursor = cursor
-        options: dict[str, Any] = {"timeout": loader.timeout, "multiprocessing_context": loader.multiprocessing_context}
-        if loader.num_workers:
-            options |= {"prefetch_factor": loader.prefetch_factor, "worker_init_fn": loader.worker_init_fn}
-        self._items = iter(
-            DataLoader(
-                loader.dataset,
-                batch_sampler=_CursorSampler(shard, cursor),
-                num_workers=loader.num_workers,
-                collate_fn=loader.collate_fn,
-                pin_memory=loader.pin_memory,
-                **options,
-            )
-        )
+        self._items = iter(_loader_over(loader, _CursorSampler(shard, cursor)))
 
     def continues(self, shard: Shard, cursor: int) -> bool:
         return shard == self._shard and cursor == self._cursor
@@ -248,6 +254,21 @@ class _Prefetched:
     def close(self) -> None:
         if (shutdown := getattr(self._items, "_shutdown_workers", None)) is not None:
             shutdown()
+
+
+def _loader_over(loader: DataLoader[Any], batches: Iterable[list[int]]) -> DataLoader[Any]:
+    """Return a loader like this one over batches of these samples."""
+    options: dict[str, Any] = {"timeout": loader.timeout, "multiprocessing_context": loader.multiprocessing_context}
+    if loader.num_workers:
+        options |= {"prefetch_factor": loader.prefetch_factor, "worker_init_fn": loader.worker_init_fn}
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        **options,
+    )
 
 
 @dataclass(frozen=True)

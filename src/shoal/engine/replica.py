@@ -23,7 +23,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from shoal.config.schema import EngineConfig, SyncConfig
 from shoal.cost.batch_plan import BatchPlan
-from shoal.engine.checkpoint import Progress, Shares
+from shoal.engine.checkpoint import BestValue, Progress, Shares
 from shoal.engine.division import BatchDivision
 from shoal.engine.exchanges import Exchanges, describe_exchanges, make_exchanges, no_exchanges
 from shoal.engine.recorder import Recorder
@@ -60,6 +60,9 @@ class PeriodicProgress:
 
     done_step: int = 0  # The last step whose tasks are all done.
     tasks_done: dict[str, int] = field(default_factory=dict)  # By task, the last step at which it was done.
+    running: str = ""  # The task that is at work.
+    is_judged: bool = False  # `session.best` was called for the present step.
+    best: BestValue | None = None  # The present step is the best one so far: its checkpoint is due.
 
 
 @dataclass

@@ -35,8 +35,10 @@ from shoal.config.load import merge
 from shoal.control.membership.types import Ballot
 from shoal.engine.agreement import check_same_data
 from shoal.engine.batches import BatchAhead, Source, move, open_source, read_ahead
+from shoal.engine.best_checkpoint import note_best
 from shoal.engine.entry import Attached, ElasticEntry, Entry, Hooks, StaticEntry
 from shoal.engine.environment import SessionStart, open_session
+from shoal.engine.evaluation import evaluate
 from shoal.engine.loop import Loop, StepOutcome, Task
 from shoal.engine.misuse import check_scale
 from shoal.engine.replica import Replica
@@ -205,6 +207,21 @@ class Session:
     def sum(self, *values: float) -> list[float]:
         """Return the sum of each value over all ranks. All must call it, inside a step or a function of `every`."""
         return sum_over_world(self.replica.world, [float(value) for value in values])
+
+    def evaluate(self, data: Any, function: Callable[[Any], Any], batch: int | None = None) -> Any:
+        """Return the mean of a value, or of several by name, over all samples of a dataset, in a function of `every`.
+
+        `function` returns sums over a batch of at most `batch` samples: a number, or a dictionary of them. A sum of
+        other terms than samples stands there with their number, as in `{"loss": (loss.sum(), tokens)}`.
+        """
+        return evaluate(self.replica, data, function, batch)
+
+    def best(self, value: float, lower: bool = True) -> bool:
+        """Keep the checkpoint of this step beside the newest ones if `value` is the best so far; return whether it is.
+
+        All ranks call it in a function of `every`, with the same value.
+        """
+        return note_best(self.replica, self._start.run, value, lower)
 
     def stop(self) -> None:
         """End the training after a step on which all ranks agree; it can be resumed."""
