@@ -171,7 +171,7 @@ class CheckpointFolder:
             raise CheckpointError(
                 f"no checkpoint in {self.path} is marked as the best one",
                 why="the program marks it with session.best(value)",
-                fix="take the newest one: --checkpoint newest",
+                fix="take the newest one: leave --best out",
             )
         return read_checkpoint(self.folder(best.step))
 

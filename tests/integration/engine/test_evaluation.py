@@ -31,7 +31,7 @@ INPUTS = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
 LABELS = (INPUTS.sum(1) > 0).long()
 # Neither a multiple of the batch nor of the ranks; one that has fewer samples than there are ranks.
 TESTS, FEW = torch.randn(53, 8, generator=torch.Generator().manual_seed(1)), INPUTS[:2]
-Check = Callable[[Session, nn.Module], Any]
+Check = Callable[[Session, nn.Sequential], Any]
 
 
 def settings(**run: Any) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Stream(IterableDataset[Tensor]):
         return iter(TESTS)
 
 
-def all_kinds(session: Session, model: nn.Module) -> list[Any]:
+def all_kinds(session: Session, model: nn.Sequential) -> list[Any]:
     """Evaluate every kind of data; return all means, and the mean of plain torch at the end."""
     model[2].eval()
     modes = [module.training for module in model.modules()]
@@ -262,6 +262,13 @@ def test_a_checkpoint_without_a_mark_is_not_the_best_one(tmp_path: Path) -> None
         CheckpointFolder(tmp_path, 2).load_best()
 
 
+def test_metrics_have_no_best_checkpoint(tmp_path: Path) -> None:
+    make_folder(tmp_path / "run", settings())
+    done = shoal("export", tmp_path / "run", "--format", "csv", "--best")
+    assert done.returncode == 2
+    assert "--best says nothing about --format csv" in done.stderr
+
+
 @pytest.mark.parametrize("way", ["evaluate", "best"])
 def test_an_evaluation_that_loses_a_rank_is_repeated(way: str, tmp_path: Path) -> None:
     run, results = tmp_path / "run", tmp_path / "results.jsonl"
@@ -272,7 +279,11 @@ def test_an_evaluation_that_loses_a_rank_is_repeated(way: str, tmp_path: Path) -
     lines = read_jsonl(results)
     assert [line["step"] for line in lines if line["rank"] == 0] == [4, 8, 12]
     assert all(line["value"] == json.loads(lines[0]["expected"]) for line in lines)
+    # Of all ranks, also of the one that was started again and copied it.
+    assert all(line["seen"] == 12 * line["step"] for line in lines)
     verified = shoal("verify", run)
     assert verified.returncode == 0, verified.stdout
+    exported = shoal("export", run, "--format", "state-dict", "--best", "--json")
+    assert json.loads(exported.stdout)["steps"] == 4, exported.stderr
     bests = CheckpointFolder(run / "checkpoints", 2).best_values()
     assert [best.step for best in bests] == [4]

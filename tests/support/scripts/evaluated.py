@@ -19,7 +19,8 @@ killed = results.with_suffix(".killed")
 torch.manual_seed(0)
 session = shoal.Session(steps=12, global_batch=12, settings={"train.pin": "off"})
 model = nn.Linear(8, 2)
-session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+numbers = shoal.Numbers(seen=0)
+session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), numbers)
 data, tests = torch.randn(96, 8), torch.arange(53.0)
 
 
@@ -39,7 +40,8 @@ def evaluate() -> None:
     value = session.evaluate(tests, measure, batch=4)
     die_once("best")
     session.best(value)
-    line = {"step": session.step, "rank": session.rank, "value": value, "expected": str(tests.mean().item())}
+    line = {"step": session.step, "rank": session.rank, "value": value, "seen": numbers.seen}
+    line["expected"] = str(tests.mean().item())
     with results.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -48,4 +50,4 @@ for step in session:
     with step:
         for inputs in step.batches(data):
             step.backward(model(inputs).square().sum())
-        step.update()
+        step.update(after=lambda: numbers.add(seen=12))
