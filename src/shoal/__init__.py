@@ -41,6 +41,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from shoal.data.corpus import make_shard as make_shard
+    from shoal.engine.batches import weighted as weighted
+    from shoal.engine.batches import with_replacement as with_replacement
+    from shoal.engine.numbers import Numbers as Numbers
     from shoal.engine.session import Session as Session
     from shoal.engine.session import Step as Step
     from shoal.sync.public_api import barrier as barrier
@@ -54,6 +57,9 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "Session": "shoal.engine.session",
     "Step": "shoal.engine.session",
+    "Numbers": "shoal.engine.numbers",
+    "weighted": "shoal.engine.batches",
+    "with_replacement": "shoal.engine.batches",
     "World": "shoal.sync.world",
     "init_distributed": "shoal.sync.public_api",
     "wrap_for_ddp": "shoal.sync.public_api",

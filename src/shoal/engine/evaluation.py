@@ -21,7 +21,7 @@ from torch import nn
 
 from shoal.cost.batch_plan import MICRO_BATCH_CAP
 from shoal.engine.agreement import check_same_data
-from shoal.engine.batches import MapSource, StreamSource, TensorSource, move, open_source
+from shoal.engine.batches import Drawn, MapSource, StreamSource, TensorSource, move, open_source
 from shoal.engine.replica import Replica
 from shoal.engine.saving import WRITE_TIMEOUT_S
 from shoal.engine.state_transfer import gather_json
@@ -40,6 +40,12 @@ def evaluate(replica: Replica, data: Any, function: Callable[[Any], Any], batch:
     train, world = replica.config.train, replica.world
     size = batch or train.micro_batch or min(MICRO_BATCH_CAP, replica.global_batch)
     source = open_source(data)
+    if isinstance(data, Drawn):
+        raise UsageError(
+            "session.evaluate got a dataset whose samples are drawn with replacement",
+            why="it evaluates every sample once, without weights",
+            fix="pass the dataset itself",
+        )
     check_same_data(world, source)
     # Only the first time: it takes as long as another batch.
     checks_sums = replica.periodic.running not in replica.periodic.tasks_done

@@ -298,6 +298,7 @@ class SessionData:
         self._sharding = sharding
         self._sources: dict[int, tuple[object, Source]] = {}
         self._checked: dict[int, Ballot] = {}
+        self._draws = False
         self.batch_ahead: BatchAhead | None = None
 
     def open(self, data: Any, world: World) -> Source:
@@ -316,7 +317,15 @@ class SessionData:
         """Return this rank's part of the source's samples."""
         kind, count = SHARDS[self._sharding], source.count
         samples = _STREAM_COUNT if count is None else count
-        return kind(replica.world.rank, replica.plan, samples, replica.config.train.seed)
+        shard = kind(replica.world.rank, replica.plan, samples, replica.config.train.seed)
+        draw = getattr(source, "draw", None)
+        if draw is None:
+            return shard
+        if not self._draws:
+            self._draws = True
+            # For `shoal verify`: a position of the ledger is a draw.
+            replica.recorder.event("draw")
+        return replace(shard, draw=draw)
 
     def close(self) -> None:
         for _, source in self._sources.values():
