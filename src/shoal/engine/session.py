@@ -44,6 +44,7 @@ from shoal.engine.misuse import check_scale
 from shoal.engine.replica import Replica
 from shoal.engine.sampling import SHARDS, Shard
 from shoal.engine.step import UnequalMicroBatches, flush_denormals
+from shoal.engine.step_callbacks import StepCallbacks, StepRecord
 from shoal.engine.training_state import Stateful, TrainingState, check_trainable
 from shoal.errors import UsageError
 from shoal.event_schema import LOG_FIELDS, STEP_FIELDS
@@ -52,6 +53,7 @@ from shoal.sync.step_stats import Mark, sum_over_world
 from shoal.sync.world import World, choose_device
 
 Function = TypeVar("Function", bound=Callable[[], object])
+StepFunction = TypeVar("StepFunction", bound=Callable[[StepRecord], object])
 
 _NO_BATCH = object()
 # Positions of a stream are used, and not its samples' numbers.
@@ -117,6 +119,7 @@ class Session:
         self._attached: Attached | None = None
         self._entry: Entry | None = None
         self._tasks: list[Task] = []
+        self._callbacks = StepCallbacks(start.run.path)
         self.data = SessionData(start.sharding)
         self.hooks = Hooks()
         self.is_finished = False
@@ -200,6 +203,14 @@ class Session:
 
         return register
 
+    def on_step(self, function: StepFunction) -> StepFunction:
+        """Call the decorated function on the main rank once for each step, in order, when all ranks have done it.
+
+        It gets a `StepRecord`, mostly one step later. An error in it ends the training, as any error of the program.
+        """
+        self._callbacks.functions.append(function)
+        return function
+
     def log(self, **values: float) -> None:
         """Record values of this step, for `shoal report`."""
         self.replica.recorder.event("log", step=self.step, **_checked_values("session.log", values, LOG_FIELDS))
@@ -236,7 +247,9 @@ class Session:
             with flush_denormals():
                 loop = self._enter(self._attached)
                 for outcome in loop.steps():
+                    self._callbacks.call(self.replica)
                     yield Step(self, outcome)
+                self._callbacks.call(self.replica)
             self.is_finished = loop.is_finished
             self._leave()
         except GeneratorExit:
@@ -266,6 +279,7 @@ class Session:
         kind = ElasticEntry if self._start.is_elastic else StaticEntry
         # Set before it begins: the program's hooks use the session.
         self._entry = kind(self._start, attached, self.hooks, self.device)
+        self._callbacks.watch(self.replica)
         self._entry.begin()
         return self._entry.make_loop(self._tasks)
 
@@ -439,7 +453,7 @@ class Step(AbstractContextManager["Step"]):
             raise UsageError(
                 f"step {self.number} was updated twice", why="a step has one update", fix="call step.update once"
             )
-        values = _checked_values("step.update", fields, STEP_FIELDS)
+        values = _rate_of(self._replica) | _checked_values("step.update", fields, STEP_FIELDS)
         self._read_ahead()
         self._outcome.done = self._training.update(clip, after, lambda: values)
 
@@ -457,6 +471,15 @@ class Step(AbstractContextManager["Step"]):
                 why="a peer can be lost at any time, and only the block can be done again",
                 fix="put it into the block: with step: …",
             )
+
+
+def _rate_of(replica: Replica) -> dict[str, float]:
+    """Return the learning rate of this step, before a scheduler changes it."""
+    optimizers = replica.state.optimizers
+    rate: Any = optimizers[0].param_groups[0].get("lr") if optimizers else None
+    # Not from a GPU, for which this rank would wait.
+    is_known = isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.device.type == "cpu")
+    return {"lr": float(rate)} if is_known else {}
 
 
 def _checked_values(method: str, values: Mapping[str, Any], taken: frozenset[str]) -> dict[str, float]:
