@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from shoal.engine.session import Session as Session
     from shoal.engine.session import Step as Step
     from shoal.engine.step_callbacks import StepRecord as StepRecord
+    from shoal.engine.streams import Carried as Carried
+    from shoal.engine.streams import streams as streams
     from shoal.sync.public_api import barrier as barrier
     from shoal.sync.public_api import cleanup as cleanup
     from shoal.sync.public_api import init_distributed as init_distributed
@@ -62,6 +64,8 @@ _MODULE_OF = {
     "Numbers": "shoal.engine.numbers",
     "weighted": "shoal.engine.batches",
     "with_replacement": "shoal.engine.batches",
+    "Carried": "shoal.engine.streams",
+    "streams": "shoal.engine.streams",
     "StepRecord": "shoal.engine.step_callbacks",
     "loggers": "shoal.engine.loggers",
     "World": "shoal.sync.world",

@@ -45,6 +45,7 @@ from shoal.engine.replica import Replica
 from shoal.engine.sampling import SHARDS, Shard
 from shoal.engine.step import UnequalMicroBatches, flush_denormals
 from shoal.engine.step_callbacks import StepCallbacks, StepRecord
+from shoal.engine.streams import Carried, carried_of, with_carried
 from shoal.engine.training_state import Stateful, TrainingState, check_trainable
 from shoal.errors import UsageError
 from shoal.event_schema import LOG_FIELDS, STEP_FIELDS
@@ -183,6 +184,8 @@ class Session:
                     why="it has no state_dict() and load_state_dict()",
                     fix="attach the model first, then optimizers, schedulers and other objects with a state",
                 )
+            if isinstance(thing, Carried):
+                thing.is_attached = True
         state = TrainingState(model, optimizers, others)
         check_trainable(state)
         self._attached = Attached(state, reset)
@@ -362,6 +365,8 @@ class Step(AbstractContextManager["Step"]):
     def __enter__(self) -> Step:
         self._is_open = True
         self._training.begin()
+        for carried in carried_of(self._replica):
+            carried.begin_step()
         self._batch_at = self._training.timer.mark()
         return self
 
@@ -455,6 +460,7 @@ class Step(AbstractContextManager["Step"]):
             )
         values = _rate_of(self._replica) | _checked_values("step.update", fields, STEP_FIELDS)
         self._read_ahead()
+        after = with_carried(self._replica, after)
         self._outcome.done = self._training.update(clip, after, lambda: values)
 
     def _read_ahead(self) -> None:
