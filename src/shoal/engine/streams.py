@@ -13,8 +13,8 @@
 
 A sample of the global batch is a stream: position p of the sample order is segment `p // global_batch` of stream
 `p % global_batch`. Every rank has the state of all streams, so it does not matter which rank computes a stream next,
-and a rank that joins copies them. That costs one all-gather of the states in every step. The new states are applied with
-the update: a step that is repeated begins from those before it.
+and a rank that joins copies them. That costs one all-gather of the states in every step. The new states are applied
+with the update: a step that is repeated begins from those before it.
 """
 
 from __future__ import annotations

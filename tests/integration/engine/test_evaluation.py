@@ -257,6 +257,26 @@ def test_a_resumed_run_knows_the_best_value(tmp_path: Path) -> None:
     assert [step for step, is_best in enumerate(results, len(VALUES) + 1 - len(results)) if is_best] == [7]
 
 
+def judge_at_the_end(world: World, path: Path) -> None:
+    options = {"train": {**settings()["train"], "steps": 6, "checkpoint_every": 3}}
+    session = open_session(world, path, options)
+    model = nn.Linear(8, 2)
+    session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    session.every(4)(lambda: session.best(1.0 / session.step))
+    for step in session:
+        with step:
+            for inputs in step.batches(INPUTS):
+                step.backward(model(inputs).sum())
+            step.update()
+
+
+def test_a_checkpoint_that_is_there_already_can_become_the_best_one(tmp_path: Path) -> None:
+    """That of the last step is saved before the functions that are called only at the end."""
+    path = make_folder(tmp_path / "run", settings())
+    run_ranks(judge_at_the_end, 2, tmp_path, path)
+    assert CheckpointFolder(path / "checkpoints", 3).load_best().progress.step == 6
+
+
 def test_a_checkpoint_without_a_mark_is_not_the_best_one(tmp_path: Path) -> None:
     with pytest.raises(ShoalError, match=r"no checkpoint in .* is marked as the best one"):
         CheckpointFolder(tmp_path, 2).load_best()
