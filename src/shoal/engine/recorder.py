@@ -243,11 +243,11 @@ class Recorder:
             self._write_leftovers(self._ledger)
         self._pending = self._pending[len(ready) :]
         self._committed.extend(ready)
+        if self._member is not None:
+            self._member.committed(ready[-1]["step"])
         for record in ready:
             # Known to all ranks, also to those that write no ledger: not an event of the log.
             self.on_event({"event": "commit", **record})
-        if self._member is not None:
-            self._member.committed(ready[-1]["step"])
 
     def warn(self, error: ShoalError, **fields: Any) -> None:
         self.event("warning", **error.as_dict(), **fields)

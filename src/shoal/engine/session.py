@@ -250,9 +250,9 @@ class Session:
             with flush_denormals():
                 loop = self._enter(self._attached)
                 for outcome in loop.steps():
-                    self._callbacks.call(self.replica)
+                    self._callbacks.begin_step(self.replica)
                     yield Step(self, outcome)
-                self._callbacks.call(self.replica)
+                self._callbacks.begin_step(self.replica)
             self.is_finished = loop.is_finished
             self._leave()
         except GeneratorExit:

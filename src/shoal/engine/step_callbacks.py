@@ -1,8 +1,9 @@
 """`session.on_step`: functions of the program that follow a training while it runs.
 
 They are called on the main rank, once for each step and in order, when the step is committed: then all ranks have done
-it, its loss is that of all ranks, and no recovery repeats it. Every rank keeps what it knows of the steps until then:
-the next main rank continues where a lost one has stopped.
+it, its loss is that of all ranks, and no recovery repeats it. A step is committed in the next one, between the exchange
+of gradients and that of statistics. So a rank that has the statistics knows that the main rank has reported the step;
+until then it keeps what it knows of the step, to report it if it becomes the main rank.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.control.membership.types import Ballot
 from shoal.engine.replica import Replica
 from shoal.event_schema import LOG_FIELDS, STEP_FIELDS
 from shoal.events import Event
@@ -43,13 +45,14 @@ class StepRecord:
 
 
 class StepCallbacks:
-    """The functions of the program, and the steps for which they have not been called."""
+    """The functions of the program, and the steps that they have not been called for as far as this rank knows."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
         self.functions: list[Callable[[StepRecord], object]] = []
         self._events: dict[int, Event] = {}  # What this rank recorded of its steps, with the values logged after them.
-        self._committed: deque[Event] = deque()
+        self._committed: deque[Event] = deque()  # The main rank may be lost before it reports them.
+        self._generation: Ballot | None = None
 
     def watch(self, replica: Replica) -> None:
         """Receive what this rank records from now on."""
@@ -57,11 +60,23 @@ class StepCallbacks:
 
         def on_event(event: Event) -> None:
             show(event)
-            self.note(event)
+            self._note(event, replica)
 
         replica.recorder.on_event = on_event
 
-    def note(self, event: Event) -> None:
+    def begin_step(self, replica: Replica) -> None:
+        """Report what a lost main rank has not reported; forget what the present one has reported.
+
+        That was before an exchange that has succeeded since; only the first step of a generation comes without one.
+        """
+        if replica.world.is_main:
+            self._report(replica)
+        elif self._generation == replica.world.generation:
+            while self._committed:
+                replica.periodic.reported_step = max(replica.periodic.reported_step, self._committed.popleft()["step"])
+        self._generation = replica.world.generation
+
+    def _note(self, event: Event, replica: Replica) -> None:
         match event["event"]:
             case "step":
                 self._events[event["step"]] = dict(event)
@@ -69,19 +84,17 @@ class StepCallbacks:
                 values = {name: value for name, value in event.items() if name not in LOG_FIELDS}
                 self._events.setdefault(event["step"], {}).update(values)
             case "commit":
-                self._committed.append(event)
+                self._committed.append({**event, "known": self._events.pop(event["step"], {})})
+                if replica.world.is_main:
+                    self._report(replica)
 
-    def call(self, replica: Replica) -> None:
-        """Call the functions for the steps committed since the last call. Every rank does this between two steps."""
+    def _report(self, replica: Replica) -> None:
         while self._committed:
             record = self._committed.popleft()
-            event = self._events.pop(record["step"], {})
-            if record["step"] <= replica.periodic.reported_step:
-                continue
-            replica.periodic.reported_step = record["step"]
-            if replica.world.is_main:
+            if record["step"] > replica.periodic.reported_step:
+                replica.periodic.reported_step = record["step"]
                 for function in self.functions:
-                    function(self._describe(record, event))
+                    function(self._describe(record, record["known"]))
 
     def _describe(self, record: Event, event: Event) -> StepRecord:
         first, end = record["samples"]
