@@ -53,16 +53,11 @@ images, test_images = make_images(2000, seed=1), make_images(400, seed=2)
 
 @session.every(20)
 def evaluate() -> None:
-    part = slice(session.rank, None, session.world_size)
-    inputs, labels = (tensor[part].to(session.device) for tensor in test_images)
-    model.eval()
-    with torch.no_grad():
-        correct = (model(inputs).argmax(1) == labels).sum().item()
-    model.train()
-    total_correct, total = session.sum(correct, len(labels))
-    session.log(accuracy=total_correct / total)
+    accuracy = session.evaluate(test_images, lambda batch: (model(batch[0]).argmax(1) == batch[1]).sum())
+    session.log(accuracy=accuracy)
+    session.best(accuracy, lower=False)
     if session.is_main:
-        print(f"step {session.step}: accuracy {total_correct / total:.3f}", flush=True)
+        print(f"step {session.step}: accuracy {accuracy:.3f}", flush=True)
 
 
 for step in session:

@@ -41,8 +41,15 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from shoal.data.corpus import make_shard as make_shard
+    from shoal.engine import loggers as loggers
+    from shoal.engine.batches import weighted as weighted
+    from shoal.engine.batches import with_replacement as with_replacement
+    from shoal.engine.numbers import Numbers as Numbers
     from shoal.engine.session import Session as Session
     from shoal.engine.session import Step as Step
+    from shoal.engine.step_callbacks import StepRecord as StepRecord
+    from shoal.engine.streams import Carried as Carried
+    from shoal.engine.streams import streams as streams
     from shoal.sync.public_api import barrier as barrier
     from shoal.sync.public_api import cleanup as cleanup
     from shoal.sync.public_api import init_distributed as init_distributed
@@ -54,6 +61,13 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "Session": "shoal.engine.session",
     "Step": "shoal.engine.session",
+    "Numbers": "shoal.engine.numbers",
+    "weighted": "shoal.engine.batches",
+    "with_replacement": "shoal.engine.batches",
+    "Carried": "shoal.engine.streams",
+    "streams": "shoal.engine.streams",
+    "StepRecord": "shoal.engine.step_callbacks",
+    "loggers": "shoal.engine.loggers",
     "World": "shoal.sync.world",
     "init_distributed": "shoal.sync.public_api",
     "wrap_for_ddp": "shoal.sync.public_api",
@@ -75,4 +89,5 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    module = importlib.import_module(_MODULE_OF[name])
+    return module if name == "loggers" else getattr(module, name)

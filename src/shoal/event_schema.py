@@ -101,6 +101,7 @@ RANK_EVENTS: Schema = {
     "aligned": {"step": _is_int, "why": _or_none(_is_text)},
     "eval": {"step": _is_int, "val_loss": _is_number},
     "log": {"step": _is_int},
+    "draw": {},
     "note": {"text": _is_text},
     "warning": {"seen": _is_text, "fix": _is_text},
     "fault": {"seen": _is_text},

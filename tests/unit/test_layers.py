@@ -30,6 +30,8 @@ CHAINS = (
     "worker programs of tools → train → model → data → cost → control → config → host → base",
 )
 BASE = {"errors", "units", "events", "event_schema", "run_folder", "step_line", "terminal", "__init__"}
+# Formats of other programs that both halves write.
+BASE |= {"tensorboard", "wandb_client"}
 # Started with `python -m` beside or instead of the ranks; the tools that start them import none of these.
 WORKER_PROGRAMS = {"shoal.tools.doctor.gloo_worker", "shoal.tools.probe.worker"}
 WORKER_HALF = {"train", "engine", "sync", "model", "worker programs of tools"}

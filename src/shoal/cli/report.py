@@ -151,9 +151,10 @@ def trace(run: Path, out: Path | None = None, json: bool = False) -> None:
     run=_RUN,
     format=Option(f"One of {', '.join((*_METRICS, *_WEIGHTS))}.", flags="--format -f"),
     out=Option("The file or folder to write; - is stdout, for csv and jsonl.", flags="--out -o", shown="in RUN"),
+    best=Option("Weights: those of the checkpoint that session.best keeps, not of the newest one."),
     json=Option("Print path, steps and skipped lines as JSON."),
 )
-def export(run: Path, format: str, out: Path | None = None, json: bool = False) -> int:
+def export(run: Path, format: str, out: Path | None = None, best: bool = False, json: bool = False) -> int:
     """Write the metrics or the weights of a run in a format that other programs read.
 
     csv, jsonl: what the ranks have recorded, with one row per step and rank: step, rank, node, time, loss, tokens,
@@ -183,11 +184,17 @@ def export(run: Path, format: str, out: Path | None = None, json: bool = False) 
             why=f"only {' and '.join(_STREAMED)} are text",
             fix=as_command("export", shown(folder.path), "--format", format),
         )
+    if best and format in _METRICS:
+        raise UsageError(
+            f"--best says nothing about --format {format}",
+            why="it chooses a checkpoint, and the metrics of a run are those of all steps",
+            fix=as_command("export", shown(folder.path), "--format", "state-dict", "--best"),
+        )
     if format in _METRICS:
         summary = export_metrics(folder, format, out)
     else:
         path = out or folder.path / _WEIGHTS[format]
-        written = _export_weights(folder, format, path)
+        written = _export_weights(folder, format, path, best)
         if written.returncode:
             return written.returncode
         summary = ExportSummary(str(path), int(written.stdout), 0)
@@ -202,9 +209,10 @@ def export(run: Path, format: str, out: Path | None = None, json: bool = False) 
     return 0
 
 
-def _export_weights(run: RunFolder, format: str, out: Path) -> subprocess.CompletedProcess[str]:
+def _export_weights(run: RunFolder, format: str, out: Path, best: bool) -> subprocess.CompletedProcess[str]:
     """Write weights in a separate process, because the command line never imports torch; it prints their step."""
     argv = [sys.executable, "-P", "-m", "shoal.train.export", str(run.path), format, str(out), *_width_option()]
+    argv += ["--best"] if best else []
     begin_stage("shoal export: writing the weights")
     result = subprocess.run(argv, check=False, capture_output=True, text=True)
     end_stage()
@@ -266,7 +274,7 @@ def print_verdict(verdict: VerifyResult, sharding: str) -> None:
             console,
         )
     if not verdict.is_measured:
-        print_paragraph(_ledger_verdict(verdict.ledger, sharding), console)
+        print_paragraph(_ledger_verdict(verdict.ledger, "drawn" if verdict.draws else sharding), console)
     for fork in verdict.ledger.forked:
         print_paragraph(
             f"[red]forked[/]: the lineages {' and '.join(fork.lineages)} both trained steps {fork.first:,} to "
@@ -317,12 +325,15 @@ def _replicas_verdict(replicas: ReplicaReport, what: str) -> Iterator[str]:
 
 
 def _ledger_verdict(ledger: LedgerReport, sharding: str) -> str:
-    """Describe the ledger. With `cursor` a position is one sample; with `modulo` it is one within each rank's shard."""
+    """Describe the ledger. With `cursor` a position is one sample; with `modulo` it is one within each rank's shard;
+    with `drawn` it is one draw with replacement, which may be of a sample that was drawn before."""
     if not ledger.steps:
         return "[yellow]no ledger[/]: no step was committed"
     if ledger.ok:
         in_shards = "" if sharding == "cursor" else " within the shards"
         samples = f"{ledger.samples:,} samples, none skipped or used twice{in_shards}"
+        if sharding == "drawn":
+            samples = f"{ledger.samples:,} draws of samples with replacement, none skipped or done twice"
         return f"[green]complete[/]: {ledger.steps:,} steps, {samples}{_history(ledger)}"
     return (
         f"[red]incomplete[/]: {len(ledger.gaps)} gaps, {len(ledger.overlaps)} overlaps, {len(ledger.doubles)} steps "

@@ -10,6 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from shoal.engine.sampling import Indices, Shard
+from shoal.engine.sampling import Draw, Indices, Shard
 from shoal.errors import DataError, UsageError
 from shoal.sync.replicas import flat_bytes
 
@@ -43,8 +44,50 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
-def open_source(data: Any) -> Source:
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """A dataset whose samples are drawn with replacement."""
+
+    data: Any
+    draw: Draw
+
+
+def with_replacement(data: Any) -> Drawn:
+    """Draw the samples of a dataset with replacement, all with the same probability."""
+    return Drawn(data, Draw())
+
+
+def weighted(data: Any, weights: Any) -> Drawn:
+    """Draw the samples of a dataset with replacement, each with a probability in proportion to its weight."""
+    numbers = np.asarray(weights, dtype=np.float64)
+    if numbers.ndim != 1 or not np.isfinite(numbers).all() or (numbers < 0).any() or not numbers.any():
+        raise UsageError(
+            "shoal.weighted got weights that are not one number for each sample",
+            why="a weight is finite and not below zero, and at least one is above it",
+            fix="pass for example: shoal.weighted(dataset, [1.0] * len(dataset))",
+        )
+    source = open_source(data)
+    if source.count not in (None, len(numbers)):
+        raise UsageError(
+            f"shoal.weighted got {len(numbers):,} weights for {source.count:,} samples",
+            why="weight i is that of sample i of the dataset",
+            fix="pass one weight for each sample, in their order",
+        )
+    return Drawn(data, Draw(numbers))
+
+
+def open_source(data: Any) -> TensorSource | MapSource | StreamSource:
     """Return the source for a dataset, a sequence, a tensor, a tuple of tensors, a `DataLoader` or a stream."""
+    if isinstance(data, Drawn):
+        source = open_source(data.data)
+        if isinstance(source, StreamSource):
+            raise UsageError(
+                f"samples of a {type(data.data).__qualname__} cannot be drawn with replacement",
+                why="it is read from its beginning to its end, and has no sample with a number",
+                fix="use a dataset with __len__ and __getitem__",
+            )
+        source.draw = data.draw
+        return source
     if isinstance(data, DataLoader):
         return _open_loader(data)
     if isinstance(data, Tensor | np.ndarray):
@@ -66,7 +109,7 @@ def open_source(data: Any) -> Source:
     )
 
 
-def _open_loader(loader: DataLoader[Any]) -> Source:
+def _open_loader(loader: DataLoader[Any]) -> MapSource | StreamSource:
     if isinstance(loader.dataset, IterableDataset):
         if loader.num_workers:
             raise UsageError(
@@ -83,13 +126,34 @@ def _open_loader(loader: DataLoader[Any]) -> Source:
             fix="give it a dataset of single samples",
         )
     own = loader.batch_sampler if loader.batch_size is None else loader.sampler
-    if type(own) not in (RandomSampler, SequentialSampler):
-        raise UsageError(
-            f"the DataLoader has a sampler of its own, {type(own).__qualname__}",
-            why="shoal chooses the samples: each one exactly once in an epoch, also when ranks come and go",
-            fix="leave sampler and batch_sampler out; shuffling is on by default",
-        )
+    is_partial = isinstance(own, RandomSampler) and (own.replacement or own.num_samples != len(own.data_source))
+    if type(own) not in (RandomSampler, SequentialSampler) or is_partial:
+        raise _own_sampler(own)
     return MapSource(loader.dataset, loader.collate_fn, loader)
+
+
+def _own_sampler(own: Any) -> UsageError:
+    """Return the refusal of a program's own sampler, with what to write in its place."""
+    fixes: dict[str, str] = {
+        "WeightedRandomSampler": "step.batches(shoal.weighted(dataset, weights)), which draws with replacement",
+        "SubsetRandomSampler": "step.batches(torch.utils.data.Subset(dataset, indices))",
+        "DistributedSampler": "step.batches(dataset): shoal divides it over the ranks itself",
+        "RandomSampler": "step.batches(shoal.with_replacement(dataset)), or the dataset alone for each sample once in "
+        "an epoch",
+        "BatchSampler": "step.batches(dataset), with Session(micro_batch=…) for the size of batches",
+    }
+    fallback = (
+        "step.batches(dataset); an order of your own is an order of the dataset's items, a choice of them is "
+        "torch.utils.data.Subset, weights are shoal.weighted(dataset, weights)"
+    )
+    kind = next((kind.__name__ for kind in type(own).__mro__ if kind.__name__ in fixes), "")
+    how = " with num_samples or replacement=True" if type(own) is RandomSampler else ""
+    return UsageError(
+        f"the DataLoader has a sampler of its own, {type(own).__qualname__}{how}",
+        why="shoal chooses the samples, by seed and position alone: so each position is used exactly once, also when "
+        "ranks come and go",
+        fix=f"leave the sampler out and write {fixes.get(kind, fallback)}",
+    )
 
 
 @dataclass
@@ -99,6 +163,7 @@ class TensorSource:
     tensors: tuple[Tensor, ...]
     is_single: bool = False
     is_pure: bool = True
+    draw: Draw | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(tensor) for tensor in self.tensors}
@@ -113,14 +178,19 @@ class TensorSource:
     count: int | None = None
 
     def fetch(self, shard: Shard, cursor: int) -> Iterator[Any]:
-        for indices in micro_batch_indices(shard, cursor):
+        return self.read(micro_batch_indices(shard, cursor))
+
+    def read(self, batches: Iterable[Indices]) -> Iterator[Any]:
+        """Yield batches of these samples."""
+        for indices in batches:
             rows = torch.from_numpy(indices)
             parts = tuple(tensor[rows] for tensor in self.tensors)
             yield parts[0] if self.is_single else parts
 
     def fingerprint(self) -> int:
+        draw = 0 if self.draw is None else self.draw.checksum
         rows = [len(self.tensors[0]) // 2, -1] if len(self.tensors[0]) else []
-        return _checksum([self.count, [tensor[row] for tensor in self.tensors for row in rows]])
+        return _checksum([self.count, draw, [tensor[row] for tensor in self.tensors for row in rows]])
 
     def close(self) -> None: ...
 
@@ -137,6 +207,7 @@ class MapSource:
         loader: DataLoader[Any] | None = None,
     ) -> None:
         self.count: int | None = len(dataset)
+        self.draw: Draw | None = None
         self._dataset = dataset
         self._collate = collate or default_collate
         self._loader = loader if loader is not None and (loader.num_workers or loader.pin_memory) else None
@@ -144,18 +215,26 @@ class MapSource:
 
     def fetch(self, shard: Shard, cursor: int) -> Iterator[Any]:
         if self._loader is None:
-            for indices in micro_batch_indices(shard, cursor):
-                yield self._collate(read_items(self._dataset, indices))
+            yield from self.read(micro_batch_indices(shard, cursor))
             return
         if self._ahead is None or not self._ahead.continues(shard, cursor):
             self.close()
             self._ahead = _Prefetched(self._loader, shard, cursor)
         yield from self._ahead.next_step()
 
+    def read(self, batches: Iterable[Indices]) -> Iterator[Any]:
+        """Yield batches of these samples, read by workers of their own where the `DataLoader` has some."""
+        if self._loader is not None:
+            yield from _loader_over(self._loader, [indices.tolist() for indices in batches])
+            return
+        for indices in batches:
+            yield self._collate(read_items(self._dataset, indices))
+
     def fingerprint(self) -> int:
         """Compare the first sample too, unless it is random: then two reads differ."""
         first = [_checksum(read_items(self._dataset, np.array([0]))) for _ in range(2)] if self.count else [0]
-        return _checksum([self.count, first[0] if len(set(first)) == 1 else 0])
+        draw = 0 if self.draw is None else self.draw.checksum
+        return _checksum([self.count, draw, first[0] if len(set(first)) == 1 else 0])
 
     def close(self) -> None:
         if self._ahead is not None:
@@ -196,6 +275,12 @@ class StreamSource:
         for size in shard.plan.sizes(shard.rank):
             yield self._collate(list(islice(items, size)))
 
+    def read_once(self, size: int) -> Iterator[tuple[int, Callable[[], Any]]]:
+        """Yield, from the beginning to the end, the number of samples of each batch, and what makes the batch."""
+        items = iter(self._stream)
+        while chunk := list(islice(items, size)):
+            yield len(chunk), partial(self._collate, chunk)
+
     def fingerprint(self) -> int:
         return zlib.crc32(type(self._stream).__qualname__.encode())
 
@@ -222,19 +307,7 @@ class _Prefetched:
     def __init__(self, loader: DataLoader[Any], shard: Shard, cursor: int) -> None:
         self._shard = shard
         self._cursor = cursor
-        options: dict[str, Any] = {"timeout": loader.timeout, "multiprocessing_context": loader.multiprocessing_context}
-        if loader.num_workers:
-            options |= {"prefetch_factor": loader.prefetch_factor, "worker_init_fn": loader.worker_init_fn}
-        self._items = iter(
-            DataLoader(
-                loader.dataset,
-                batch_sampler=_CursorSampler(shard, cursor),
-                num_workers=loader.num_workers,
-                collate_fn=loader.collate_fn,
-                pin_memory=loader.pin_memory,
-                **options,
-            )
-        )
+        self._items = iter(_loader_over(loader, _CursorSampler(shard, cursor)))
 
     def continues(self, shard: Shard, cursor: int) -> bool:
         return shard == self._shard and cursor == self._cursor
@@ -248,6 +321,21 @@ class _Prefetched:
     def close(self) -> None:
         if (shutdown := getattr(self._items, "_shutdown_workers", None)) is not None:
             shutdown()
+
+
+def _loader_over(loader: DataLoader[Any], batches: Iterable[list[int]]) -> DataLoader[Any]:
+    """Return a loader like this one over batches of these samples."""
+    options: dict[str, Any] = {"timeout": loader.timeout, "multiprocessing_context": loader.multiprocessing_context}
+    if loader.num_workers:
+        options |= {"prefetch_factor": loader.prefetch_factor, "worker_init_fn": loader.worker_init_fn}
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        **options,
+    )
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,9 @@ Neither `torch.load` nor safetensors notices a flipped bit (measured: 0 of 40 ea
 is used. A folder that fails is renamed to `….corrupt` and the one before it is tried. `ledger.json` has the length and
 the SHA-256 of the ledger, so that a later cut or change of the ledger is noticed.
 
+A checkpoint that was the best one when it was written has `best.json`, with the value by which the program judges. The
+best of these is kept beside the newest ones.
+
 Where replicas differ, every rank writes a shard, `rank-N.safetensors`, beside the common state in the folder of its own
 machine. All shards of one save carry the same mark: a shard of the same step from an earlier launch, left on a machine
 that was away for a while, does not fit and is refused.
@@ -37,7 +40,7 @@ from shoal.events import FileMark, sync_path
 
 _NAME = re.compile(r"step-(\d{8})")
 _MODEL, _OPTIMIZER, _STATE, _MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
-_LEDGER = "ledger.json"
+_LEDGER, _BEST = "ledger.json", "best.json"
 _FORMAT = 1
 Counts = TypeVar("Counts")
 
@@ -73,6 +76,18 @@ class RankShards:
     step: int  # Where a run continues that has only the common state.
     cursor: int
     in_flight: int = 0  # Outer exchanges that were under way between replicas.
+
+
+@dataclass(frozen=True)
+class BestValue:
+    """The value by which a program calls a checkpoint the best one so far."""
+
+    step: int
+    value: float
+    lower: bool  # Lower is better.
+
+    def is_better_than(self, other: BestValue | None) -> bool:
+        return other is None or (self.value < other.value if self.lower else self.value > other.value)
 
 
 @dataclass(frozen=True)
@@ -113,17 +128,21 @@ class CheckpointFolder:
             sync_path(self.path.parent)
 
     def complete(
-        self, checkpoint: Checkpoint, before_rename: Callable[[], None] = lambda: None, ledger: FileMark | None = None
+        self,
+        checkpoint: Checkpoint,
+        before_rename: Callable[[], None] = lambda: None,
+        ledger: FileMark | None = None,
+        best: BestValue | None = None,
     ) -> Path:
         """Write the checkpoint atomically: a kill leaves the older checkpoints and at most a hidden folder.
 
         `before_rename` raises if the checkpoint must not be put in place any more. `ledger` is the mark of the ledger
-        when it was put on disk.
+        when it was put on disk, `best` the value of a checkpoint that is the best one so far.
         """
         step = checkpoint.progress.step
         final = self.folder(step)
         with self._as_unwritten(step):
-            _write(self.unfinished(step), checkpoint, ledger)
+            _write(self.unfinished(step), checkpoint, ledger, best)
             before_rename()
             # An older checkpoint of the same step is renamed first and removed last: a kill must not leave none.
             replaced = final.with_name(f".{final.name}.old")
@@ -134,9 +153,27 @@ class CheckpointFolder:
             sync_path(final.parent)
             shutil.rmtree(replaced, ignore_errors=True)
         # Only now, when the newest one is in place with its name on disk.
-        for folder in self._newest_first()[self._keep :]:
-            shutil.rmtree(folder, ignore_errors=True)
+        folders = self._newest_first()
+        kept = best_of(_read_best_values(folders))
+        for folder in folders[self._keep :]:
+            if kept is None or folder != self.folder(kept.step):
+                shutil.rmtree(folder, ignore_errors=True)
         return final
+
+    def best_values(self) -> list[BestValue]:
+        """Return the values of the checkpoints here that were the best ones when they were written, newest first."""
+        return _read_best_values(self._list_for_reader())
+
+    def load_best(self) -> Checkpoint:
+        """Read the best checkpoint."""
+        best = best_of(self.best_values())
+        if best is None:
+            raise CheckpointError(
+                f"no checkpoint in {self.path} is marked as the best one",
+                why="the program marks it with session.best(value)",
+                fix="take the newest one: leave --best out",
+            )
+        return read_checkpoint(self.folder(best.step))
 
     def folder(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
@@ -224,6 +261,22 @@ class CheckpointFolder:
         return sorted((path for path in self.path.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
 
 
+def best_of(values: Sequence[BestValue]) -> BestValue | None:
+    """Return the best of these values, newest first, by what the newest one calls better; of equal ones the oldest."""
+    best: BestValue | None = None
+    for value in reversed([value for value in values if value.lower == values[0].lower]):
+        best = value if value.is_better_than(best) else best
+    return best
+
+
+def _read_best_values(folders: Sequence[Path]) -> list[BestValue]:
+    values = []
+    for folder in folders:
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            values.append(BestValue(**json.loads((folder / _BEST).read_text())))
+    return values
+
+
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Check every sum, then read. Any damage raises a `DamagedCheckpoint` that names the file."""
     check_sums(folder)
@@ -240,7 +293,7 @@ def check_sums(folder: Path) -> None:
         manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
         if manifest["format"] != _FORMAT:
             raise CheckpointError(f"{folder} has format {manifest['format']}, this version reads {_FORMAT}")
-        for name in (_MODEL, _OPTIMIZER, _STATE, *({_LEDGER} & manifest["sha256"].keys())):
+        for name in (_MODEL, _OPTIMIZER, _STATE, *({_LEDGER, _BEST} & manifest["sha256"].keys())):
             if _sha256(folder / name) != manifest["sha256"][name]:
                 raise DamagedCheckpoint(f"{folder / name} is damaged: its SHA-256 is not the one written")
         step, named = json.loads((folder / _STATE).read_text())["step"], re.search(r"step-(\d+)", folder.name)
@@ -299,7 +352,7 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
         raise DamagedCheckpoint(f"{folder} is damaged: {error}") from error
 
 
-def _write(folder: Path, checkpoint: Checkpoint, ledger: FileMark | None) -> None:
+def _write(folder: Path, checkpoint: Checkpoint, ledger: FileMark | None, best: BestValue | None = None) -> None:
     save_file(savable(checkpoint.model), folder / _MODEL)
     save_file(savable(checkpoint.optimizer.tensors), folder / _OPTIMIZER)
     shards = {"parts": asdict(checkpoint.shards)} if checkpoint.shards else {}
@@ -307,6 +360,8 @@ def _write(folder: Path, checkpoint: Checkpoint, ledger: FileMark | None) -> Non
     (folder / _STATE).write_text(json.dumps(asdict(checkpoint.progress) | shards | values))
     if ledger is not None:
         (folder / _LEDGER).write_text(json.dumps(asdict(ledger)))
+    if best is not None:
+        (folder / _BEST).write_text(json.dumps(asdict(best)))
     sums = {file.name: _sha256(file) for file in sorted(folder.iterdir())}
     (folder / _MANIFEST).write_text(json.dumps({"format": _FORMAT, "sha256": sums}, indent=1))
     for file in folder.iterdir():

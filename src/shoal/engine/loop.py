@@ -161,19 +161,24 @@ class Loop:
         for task in self._tasks:
             if task.is_due(replica):
                 self._run_task(task)
-        if step % train.checkpoint_every == 0:
+        if step % train.checkpoint_every == 0 or replica.periodic.best is not None:
             wants_stop |= self._checkpoint()
         elif self._comparison.is_due(step):
             self._comparison.compare()
         if step % train.gc_every == 0:
             gc.collect()
-        replica.periodic.done_step = step
+        replica.periodic.done_step, replica.periodic.is_judged = step, False
         return wants_stop
 
     def _run_task(self, task: Task) -> None:
+        periodic = self._replica.periodic
         with self._replica.outer.common():
-            task.function()
-        self._replica.periodic.tasks_done[task.name] = self._replica.progress.step
+            periodic.running = task.name
+            try:
+                task.function()
+            finally:
+                periodic.running = ""
+        periodic.tasks_done[task.name] = self._replica.progress.step
 
     def _checkpoint(self, must: bool = False) -> bool:
         """Save a checkpoint; return whether any rank wants to stop."""
@@ -183,6 +188,7 @@ class Loop:
         self._replica.recorder.commit()
         if self._comparison.compare(must):
             self._saver.save(must)
+        self._replica.periodic.best = None
         return wants_stop
 
     def _end(self, load: LoadMeter) -> None:

@@ -245,6 +245,9 @@ class Recorder:
         self._committed.extend(ready)
         if self._member is not None:
             self._member.committed(ready[-1]["step"])
+        for record in ready:
+            # Known to all ranks, also to those that write no ledger: not an event of the log.
+            self.on_event({"event": "commit", **record})
 
     def warn(self, error: ShoalError, **fields: Any) -> None:
         self.event("warning", **error.as_dict(), **fields)

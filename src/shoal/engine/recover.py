@@ -226,6 +226,7 @@ class GenerationChanger:
             micro_batch=replica.division.largest_micro_batch,
             periodic_done_step=replica.periodic.done_step,
             tasks_done=replica.periodic.tasks_done,
+            reported_step=replica.periodic.reported_step,
             has_fixed_shapes=replica.division.has_fixed_shapes,
             sync=self.chooser.as_numbers(),
             speeds={str(id): speed for id, speed in replica.division.balance.speeds.items()},
@@ -293,7 +294,7 @@ class GenerationChanger:
         if plan.behind or self.chooser.preview(info.sync).is_outer:
             replica.state.load_optimizer_state(received.optimizer)
         replica.enter_world(world, plan.step, info.cursor)
-        replica.restore_periodic(info.periodic_done_step, dict(info.tasks_done))
+        replica.restore_periodic(info.periodic_done_step, dict(info.tasks_done), info.reported_step)
         replica.set_sync(self.chooser.adopt(info.sync))
         replica.division.fix_shapes(info.has_fixed_shapes)
         replica.division.balance.adopt(

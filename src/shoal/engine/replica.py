@@ -23,7 +23,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from shoal.config.schema import EngineConfig, SyncConfig
 from shoal.cost.batch_plan import BatchPlan
-from shoal.engine.checkpoint import Progress, Shares
+from shoal.engine.checkpoint import BestValue, Progress, Shares
 from shoal.engine.division import BatchDivision
 from shoal.engine.exchanges import Exchanges, make_exchanges, no_exchanges
 from shoal.engine.recorder import Recorder
@@ -62,6 +62,10 @@ class PeriodicProgress:
 
     done_step: int = 0  # The last step whose tasks are all done.
     tasks_done: dict[str, int] = field(default_factory=dict)  # By task, the last step at which it was done.
+    reported_step: int = 0  # The last step for which a main rank has called the functions of `session.on_step`.
+    running: str = ""  # The task that is at work.
+    is_judged: bool = False  # `session.best` was called for the present step.
+    best: BestValue | None = None  # The present step is the best one so far: its checkpoint is due.
 
 
 @dataclass
@@ -181,8 +185,11 @@ class Replica:
             through = min(through, self.recorder.newest_pending // every * every)
         self.recorder.commit(through)
 
-    def restore_periodic(self, done_step: int, tasks_done: dict[str, int] | None = None) -> None:
-        self.periodic = PeriodicProgress(done_step, dict(tasks_done or {}))
+    def restore_periodic(
+        self, done_step: int, tasks_done: dict[str, int] | None = None, reported_step: int = 0
+    ) -> None:
+        reported_step = max(reported_step, self.periodic.reported_step)
+        self.periodic = PeriodicProgress(done_step, dict(tasks_done or {}), reported_step)
         self.round_start.periodic_done_step = done_step
 
     def free_initial_copy(self) -> None:

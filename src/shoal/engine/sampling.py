@@ -5,6 +5,9 @@ The order of samples is a pure function of seed, epoch and position: a keyed per
 for any position, and it is the same integer arithmetic on every machine. `numpy.random` guarantees no such thing across
 its versions, and two ranks that disagree about the order would silently train on the wrong samples.
 
+A program may draw samples with replacement instead, all with the same probability or by weight. What is drawn at a
+position is a function of seed and position too, so every position is used once, whatever ranks come and go.
+
 Data is split over ranks in one of two ways. `cursor`: one global order; each step takes the next global batch and
 divides it over the ranks present, so the samples of a step do not depend on the number of ranks. `modulo`: rank r only
 ever sees samples with `index % world_size == r`, as most tutorials do it.
@@ -12,6 +15,7 @@ ever sees samples with `index % world_size == r`, as most tutorials do it.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +29,8 @@ _Words = npt.NDArray[np.uint64]
 _ROUNDS = 4
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+# In place of the number of an epoch, in the keys of draws.
+_DRAW = -1
 
 
 def sample_indices(positions: Indices, count: int, seed: int) -> Indices:
@@ -68,6 +74,32 @@ def _mix(words: _Words) -> _Words:
     return words ^ (words >> np.uint64(31))
 
 
+class Draw:
+    """Draws a sample for every position, with replacement: by weight, or all with the same probability."""
+
+    def __init__(self, weights: npt.NDArray[np.float64] | None = None) -> None:
+        # Sums and products of doubles are rounded alike on every machine, and the sum is taken from left to right.
+        self._bounds = None if weights is None else np.cumsum(weights)
+        self._last = 0 if weights is None else int(np.flatnonzero(weights)[-1])
+
+    def indices(self, positions: Indices, count: int, seed: int) -> Indices:
+        """Return the sample that is drawn at each position of the endless stream."""
+        keys = _round_keys(seed, _DRAW)
+        words = _mix(_mix(positions.astype(np.uint64) ^ keys[0]) + keys[1])
+        if self._bounds is None:
+            equal: Indices = (words % np.uint64(count)).astype(np.int64)
+            return equal
+        parts = (words >> np.uint64(11)).astype(np.float64) / 2**53
+        drawn: Indices = np.searchsorted(self._bounds, parts * self._bounds[-1], side="right")
+        # A part of nearly one may be rounded up to the sum of all.
+        return np.minimum(drawn, self._last)
+
+    @property
+    def checksum(self) -> int:
+        """A number that differs where ranks draw by other weights."""
+        return 1 if self._bounds is None else zlib.crc32(self._bounds.tobytes())
+
+
 @dataclass(frozen=True)
 class CursorShard:
     """This rank's samples when one global order is divided over the world."""
@@ -76,10 +108,12 @@ class CursorShard:
     plan: BatchPlan
     count: int
     seed: int
+    draw: Draw | None = None  # Draws with replacement; without it each sample of an epoch comes once.
 
     def indices(self, cursor: int) -> Indices:
         """Return the samples of the step that begins at the global position `cursor`."""
-        return sample_indices(np.arange(*self.positions(cursor)), self.count, self.seed)
+        draw = sample_indices if self.draw is None else self.draw.indices
+        return draw(np.arange(*self.positions(cursor)), self.count, self.seed)
 
     def positions(self, cursor: int) -> tuple[int, int]:
         """Return the positions of these samples in the global order, `[first, end)`."""

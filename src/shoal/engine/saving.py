@@ -114,7 +114,7 @@ class Saver:
         """Save the current step, unless all ranks have saved it. Without `must` a full disk is only a warning."""
         replica = self._replica
         own = _own_state(replica)
-        is_unsaved = self._saved_step != replica.progress.step
+        is_unsaved = self._saved_step != replica.progress.step or replica.periodic.best is not None
         rows = gather_integers(replica.world, [is_unsaved, bool(own.tensors), secrets.randbits(_MARK_BITS)])
         has_shards = any(has_shard for _, has_shard, _ in rows)
         # All ranks use the mark that the first one has drawn.
@@ -162,7 +162,8 @@ class Saver:
             fence, state = self._replica.fence, _common_state(self._replica, shards)
             if not self._folder.unfinished(state.progress.step).is_dir():
                 self._folder.begin(state.progress.step)
-            self._folder.complete(state, before_rename=fence.await_lease, ledger=self._ledger)
+            best = self._replica.periodic.best
+            self._folder.complete(state, before_rename=fence.await_lease, ledger=self._ledger, best=best)
 
         # A failed attempt removes the folder, and with it the shards of other ranks: retry only without shards.
         write_patiently(write, FLUSH_S if must and shards is None else 0.0)

@@ -36,15 +36,19 @@ from shoal.config.load import merge
 from shoal.control.membership.types import Ballot
 from shoal.engine.agreement import check_same_data
 from shoal.engine.batches import BatchAhead, Source, move, open_source, read_ahead
+from shoal.engine.best_checkpoint import note_best
 from shoal.engine.entry import Attached, ElasticEntry, Entry, Hooks, StaticEntry
 from shoal.engine.environment import SessionStart, open_session
 from shoal.engine.epochs import Epoch, ends_epoch, iterate_epochs, next_epoch
+from shoal.engine.evaluation import evaluate
 from shoal.engine.loop import Loop, StepOutcome, Task
 from shoal.engine.misuse import check_scale
 from shoal.engine.parts import parameters_of
 from shoal.engine.replica import Replica
 from shoal.engine.sampling import SHARDS, Shard
 from shoal.engine.step import UnequalMicroBatches, flush_denormals
+from shoal.engine.step_callbacks import StepCallbacks, StepRecord
+from shoal.engine.streams import Carried, carried_of, with_carried
 from shoal.engine.training_state import Stateful, TrainingState, check_trainable
 from shoal.errors import UsageError
 from shoal.event_schema import LOG_FIELDS, STEP_FIELDS
@@ -53,6 +57,7 @@ from shoal.sync.step_stats import Mark, sum_over_world
 from shoal.sync.world import World, choose_device
 
 Function = TypeVar("Function", bound=Callable[[], object])
+StepFunction = TypeVar("StepFunction", bound=Callable[[StepRecord], object])
 
 _NO_BATCH = object()
 # Positions of a stream are used, and not its samples' numbers.
@@ -133,6 +138,7 @@ class Session:
         self._attached: Attached | None = None
         self._entry: Entry | None = None
         self._tasks: list[Task] = []
+        self._callbacks = StepCallbacks(start.run.path)
         self.data = SessionData(start.sharding)
         self.hooks = Hooks()
         self.is_finished = False
@@ -214,6 +220,8 @@ class Session:
                     why="it has no state_dict() and load_state_dict()",
                     fix="attach the model first, then optimizers, schedulers and other objects with a state",
                 )
+            if isinstance(thing, Carried):
+                thing.is_attached = True
         state = TrainingState(model, optimizers, others, epoch_schedulers)
         check_trainable(state)
         self._attached = Attached(state, reset)
@@ -242,6 +250,14 @@ class Session:
 
         return register
 
+    def on_step(self, function: StepFunction) -> StepFunction:
+        """Call the decorated function on the main rank once for each step, in order, when all ranks have done it.
+
+        It gets a `StepRecord`, mostly one step later. An error in it ends the training, as any error of the program.
+        """
+        self._callbacks.functions.append(function)
+        return function
+
     def log(self, **values: float) -> None:
         """Record values of this step, for `shoal report`."""
         self.replica.recorder.event("log", step=self.step, **_checked_values("session.log", values, LOG_FIELDS))
@@ -249,6 +265,21 @@ class Session:
     def sum(self, *values: float) -> list[float]:
         """Return the sum of each value over all ranks. All must call it, inside a step or a function of `every`."""
         return sum_over_world(self.replica.world, [float(value) for value in values])
+
+    def evaluate(self, data: Any, function: Callable[[Any], Any], batch: int | None = None) -> Any:
+        """Return the mean of a value, or of several by name, over all samples of a dataset, in a function of `every`.
+
+        `function` returns sums over a batch of at most `batch` samples: a number, or a dictionary of them. A sum of
+        other terms than samples stands there with their number, as in `{"loss": (loss.sum(), tokens)}`.
+        """
+        return evaluate(self.replica, data, function, batch)
+
+    def best(self, value: float, lower: bool = True) -> bool:
+        """Keep the checkpoint of this step beside the newest ones if `value` is the best so far; return whether it is.
+
+        All ranks call it in a function of `every`, with the same value.
+        """
+        return note_best(self.replica, self._start.run, value, lower)
 
     def stop(self) -> None:
         """End the training after a step on which all ranks agree; it can be resumed."""
@@ -271,7 +302,9 @@ class Session:
             with flush_denormals():
                 loop = self._enter(self._attached)
                 for outcome in loop.steps():
+                    self._callbacks.begin_step(self.replica)
                     yield Step(self, outcome)
+                self._callbacks.begin_step(self.replica)
             self.is_finished = loop.is_finished
             self._leave()
         except GeneratorExit:
@@ -301,6 +334,7 @@ class Session:
         kind = ElasticEntry if self._start.is_elastic else StaticEntry
         # Set before it begins: the program's hooks use the session.
         self._entry = kind(self._start, attached, self.hooks, self.device)
+        self._callbacks.watch(self.replica)
         self._entry.begin()
         return self._entry.make_loop(self._tasks)
 
@@ -333,6 +367,7 @@ class SessionData:
         self._sharding = sharding
         self._sources: dict[int, tuple[object, Source]] = {}
         self._checked: dict[int, Ballot] = {}
+        self._draws = False
         self.batch_ahead: BatchAhead | None = None
 
     def open(self, data: Any, world: World) -> Source:
@@ -351,7 +386,15 @@ class SessionData:
         """Return this rank's part of the source's samples."""
         kind, count = SHARDS[self._sharding], source.count
         samples = _STREAM_COUNT if count is None else count
-        return kind(replica.world.rank, replica.plan, samples, replica.config.train.seed)
+        shard = kind(replica.world.rank, replica.plan, samples, replica.config.train.seed)
+        draw = getattr(source, "draw", None)
+        if draw is None:
+            return shard
+        if not self._draws:
+            self._draws = True
+            # For `shoal verify`: a position of the ledger is a draw.
+            replica.recorder.event("draw")
+        return replace(shard, draw=draw)
 
     def close(self) -> None:
         for _, source in self._sources.values():
@@ -384,6 +427,8 @@ class Step(AbstractContextManager["Step"]):
     def __enter__(self) -> Step:
         self._is_open = True
         self._training.begin()
+        for carried in carried_of(self._replica):
+            carried.begin_step()
         self._batch_at = self._training.timer.mark()
         return self
 
@@ -506,8 +551,9 @@ class Step(AbstractContextManager["Step"]):
             raise UsageError(
                 f"step {self.number} was updated twice", why="a step has one update", fix="call step.update once"
             )
-        values = _checked_values("step.update", fields, STEP_FIELDS)
+        values = _rate_of(self._replica) | _checked_values("step.update", fields, STEP_FIELDS)
         self._read_ahead()
+        after = with_carried(self._replica, after)
         chosen = [only] if isinstance(only, Optimizer) else only
         self._outcome.done = done = self._training.update(clip, after, lambda: values, chosen)
         return Updated(self.number, done.loss, done.norm)
@@ -526,6 +572,15 @@ class Step(AbstractContextManager["Step"]):
                 why="a peer can be lost at any time, and only the block can be done again",
                 fix="put it into the block: with step: …",
             )
+
+
+def _rate_of(replica: Replica) -> dict[str, float]:
+    """Return the learning rate of this step, before a scheduler changes it."""
+    optimizers = replica.state.optimizers
+    rate: Any = optimizers[0].param_groups[0].get("lr") if optimizers else None
+    # Not from a GPU, for which this rank would wait.
+    is_known = isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.device.type == "cpu")
+    return {"lr": float(rate)} if is_known else {}
 
 
 def _checked_values(method: str, values: Mapping[str, Any], taken: frozenset[str]) -> dict[str, float]:

@@ -22,7 +22,7 @@ from shoal.engine.auto_sync import SyncChooser
 from shoal.engine.balance import describe_first_shares
 from shoal.engine.checkpoint import CheckpointFolder
 from shoal.engine.exchanges import describe_exchanges
-from shoal.engine.recorder import Recorder
+from shoal.engine.recorder import Recorder, last_step
 from shoal.engine.replica import InitialState, Replica
 from shoal.engine.resume import NewestCheckpoint, resume_training
 from shoal.engine.state_transfer import fill_ledger_gaps
@@ -33,7 +33,7 @@ from shoal.host.proc import parent_of
 from shoal.host.topology import this_topology
 from shoal.run_folder import RunFolder
 from shoal.sync.fence import Fence
-from shoal.sync.replicas import broadcast_tensors, have_equal_digests
+from shoal.sync.replicas import broadcast_tensors, gather_integers, have_equal_digests
 from shoal.sync.step_stats import StepTimer, WholeStepTimer
 from shoal.sync.world import World, gpu_runtime
 
@@ -105,7 +105,10 @@ def start_training(
         newest = recovery.newest if recovery is not None else None
         resume_training(replica, checkpoints, chooser.resume_at, config.run.lineage, newest)
         fill_ledger_gaps(replica, run.commits)
-    replica.restore_periodic(replica.progress.step)
+    # Steps that an earlier launch, or the lost ranks, have reported already are not reported again.
+    own_step = max(replica.progress.step, last_step(run.commits) if world.keeps_files else 0)
+    reported_step = max(step for [step] in gather_integers(world, [max(own_step, replica.periodic.reported_step)]))
+    replica.restore_periodic(replica.progress.step, reported_step=reported_step)
 
 
 def announce(replica: Replica, run: RunFolder, **fields: object) -> None:

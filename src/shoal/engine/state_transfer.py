@@ -92,6 +92,7 @@ class JoinerInfo:
     micro_batch: int
     periodic_done_step: int
     tasks_done: Mapping[str, int]
+    reported_step: int  # See `PeriodicProgress`.
     has_fixed_shapes: bool
     sync: Sequence[int]  # The sync choice as numbers, see `SyncChooser`.
     speeds: Mapping[str, float]  # The measured speeds by rank id, see `Balance`.

@@ -56,6 +56,7 @@ class VerifyResult(BaseModel):
     ledger: LedgerReport
     findings: list[VerifyFinding]
     is_measured: bool = False  # a script that `shoal run --measure` recorded: it has no ledger
+    draws: bool = False  # samples were drawn with replacement: the ledger counts positions of the stream of draws
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -174,7 +175,14 @@ def verify_run(run: RunFolder) -> VerifyResult:
     replicas = _check_states(folder)
     _check_manifest(folder)
     findings = list({(finding.file, finding.text): finding for finding in folder.findings}.values())
-    return VerifyResult(status=folder.status, step=ledger.last, replicas=replicas, ledger=ledger, findings=findings)
+    return VerifyResult(
+        status=folder.status,
+        step=ledger.last,
+        replicas=replicas,
+        ledger=ledger,
+        findings=findings,
+        draws=any(event.get("event") == "draw" for events in folder.events.values() for event in events),
+    )
 
 
 def _verify_measured(folder: _Folder, ledger: LedgerReport) -> VerifyResult:

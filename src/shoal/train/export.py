@@ -52,20 +52,21 @@ def main() -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("format", choices=("hf", "state-dict"))
     parser.add_argument("out", type=Path)
+    parser.add_argument("--best", action="store_true", help="take the checkpoint that session.best keeps")
     parser.add_argument("--width", type=int, help="columns of the terminal that shows an error")
     options = parser.parse_args()
     try:
         use_private_caches()
-        step = export_weights(RunFolder.find(options.run), options.format, options.out)
+        step = export_weights(RunFolder.find(options.run), options.format, options.out, options.best)
     except ShoalError as error:
         return report_error(error, options.width)
     print(step)
     return 0
 
 
-def export_weights(run: RunFolder, kind: str, out: Path) -> int:
+def export_weights(run: RunFolder, kind: str, out: Path, best: bool = False) -> int:
     """Write the weights as `hf`, into the folder `out`, or as `state-dict`, into the file `out`; return their step."""
-    checkpoint = _newest_checkpoint(run)
+    checkpoint = CheckpointFolder(run.checkpoints, keep=1).load_best() if best else _newest_checkpoint(run)
     try:
         if kind == "hf":
             config = load_settings(run.config)

@@ -9,10 +9,20 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from shoal.cost.batch_plan import BatchPlan
-from shoal.engine.batches import Source, move, open_source
+from shoal.engine.batches import Source, move, open_source, weighted, with_replacement
 from shoal.engine.sampling import CursorShard
 from shoal.errors import DataError, UsageError
 
@@ -121,14 +131,47 @@ def test_move_keeps_the_structure() -> None:
         (lambda: 3, "is no dataset"),
         (lambda: (torch.ones(3), torch.ones(4)), "the tensors have 3, 4 rows"),
         (lambda: DataLoader(Numbers(), num_workers=2), "over an IterableDataset has workers"),
-        (lambda: DataLoader(Squares(), sampler=WeightedRandomSampler([1.0] * COUNT, COUNT)), "a sampler of its own"),
         (lambda: DataLoader(Squares(), batch_sampler=[[0, 1], [2]]), "a sampler of its own, list"),
+        (lambda: weighted([1, 2], [1.0]), "got 1 weights for 2 samples"),
+        (lambda: weighted([1, 2], [1.0, -1.0]), "weights that are not one number for each sample"),
+        (lambda: weighted([1, 2], [0.0, 0.0]), "weights that are not one number for each sample"),
+        (lambda: weighted([1, 2], [1.0, float("nan")]), "weights that are not one number for each sample"),
+        (lambda: with_replacement(Numbers()), "samples of a Numbers cannot be drawn with replacement"),
         (lambda: DataLoader(Squares(), batch_size=None), "each item of its dataset is a batch already"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises((UsageError, DataError), match=message):
         open_source(make())
+
+
+class Halves(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(COUNT // 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"sampler": WeightedRandomSampler([1.0] * COUNT, COUNT)}, "step.batches(shoal.weighted(dataset, weights))"),
+        ({"sampler": SubsetRandomSampler([1, 2])}, "step.batches(torch.utils.data.Subset(dataset, indices))"),
+        ({"sampler": DistributedSampler(Squares(), 2, 0)}, "step.batches(dataset): shoal divides it"),
+        ({"sampler": RandomSampler(Squares(), replacement=True)}, "step.batches(shoal.with_replacement(dataset))"),
+        ({"sampler": RandomSampler(Squares(), num_samples=3)}, "step.batches(shoal.with_replacement(dataset))"),
+        ({"batch_sampler": BatchSampler(Halves(), 2, False)}, "step.batches(dataset), with Session(micro_batch=…)"),
+        ({"sampler": Halves()}, "step.batches(dataset); an order of your own"),
+    ],
+)
+def test_a_refused_sampler_names_the_line_to_write(options: dict[str, Any], line: str) -> None:
+    with pytest.raises(UsageError, match="the DataLoader has a sampler of its own") as caught:
+        open_source(DataLoader(Squares(), **options))
+    assert line in caught.value.fix
+
+
+def test_drawn_samples_have_other_fingerprints() -> None:
+    data = torch.arange(3)
+    kinds = [data, with_replacement(data), weighted(data, [1, 2, 3]), weighted(data, [1, 3, 2])]
+    assert len({open_source(kind).fingerprint() for kind in kinds}) == 4
 
 
 def test_an_empty_stream_is_refused() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cost.batch_plan import BatchPlan, divide_batch
-from shoal.engine.sampling import CursorShard, ModuloShard, permute, sample_indices
+from shoal.engine.sampling import CursorShard, Draw, ModuloShard, permute, sample_indices
 
 counts = st.integers(1, 3000)
 seeds = st.integers(0, 2**63)
@@ -73,3 +73,24 @@ def test_a_modulo_shard_is_exhausted_before_it_repeats() -> None:
     shard = ModuloShard(1, divide_batch(6, 1, (1.0,) * 3), count=30, seed=1)
     seen = np.concatenate([shard.indices(step * 6) for step in range(5)])
     assert sorted(seen.tolist()) == list(range(1, 30, 3))
+
+
+def test_draws_are_the_same_on_every_machine() -> None:
+    assert Draw().indices(np.arange(8), 10, 35_000).tolist() == [9, 1, 0, 2, 7, 3, 3, 2]
+    assert Draw(np.array([1.0, 0.0, 3.0])).indices(np.arange(8), 3, 35_000).tolist() == [2, 2, 2, 2, 0, 2, 2, 0]
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 7.0]), min_size=1, max_size=9).filter(any), seeds)
+def test_samples_are_drawn_by_weight(weights: list[float], seed: int) -> None:
+    drawn = Draw(np.array(weights)).indices(np.arange(4000), len(weights), seed)
+    parts = np.bincount(drawn, minlength=len(weights)) / 4000
+    assert np.abs(parts - np.array(weights) / sum(weights)).max() < 0.05
+    assert not any(part for part, weight in zip(parts, weights, strict=True) if not weight)
+
+
+@given(batch_plans(), counts, seeds, st.integers(0, 200))
+def test_a_draw_belongs_to_its_position(plan: BatchPlan, count: int, seed: int, step: int) -> None:
+    draw, cursor = Draw(), step * plan.global_batch
+    shards = [CursorShard(rank, plan, count, seed, draw) for rank in range(len(plan.shares))]
+    together = np.concatenate([shard.indices(cursor) for shard in shards])
+    assert together.tolist() == draw.indices(np.arange(cursor, cursor + plan.global_batch), count, seed).tolist()

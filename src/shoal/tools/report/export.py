@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import heapq
-import importlib
 import json
 import math
 import secrets
@@ -21,10 +20,10 @@ from dataclasses import dataclass, field
 from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeGuard, cast
+from typing import IO, Any, TypeGuard
 
 from shoal.control.membership.types import NEVER
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import ShoalError
 from shoal.event_schema import LOG_FIELDS, STEP_FIELDS, STEP_TIMES
 from shoal.events import Event, EventTail
 from shoal.records.documents import read_document
@@ -40,9 +39,10 @@ from shoal.records.rank_log import (
     split_tail,
 )
 from shoal.run_folder import RunFolder
+from shoal.tensorboard import ScalarWriter, event_file_name
 from shoal.terminal import printable_line
-from shoal.tools.report.tensorboard import ScalarWriter, event_file_name
 from shoal.units import SAMPLES, TOKENS, Unit
+from shoal.wandb_client import WandbLike, import_wandb
 
 # Columns of every export, in this order. Values that the user's program recorded follow, by name.
 PLACE_COLUMNS = ("step", "rank", "node", "time", "generation", "world_size")
@@ -370,29 +370,9 @@ def write_tensorboard(metrics: RunMetrics, folder: Path) -> int:
     return steps
 
 
-class WandbLike(Protocol):
-    """What an export needs of the module wandb, or of an object that stands for it."""
-
-    def init(self, **settings: Any) -> Any: ...
-
-    def log(self, data: dict[str, Any], *, step: int) -> Any: ...
-
-    def finish(self) -> Any: ...
-
-
-def import_wandb(run: RunFolder) -> WandbLike:
-    try:
-        return cast(WandbLike, importlib.import_module("wandb"))
-    except ImportError as error:
-        raise UsageError(
-            f"wandb cannot be imported: {error}",
-            why="shoal needs it for this format only, so it is not installed with shoal",
-            fix=f"pip install 'shoal[wandb]' && shoal export {shlex.quote(str(run.path))} --format wandb",
-        ) from None
-
-
 def _send_to_wandb(metrics: RunMetrics, folder: Path | None) -> int:
-    wandb, run = import_wandb(metrics.run), shlex.quote(str(metrics.run.path))
+    run = shlex.quote(str(metrics.run.path))
+    wandb = import_wandb(f" && shoal export {run} --format wandb")
     try:
         return replay(metrics, wandb, folder)
     except Exception as error:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from shoal.cli.main import run as run_command
+from shoal.tensorboard import ScalarWriter, crc32c
 from shoal.tools.report.export import RunMetrics, export_metrics, write_tensorboard
-from shoal.tools.report.tensorboard import ScalarWriter, crc32c
 from tests.support.run_samples import make_run, make_session_run, start, step
 
 
