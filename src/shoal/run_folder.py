@@ -31,7 +31,9 @@ _LONGEST_NAME = 60  # of a run, without its time
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 RANK_LIMIT = 2**31
 # Ranks write RUN for the run folder in the commands they advise: its path differs between their machine and the user's.
-_RUN_PLACEHOLDER = re.compile(r"(\bshoal (?:(?:train|run) --resume|stop|verify|report|sample|attach|logs)) RUN\b")
+_RUN_PLACEHOLDER = re.compile(
+    r"(\bshoal (?:(?:train|run) --resume|stop|verify|report|sample|attach|logs|stacks)) RUN\b"
+)
 _RESUME_ADVICE = "resume from the last checkpoint: shoal train --resume RUN"
 
 
@@ -318,6 +320,10 @@ class RunFolder:
 
     def logs(self, node: str) -> Path:
         return self.path / "logs" / check_name(node)
+
+    def stacks(self, name: str) -> Path:
+        """The stacks of a rank when it was last asked for them; see `control.rank_stacks`."""
+        return self.path / "stacks" / f"{check_name(name, 'process name')}.txt"
 
     def event_files(self) -> dict[int, Path]:
         return _numbered(self.path / "events", _EVENTS)

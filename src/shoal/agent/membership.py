@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.agent.kv_store import KvStoreClient
+from shoal.agent.hung_ranks import HungRanks
 from shoal.agent.local_ranks import LocalRank, LocalRanks
 from shoal.agent.mesh import Mesh
 from shoal.agent.rank_processes import RankEnvironment, RankExit
@@ -72,18 +72,17 @@ class AgentMembership:
         members: MembershipOrder,
         votes: VoteStore,
         mesh: Mesh,
-        keys: KvStoreClient,
         environment: RankEnvironment,
         ranks: Sequence[LocalRank] | None = None,
     ) -> None:
         self._members = members
         self._mesh = mesh
-        self._keys = keys
         self._environment = environment
         self._numbering = RankNumbering(me, go.roster)
         # `ranks` are processes that were started before it was known that they take part.
         self.ranks = LocalRanks(list(ranks or map(LocalRank, go.starts)), members.restarts)
         self.shutdown = ShutdownTracker(me, len(go.roster), members.settings.silent_after_s)
+        self._hung = HungRanks(self.ranks, environment, members.hung_tries, boot_clock())
         self._machine = MembershipMachine(me, members.settings, votes, boot_clock(), self.name)
         self._stopping = RankStop(self.ranks, members.settings)
         self._actions: deque[Action] = deque()
@@ -159,6 +158,8 @@ class AgentMembership:
         for rank in self._stopping.late(now):
             self._environment.note(f"{rank.start.name} did not stop when it was told to, and was killed")
             self._environment.kill(rank.start.name)
+        if self._hung.tick(now):
+            self.shutdown.has_failed = True
         self.start(self.ranks.due_restarts(now))
         is_outside = not machine.can_vote or machine.joins is not None
         if not self.shutdown.is_ending and self.shutdown.is_late(is_outside, now):
@@ -260,6 +261,7 @@ class AgentMembership:
 
     def on_rank_message(self, rank: LocalRank, message: rank_messages.ToAgent) -> None:
         now = boot_clock()
+        self._hung.record_message(rank, message, now)
         match message:
             case rank_messages.RankReady():
                 rank.is_ready = True
@@ -279,6 +281,10 @@ class AgentMembership:
                 self._report_stopped()
             case rank_messages.GenerationBroken():
                 generation = message.generation
+                if message.timed_out:
+                    self.record_timeout(generation)
+                    for member in self.shutdown.connected:
+                        self._mesh.post(member, {"type": "timed-out", "generation": str(generation)})
                 self._environment.write(GroupFailed(rank.start.name, str(generation), message.why))
                 if not self._machine.is_launching:
                     # The ranks of a launch end with their own error, unless a lost rank or node was its reason.
@@ -292,6 +298,10 @@ class AgentMembership:
                 self._finish()
             case _:
                 pass  # about a generation that it has left
+
+    def record_timeout(self, generation: Ballot) -> None:
+        """Record that a rank, here or elsewhere, waited for another one of this generation until its timeout."""
+        self._hung.record_timeout(generation, self._machine.is_launching, boot_clock())
 
     def on_rank_exit(self, ended: RankExit) -> bool:
         """Return whether the run can continue although this rank has ended."""
@@ -387,7 +397,7 @@ class AgentMembership:
         generation, me = action.generation, self._numbering.me
         self._stopping.cancel()
         self._lease_at = 0.0
-        self._keys.enter(generation)
+        self._environment.enter(generation)
         self._environment.write(
             GenerationEntered(
                 id=str(generation.id),
