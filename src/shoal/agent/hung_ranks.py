@@ -79,7 +79,8 @@ class HungRanks:
 
     def record_timeout(self, generation: Ballot, is_launching: bool, now: float) -> None:
         """Look for stuck ranks soon: those that waited for them need a moment to leave the generation."""
-        if generation > self._timed_out:
+        newest = max((rank.generation for rank in self._ranks.ranks if rank.generation), default=NEVER)
+        if self._timed_out < generation <= newest:
             self._timed_out, self._is_launching, self._ask_at = generation, is_launching, now + STUCK_AFTER_S
 
     def tick(self, now: float) -> bool:

@@ -5,6 +5,7 @@ The agent's own loop calls everything here, and nothing here blocks.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from shoal.control.membership.messages import Heartbeat, Message, decode, encode
 from shoal.control.membership.settings import (
     LEASE_S,
     OUTLIVE_FINISHED_S,
+    STACKS_S,
     STARTING_LIMIT_S,
     STATELESS_LIMIT_S,
     SUSPEND_LIMIT_S,
@@ -155,8 +157,11 @@ class AgentMembership:
             self.wake()
         self._perform_all(machine.tick(now))
         self._renew_leases(now)
+        for rank in self._stopping.about_to_be_late(now):
+            self._environment.ask_for_stacks(rank.start.name)
         for rank in self._stopping.late(now):
-            self._environment.note(f"{rank.start.name} did not stop when it was told to, and was killed")
+            place = self._hung.describe_place(rank.start.name)
+            self._environment.note(f"{rank.start.name} did not stop when it was told to, and was killed at {place}")
             self._environment.kill(rank.start.name)
         if self._hung.tick(now):
             self.shutdown.has_failed = True
@@ -455,10 +460,12 @@ class RankStop:
         self._generation: Ballot | None = None
         self._after_step = False
         self._deadline = 0.0
+        self._stacks_at = 0.0  # when late ranks are asked for their stacks
 
     def begin(self, generation: Ballot, after_step: bool, now: float) -> None:
         self._generation, self._after_step = generation, after_step
         self._deadline = now + (self._settings.step_end_timeout_s if after_step else self._settings.stop_timeout_s)
+        self._stacks_at = self._deadline - STACKS_S
         self._ranks.stop(generation, after_step)
 
     def restart(self, now: float) -> None:
@@ -476,6 +483,13 @@ class RankStop:
             return None
         self._generation = None
         return generation if self._ranks.members_of(generation) else None
+
+    def about_to_be_late(self, now: float) -> list[LocalRank]:
+        """Return, once, the ranks that will be killed soon: one that holds the interpreter's lock answers nothing."""
+        if self._generation is None or self._after_step or now < self._stacks_at:
+            return []
+        self._stacks_at = math.inf
+        return self._ranks.still_in(self._generation)
 
     def late(self, now: float) -> list[LocalRank]:
         """Return the ranks to kill; again after every timeout until they have ended."""

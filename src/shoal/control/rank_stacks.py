@@ -21,6 +21,7 @@ from shoal.control.processes import PART_MARK, RUN_MARK
 from shoal.host.proc import catches_signal
 from shoal.run_folder import RunFolder, open_below
 from shoal.terminal import printable_line
+from shoal.units import pluralize
 
 # A real-time signal: SIGUSR1 and SIGUSR2 are used by Slurm, Lightning and users' own scripts. 0: there is none.
 STACKS_SIGNAL = signal.SIGRTMAX - 2 if sys.platform == "linux" else 0
@@ -150,7 +151,7 @@ def stack_lines(stacks: RankStacks) -> Iterator[str]:
             if source := frame.source:
                 yield f"{mark}   {source}"
     if hidden := len(stacks.threads) - 1 - len(shown):
-        yield f"  and {hidden} more of shoal and its libraries: --json"
+        yield f"  and {pluralize(hidden, 'more thread')} of shoal and its libraries: --json"
 
 
 def _open(run: RunFolder, part: str, flags: int) -> int:
