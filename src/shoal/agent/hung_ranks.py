@@ -114,7 +114,7 @@ class HungRanks:
         place = self.describe_place(rank.start.name)
         is_last = not self._is_launching and 0 < self._tries <= activity.timeouts
         if is_last and activity.was_killed:
-            self._control.write(RankHung(_hangs_again(f"{name} on {self._control.node}", activity.step, place)))
+            self._control.write(RankHung(hangs_again(f"{name} on {self._control.node}", activity.step, place)))
             return True
         where = f"since step {activity.step}" if activity.step else "and no step yet"
         then, restart = "", "killed and started again" if self._ranks.restarts else "killed"
@@ -138,7 +138,7 @@ class HungRanks:
         return str(stacks.place) if stacks else "an unknown line: it has written no stacks"
 
 
-def _hangs_again(rank: str, step: int, place: str) -> RunFailed:
+def hangs_again(rank: str, step: int, place: str) -> RunFailed:
     return RunFailed(
         f"{rank} hangs after step {step}, at {place}",
         why="it kept the others waiting until it was killed and started again, and then hung again",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import read_jsonl, shoal
+from tests.support.programs import events_of, read_jsonl, shoal
 from tests.support.runs import ended_afterwards
 
 SCRIPT = """
@@ -52,7 +52,9 @@ LINE = SCRIPT.splitlines().index("    time.sleep(10000)") + 1
 def run_loop(folder: Path, on: str, *words: str, once: bool = False) -> tuple[Path, subprocess.CompletedProcess[str]]:
     script, run = folder / "loop.py", folder / "run"
     script.write_text(SCRIPT)
-    settings = ("--set", "sync.timeout_s=4", "--set", "sync.join_timeout_s=5")
+    # On a lab ranks import torch, and one may be much later than the other.
+    join_s = 20 if on.startswith("lab") else 8
+    settings = ("--set", "sync.timeout_s=4", "--set", f"sync.join_timeout_s={join_s}")
     with ended_afterwards(run):
         words = ("run", "--on", on, "--out", str(run), *settings, *words, str(script))
         done = shoal(*words, MARK=str(folder / "mark"), ONCE="1" if once else "")
@@ -79,7 +81,8 @@ def test_a_rank_that_hangs_once_is_named_restarted_and_finishes(on: str, tmp_pat
     run, done = run_loop(tmp_path, on, once=True)
     assert done.returncode == 0, done.stderr
     check_named(tmp_path, run)
-    assert (run / "state-rank-1.safetensors").exists()
+    [end] = events_of(run, "end", 1)
+    assert end["step"] == events_of(run, "end", 0)[-1]["step"] > 3
     assert shoal("verify", run).returncode == 0
 
 

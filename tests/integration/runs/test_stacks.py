@@ -55,7 +55,7 @@ def test_a_rank_that_sleeps_in_c_writes_its_stacks_again_and_again(tmp_path: Pat
 
 
 def start(run: Path, on: str, *words: str) -> None:
-    settings = set_flags(*TINY, "train.steps=1000000", "train.checkpoint_every=1000000")
+    settings = set_flags(*TINY, "train.steps=1000000", "train.checkpoint_every=1000000", "train.compile=off")
     done = shoal("train", "--on", on, "--out", run, "--detach", *settings, *words)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
