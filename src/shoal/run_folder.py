@@ -118,6 +118,7 @@ class RunFolder:
     supervisor = _File("supervisor.jsonl")
     chaos = _File("chaos.jsonl")  # faults that were injected on purpose
     token = _File("token")
+    stacks = _File("stacks")  # of each rank, when it was last asked for them; see `control.rank_stacks`
 
     @classmethod
     def create(cls, path: Path, is_training: bool = True) -> RunFolder:
@@ -320,10 +321,6 @@ class RunFolder:
 
     def logs(self, node: str) -> Path:
         return self.path / "logs" / check_name(node)
-
-    def stacks(self, name: str) -> Path:
-        """The stacks of a rank when it was last asked for them; see `control.rank_stacks`."""
-        return self.path / "stacks" / f"{check_name(name, 'process name')}.txt"
 
     def event_files(self) -> dict[int, Path]:
         return _numbered(self.path / "events", _EVENTS)

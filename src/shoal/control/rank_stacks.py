@@ -19,7 +19,7 @@ from pathlib import Path
 import shoal
 from shoal.control.processes import PART_MARK, RUN_MARK
 from shoal.host.proc import catches_signal
-from shoal.run_folder import RunFolder, open_below
+from shoal.run_folder import RunFolder, check_name, open_below
 from shoal.terminal import printable_line
 from shoal.units import pluralize
 
@@ -155,5 +155,5 @@ def stack_lines(stacks: RankStacks) -> Iterator[str]:
 
 
 def _open(run: RunFolder, part: str, flags: int) -> int:
-    name = str(run.stacks(part).relative_to(run.path))
+    name = f"{run.stacks.name}/{check_name(part, 'process name')}.txt"
     return open_below(run.path, name, flags, make_folders=bool(flags & os.O_CREAT))

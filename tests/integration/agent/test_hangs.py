@@ -57,7 +57,7 @@ def run_loop(folder: Path, on: str, *words: str, once: bool = False) -> tuple[Pa
     settings = ("--set", "sync.timeout_s=4", "--set", f"sync.join_timeout_s={join_s}")
     with ended_afterwards(run):
         words = ("run", "--on", on, "--out", str(run), *settings, *words, str(script))
-        done = shoal(*words, MARK=str(folder / "mark"), ONCE="1" if once else "")
+        done = shoal(*words, timeout_s=170, MARK=str(folder / "mark"), ONCE="1" if once else "")
     return run, done
 
 
@@ -83,7 +83,7 @@ def test_a_rank_that_hangs_once_is_named_restarted_and_finishes(on: str, tmp_pat
     check_named(tmp_path, run)
     [end] = events_of(run, "end", 1)
     assert end["step"] == events_of(run, "end", 0)[-1]["step"] > 3
-    assert shoal("verify", run).returncode == 0
+    assert "none skipped or used twice" in shoal("verify", run).stdout
 
 
 def check_hangs_again(folder: Path) -> None:
