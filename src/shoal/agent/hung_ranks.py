@@ -112,7 +112,8 @@ class HungRanks:
         activity, name = self._activity[rank.start.name], rank.start.name.replace("-", " ")
         activity.timeouts, activity.commits = activity.timeouts + 1, 0
         place = self.describe_place(rank.start.name)
-        is_last = not self._is_launching and 0 < self._tries <= activity.timeouts
+        # One that is not ready may be importing on a slow machine: killed, it would import once more.
+        is_last = rank.is_ready and 0 < self._tries <= activity.timeouts
         if is_last and activity.was_killed:
             self._control.write(RankHung(hangs_again(f"{name} on {self._control.node}", activity.step, place)))
             return True
@@ -120,7 +121,7 @@ class HungRanks:
         then, restart = "", "killed and started again" if self._ranks.restarts else "killed"
         if is_last:
             then = f" It has caused {pluralize(activity.timeouts, 'timeout')} and is {restart} (members.hung_tries)."
-        elif self._tries and not self._is_launching:
+        elif self._tries and rank.is_ready:
             left = pluralize(self._tries - activity.timeouts, "more timeout")
             then = f" If it causes {left}, it is {restart} (members.hung_tries)."
         self._control.note(

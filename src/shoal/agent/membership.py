@@ -161,7 +161,9 @@ class AgentMembership:
             self._environment.ask_for_stacks(rank.start.name)
         for rank in self._stopping.late(now):
             place = self._hung.describe_place(rank.start.name)
-            self._environment.note(f"{rank.start.name} did not stop when it was told to, and was killed at {place}")
+            self._environment.note(
+                f"{rank.start.name} did not stop when it was told to, and was killed: it was at {place}"
+            )
             self._environment.kill(rank.start.name)
         if self._hung.tick(now):
             self.shutdown.has_failed = True

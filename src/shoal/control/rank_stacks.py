@@ -118,10 +118,12 @@ def register_stacks() -> None:
 
 def ask_for_stacks(run: RunFolder, part: str, pid: int) -> bool:
     """Have a rank write its stacks; return False where it cannot: without its handler the signal would end it."""
+    with suppress(OSError):
+        # Also without a handler: an answer of the rank's former process must not be read.
+        os.close(_open(run, part, os.O_WRONLY | os.O_TRUNC))
     if not STACKS_SIGNAL or not pid or not catches_signal(pid, STACKS_SIGNAL):
         return False
     with suppress(OSError):
-        os.close(_open(run, part, os.O_WRONLY | os.O_TRUNC))
         os.kill(pid, STACKS_SIGNAL)
         return True
     return False

@@ -179,6 +179,15 @@ def test_a_generation_that_no_rank_here_was_in_is_ignored() -> None:
     assert len(node.control.notes) == 1
 
 
+def test_a_rank_that_still_imports_is_not_killed() -> None:
+    node = Node(tries=1)
+    node.ranks[1].is_ready = False
+    for _ in range(3):
+        assert not node.time_out(0)
+    assert len(node.control.notes) == 3
+    assert not node.control.killed
+
+
 def test_while_the_first_group_forms_a_rank_that_is_not_ready_is_named() -> None:
     node = Node()
     node.ranks[1].is_ready = False

@@ -130,6 +130,20 @@ def test_the_sentences_are_all_of_them() -> None:
     assert functions == SENTENCES.keys()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rank 1 keeps the others waiting: it has done nothing for 1 min 02 s, since step 2. It is at train.py:12, in f",
+        "rank-1 did not stop when it was told to, and was killed: it was at train.py:12, in f",
+    ],
+)
+def test_the_notes_about_a_rank_that_hangs_are_explained(text: str) -> None:
+    best = explain_text(f"note: node2: {text}\n").best
+    assert best is not None
+    assert best.id == "shoal.hung"
+    assert "shoal stacks RUN" in best.fix
+
+
 def test_a_rank_that_hangs_again_is_explained_by_its_line() -> None:
     best = explain_text(hangs_again("rank 1 on node2", 2, "/home/me/train.py:12, in slow").render()).best
     assert best is not None

@@ -170,8 +170,12 @@ SHOAL = (
     ),
     Pattern(
         "shoal.hung",
-        (" keeps the others waiting: it has done nothing", " hangs after step "),
-        regex=r"rank \d+ (?:keeps the others waiting|on \S+ hangs after step \d+)",
+        (
+            " keeps the others waiting: it has done nothing",
+            " did not stop when it was told to, and was killed",
+            " hangs after step ",
+        ),
+        regex=r"rank[ -]\d+ (?:keeps the others waiting|did not stop|on \S+ hangs after step \d+)",
         cause="the program of that rank is stuck in the line that is named, and an exchange needs every rank",
         fix="look at what that line waits for (all ranks: shoal stacks RUN); if it only takes long, give it more time: "
         "--set sync.timeout_s=…",
