@@ -137,6 +137,7 @@ AGENT_EVENTS: Schema = {
     "script-store-used": {},
     "script-store-keys": {"keys": _or_none(_is_int)},
     "state-lost": _ERROR,
+    "hung": _ERROR,
 }
 SUPERVISOR_EVENTS: Schema = {"ended": {"code": _is_int}, "note": {"text": _is_text}}
 

@@ -31,7 +31,9 @@ _LONGEST_NAME = 60  # of a run, without its time
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 RANK_LIMIT = 2**31
 # Ranks write RUN for the run folder in the commands they advise: its path differs between their machine and the user's.
-_RUN_PLACEHOLDER = re.compile(r"(\bshoal (?:(?:train|run) --resume|stop|verify|report|sample|attach|logs)) RUN\b")
+_RUN_PLACEHOLDER = re.compile(
+    r"(\bshoal (?:(?:train|run) --resume|stop|verify|report|sample|attach|logs|stacks)) RUN\b"
+)
 _RESUME_ADVICE = "resume from the last checkpoint: shoal train --resume RUN"
 
 
@@ -116,6 +118,7 @@ class RunFolder:
     supervisor = _File("supervisor.jsonl")
     chaos = _File("chaos.jsonl")  # faults that were injected on purpose
     token = _File("token")
+    stacks = _File("stacks")  # of each rank, when it was last asked for them; see `control.rank_stacks`
 
     @classmethod
     def create(cls, path: Path, is_training: bool = True) -> RunFolder:

@@ -48,6 +48,7 @@ from shoal.control.agent_events import (
 from shoal.control.channel import Message
 from shoal.control.handshake import make_hello
 from shoal.control.membership.settings import AGENT_POLL_S, FAILURE_GRACE_S, FOLDER_CHECK_S
+from shoal.control.membership.types import read_ballot
 from shoal.control.membership.vote_store import VoteFile
 from shoal.control.orders import (
     END,
@@ -341,7 +342,7 @@ class Agent:
     ) -> AgentMembership:
         meet = self._orders.meet
         votes = VoteFile(self._orders.run.votes(meet.node))
-        return AgentMembership(meet.member, go, members, votes, self._mesh, self._keys, self._environment, ranks)
+        return AgentMembership(meet.member, go, members, votes, self._mesh, self._environment, ranks)
 
     def _start_ranks(self, go: GoOrder) -> None:
         if self._membership is not None:
@@ -499,6 +500,11 @@ class Agent:
             case {"type": "session"}:
                 max_ranks = message.get("max_ranks")
                 await self._begin_session(max_ranks if isinstance(max_ranks, int) else None)
+            case {"type": "timed-out", "generation": str(generation)}:
+                # As all that comes from another machine, it may be anything.
+                with contextlib.suppress(ValueError):
+                    if self._membership is not None:
+                        self._membership.record_timeout(read_ballot(generation))
             case {"type": "failed"}:
                 self._record_failure()
             case {"type": "stopping", "at_once": at_once}:

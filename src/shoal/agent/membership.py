@@ -5,12 +5,13 @@ The agent's own loop calls everything here, and nothing here blocks.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.agent.kv_store import KvStoreClient
+from shoal.agent.hung_ranks import HungRanks
 from shoal.agent.local_ranks import LocalRank, LocalRanks
 from shoal.agent.mesh import Mesh
 from shoal.agent.rank_processes import RankEnvironment, RankExit
@@ -32,6 +33,7 @@ from shoal.control.membership.messages import Heartbeat, Message, decode, encode
 from shoal.control.membership.settings import (
     LEASE_S,
     OUTLIVE_FINISHED_S,
+    STACKS_S,
     STARTING_LIMIT_S,
     STATELESS_LIMIT_S,
     SUSPEND_LIMIT_S,
@@ -72,18 +74,17 @@ class AgentMembership:
         members: MembershipOrder,
         votes: VoteStore,
         mesh: Mesh,
-        keys: KvStoreClient,
         environment: RankEnvironment,
         ranks: Sequence[LocalRank] | None = None,
     ) -> None:
         self._members = members
         self._mesh = mesh
-        self._keys = keys
         self._environment = environment
         self._numbering = RankNumbering(me, go.roster)
         # `ranks` are processes that were started before it was known that they take part.
         self.ranks = LocalRanks(list(ranks or map(LocalRank, go.starts)), members.restarts)
         self.shutdown = ShutdownTracker(me, len(go.roster), members.settings.silent_after_s)
+        self._hung = HungRanks(self.ranks, environment, members.hung_tries, boot_clock())
         self._machine = MembershipMachine(me, members.settings, votes, boot_clock(), self.name)
         self._stopping = RankStop(self.ranks, members.settings)
         self._actions: deque[Action] = deque()
@@ -156,9 +157,16 @@ class AgentMembership:
             self.wake()
         self._perform_all(machine.tick(now))
         self._renew_leases(now)
+        for rank in self._stopping.about_to_be_late(now):
+            self._environment.ask_for_stacks(rank.start.name)
         for rank in self._stopping.late(now):
-            self._environment.note(f"{rank.start.name} did not stop when it was told to, and was killed")
+            place = self._hung.describe_place(rank.start.name)
+            self._environment.note(
+                f"{rank.start.name} did not stop when it was told to, and was killed: it was at {place}"
+            )
             self._environment.kill(rank.start.name)
+        if self._hung.tick(now):
+            self.shutdown.has_failed = True
         self.start(self.ranks.due_restarts(now))
         is_outside = not machine.can_vote or machine.joins is not None
         if not self.shutdown.is_ending and self.shutdown.is_late(is_outside, now):
@@ -260,6 +268,7 @@ class AgentMembership:
 
     def on_rank_message(self, rank: LocalRank, message: rank_messages.ToAgent) -> None:
         now = boot_clock()
+        self._hung.record_message(rank, message, now)
         match message:
             case rank_messages.RankReady():
                 rank.is_ready = True
@@ -279,6 +288,10 @@ class AgentMembership:
                 self._report_stopped()
             case rank_messages.GenerationBroken():
                 generation = message.generation
+                if message.timed_out:
+                    self.record_timeout(generation)
+                    for member in self.shutdown.connected:
+                        self._mesh.post(member, {"type": "timed-out", "generation": str(generation)})
                 self._environment.write(GroupFailed(rank.start.name, str(generation), message.why))
                 if not self._machine.is_launching:
                     # The ranks of a launch end with their own error, unless a lost rank or node was its reason.
@@ -292,6 +305,10 @@ class AgentMembership:
                 self._finish()
             case _:
                 pass  # about a generation that it has left
+
+    def record_timeout(self, generation: Ballot) -> None:
+        """Record that a rank, here or elsewhere, waited for another one of this generation until its timeout."""
+        self._hung.record_timeout(generation, self._machine.is_launching, boot_clock())
 
     def on_rank_exit(self, ended: RankExit) -> bool:
         """Return whether the run can continue although this rank has ended."""
@@ -387,7 +404,7 @@ class AgentMembership:
         generation, me = action.generation, self._numbering.me
         self._stopping.cancel()
         self._lease_at = 0.0
-        self._keys.enter(generation)
+        self._environment.enter(generation)
         self._environment.write(
             GenerationEntered(
                 id=str(generation.id),
@@ -445,10 +462,12 @@ class RankStop:
         self._generation: Ballot | None = None
         self._after_step = False
         self._deadline = 0.0
+        self._stacks_at = 0.0  # when late ranks are asked for their stacks
 
     def begin(self, generation: Ballot, after_step: bool, now: float) -> None:
         self._generation, self._after_step = generation, after_step
         self._deadline = now + (self._settings.step_end_timeout_s if after_step else self._settings.stop_timeout_s)
+        self._stacks_at = self._deadline - STACKS_S
         self._ranks.stop(generation, after_step)
 
     def restart(self, now: float) -> None:
@@ -466,6 +485,13 @@ class RankStop:
             return None
         self._generation = None
         return generation if self._ranks.members_of(generation) else None
+
+    def about_to_be_late(self, now: float) -> list[LocalRank]:
+        """Return, once, the ranks that will be killed soon: one that holds the interpreter's lock answers nothing."""
+        if self._generation is None or self._after_step or now < self._stacks_at:
+            return []
+        self._stacks_at = math.inf
+        return self._ranks.still_in(self._generation)
 
     def late(self, now: float) -> list[LocalRank]:
         """Return the ranks to kill; again after every timeout until they have ended."""

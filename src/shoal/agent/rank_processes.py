@@ -26,11 +26,12 @@ from shoal.cluster.node import start_process
 from shoal.control.agent_events import AbandonRecorded, AgentEvent, AgentNote, LineageAbandoned, ScriptStoreKeys
 from shoal.control.fork_request import TEMPLATE_FD, can_be_forked
 from shoal.control.membership.settings import SCRIPT_STORE_EXIT_S
-from shoal.control.membership.types import read_ballot
+from shoal.control.membership.types import Generation, read_ballot
 from shoal.control.orders import StartProcess
 from shoal.control.processes import TEMPLATE, make_marks
 from shoal.control.rank_env import AGENT_FD, KEEPS_FILES, SAFE_PATH, SESSION_FD, script_store_command, torch_caches
 from shoal.control.rank_messages import MEMBERSHIP_FD, AbandonCommits, ToAgent
+from shoal.control.rank_stacks import RankStacks, ask_for_stacks, read_stacks
 from shoal.cost.memory import OUT_OF_MEMORY_ADVICE
 from shoal.errors import ControlError, RunFailed
 from shoal.events import Event, read_events, read_last_events
@@ -224,7 +225,7 @@ class RankEnvironment:
     ) -> None:
         self._run = run
         self.run_folder = shlex.quote(str(run.path))
-        self._node = node
+        self.node = node
         self._ranks = ranks
         self._keys = keys
         self._places = places
@@ -247,7 +248,7 @@ class RankEnvironment:
 
     def _script_variables(self, start: StartProcess) -> dict[str, str]:
         """Return where torch's `@record` writes the exception of a rank, as under torchrun."""
-        file = self._run.log(self._node, start.name).with_suffix(".error.json")
+        file = self._run.log(self.node, start.name).with_suffix(".error.json")
         return {"TORCHELASTIC_ERROR_FILE": str(file)} if start.is_script_rank else {}
 
     def _script_stdin(self, start: StartProcess, inherited: ExitStack) -> int | None:
@@ -283,18 +284,18 @@ class RankEnvironment:
         """
         address, port = listener.getsockname()[:2]
         command = script_store_command(address, port, listener.fileno())
-        env = {**make_marks(self._run.path, "store"), **SAFE_PATH, "SHOAL_NODE": self._node}
+        env = {**make_marks(self._run.path, "store"), **SAFE_PATH, "SHOAL_NODE": self.node}
         try:
             self._store = start_process(command, env, self._store_log, (listener.fileno(),))
         except OSError as error:
-            raise _cannot_start("the store of the script's ranks", self._node, error) from error
+            raise _cannot_start("the store of the script's ranks", self.node, error) from error
         finally:
             # Only the store keeps it: if the store dies, ranks are refused and do not wait forever.
             listener.close()
 
     @property
     def _store_log(self) -> Path:
-        return self._run.journal(self._node).with_suffix(".store.log")
+        return self._run.journal(self.node).with_suffix(".store.log")
 
     def check_script_store(self) -> None:
         """Note, once, that the store has ended while ranks run: torch would retry for minutes without a message."""
@@ -330,6 +331,16 @@ class RankEnvironment:
     def kill(self, name: str) -> None:
         self._ranks.end(name)
 
+    def ask_for_stacks(self, name: str) -> None:
+        ask_for_stacks(self._run, name, self._ranks.alive().get(name, 0))
+
+    def read_stacks(self, name: str) -> RankStacks | None:
+        return read_stacks(self._run, name)
+
+    def enter(self, generation: Generation) -> None:
+        """Serve the keys of a new generation to the ranks."""
+        self._keys.enter(generation)
+
     def kill_all(self) -> None:
         self._ranks.kill()
 
@@ -351,7 +362,7 @@ class RankEnvironment:
         return bool(faults)
 
     def pending_abandon(self) -> AbandonCommits | None:
-        return pending_abandon(read_events(self._run.journal(self._node)))
+        return pending_abandon(read_events(self._run.journal(self.node)))
 
     def shares_folder_with(self, member: int) -> bool:
         """Return whether the member's mark is in this agent's folder, where only that member could have written it."""
@@ -385,7 +396,7 @@ class RankEnvironment:
         try:
             yield
         except OSError as error:
-            raise _cannot_start(start.name, self._node, error) from error
+            raise _cannot_start(start.name, self.node, error) from error
 
 
 def _cannot_start(name: str, node: str, error: OSError) -> RunFailed:

@@ -29,6 +29,7 @@ GROUPS = {
         "ps": "List the runs on this machine, their ranks, and processes left over from earlier runs.",
         "runs": "List past and present runs with their results; delete those that are no longer needed.",
         "logs": "Print the output of all ranks of a run, in order, coloured by rank.",
+        "stacks": "Print what every rank of a run is doing now, also of a rank that hangs: its Python stack.",
         "attach": "Watch a run that was started in the background.",
         "watch": "Show a run on a live page in the browser, or as a table in the terminal.",
         "stop": "Stop a run: it finishes its step and saves a checkpoint.",
@@ -93,6 +94,7 @@ EXAMPLES = {
         ("shoal runs --delete runs/NAME", "delete one; asks first"),
     ),
     "logs": (("shoal logs -f runs/NAME", "until the run ends"), ("shoal logs --rank 1 runs/NAME", "of one rank")),
+    "stacks": (("shoal stacks runs/NAME", "of all ranks"), ("shoal stacks --rank 1 runs/NAME", "of one rank")),
     "attach": (("shoal attach runs/NAME", "Ctrl-C leaves it running"),),
     "watch": (
         ("shoal watch --open runs/NAME", "a page in the browser"),

@@ -32,6 +32,7 @@ _MODULE_OF = {
     "ps": "runs",
     "logs": "runs",
     "attach": "runs",
+    "stacks": "runs",
     "stop": "runs",
     "join": "host",
     "setup": "host",

@@ -1,4 +1,4 @@
-"""`shoal ps`, `logs`, `attach` and `stop`: manage running runs."""
+"""`shoal ps`, `logs`, `stacks`, `attach` and `stop`: manage running runs."""
 
 from __future__ import annotations
 
@@ -333,6 +333,51 @@ def print_script_end(run: RunFolder, detach: bool, json: bool = False) -> None:
         print_run(run, manifest, stderr=True)
     else:
         sys.stderr.write(f"run folder: {shown(run.path)}\n")
+
+
+@command(
+    rank=Option("Print only this rank.", low=0),
+    here=Option("On this machine only.", is_hidden=True),
+)
+def stacks(run: Path, rank: int | None = None, here: bool = False, json: bool = False) -> int:
+    """Print what every rank is doing now: its Python stack, the most recent call last, also of a rank that hangs.
+
+    A `>` marks the innermost line of your own code. The ranks continue undisturbed. Exit code 1: a rank has not
+    answered.
+    """
+    from shoal.cluster.hosts.spec import HostsSpec
+    from shoal.runs.manage import cluster_of, stacks_here, stacks_on
+
+    folder = RunFolder.find(run)
+    begin_stage("asking the ranks for their stacks")
+    answers = stacks_here(folder, rank)
+    if not here and isinstance(hosts := cluster_of(folder), HostsSpec):
+        answers += stacks_on(hosts, folder, rank)
+    if not answers and not here:
+        raise _no_stacks(folder, rank)
+    if json:
+        print_json({"run": str(folder.path), "ranks": [asdict(answer) for answer in answers]})
+    else:
+        for answer in answers:
+            head = f"rank {answer.rank} on {answer.node} (process {answer.pid}) is at {answer.place}"
+            text = "\n".join((head, *answer.lines)) if answer.lines else f"rank {answer.rank}: {answer.missing}"
+            sys.stdout.write(f"{text}\n\n")
+    return int(any(answer.missing for answer in answers))
+
+
+def _no_stacks(folder: RunFolder, rank: int | None) -> UsageError:
+    if not find_processes(folder.path):
+        return UsageError(
+            f"{shown(folder.path)} is not running here",
+            why="it has ended, or its machines cannot be reached from here",
+            fix=f"what its ranks printed: {as_command('logs', shown(folder.path))}",
+        )
+    which = "has no rank on this machine or its hosts" if rank is None else f"has no rank {rank} here or on its hosts"
+    return UsageError(
+        f"{shown(folder.path)} {which}",
+        why="ranks that shoal's agents start are asked; a machine that joined lists its own",
+        fix=f"list its processes: {as_command('ps', '--all')}",
+    )
 
 
 @command(json=Option("Print the manifest as JSON on stdout."))

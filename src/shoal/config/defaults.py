@@ -13,6 +13,8 @@ MIN_NODES = 1
 MAX_NODES = 64
 # How often an agent restarts a rank that was killed.
 RESTARTS = 3
+# After how many timeouts that it causes in a row a rank that hangs is killed. Two: a single one may be a slow step.
+HUNG_TRIES = 2
 
 # A rank is slow when its part of a step takes this many times as long as the median of the others', and the difference
 # is this part of a step.

@@ -648,6 +648,13 @@ class MembersConfig(Section):
     Set 0 to see the first failure.
     """
 
+    hung_tries: NotNegative = defaults.HUNG_TRIES
+    """How many timeouts (`sync.timeout_s`) a rank that hangs may cause in a row before its agent kills and restarts
+    it. When it then hangs again, the run ends. 0: it is named, and nothing else.
+
+    Raise it when single steps of some ranks take minutes.
+    """
+
     digest_every: Positive = 50
     """Steps between two comparisons of all replicas, bit by bit.
 

@@ -229,5 +229,10 @@ class AbandonRecorded(AgentEvent, kind="given-up"):
 
 
 @dataclass(frozen=True)
+class RankHung(ErrorEvent, kind="hung"):
+    """A rank hangs again after its restart, so this run ends."""
+
+
+@dataclass(frozen=True)
 class StateLost(ErrorEvent, kind="state-lost"):
     """Neither this node nor one that it reaches has the training's state."""

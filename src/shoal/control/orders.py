@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
-from shoal.config.defaults import RESTARTS
+from shoal.config.defaults import HUNG_TRIES, RESTARTS
 from shoal.config.schema import MembersConfig
 from shoal.control.channel import SAME_VERSIONS
 from shoal.control.membership.settings import MembershipSettings
@@ -106,6 +106,7 @@ class MembershipOrder:
     above: Annotated[int, Field(ge=0, lt=2**53)] = 0  # the highest generation of earlier launches: none is used twice
     # Losses do not end the run from its start. False for a script that may begin no session: only from a session on.
     from_start: bool = True
+    hung_tries: Number = HUNG_TRIES  # timeouts that a rank may cause in a row before it is killed; 0: any number
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def make_membership_order(
         max_nodes=config.max_nodes,
         max_ranks=most_ranks,
     )
-    return MembershipOrder(settings, config.restarts, above, from_start)
+    return MembershipOrder(settings, config.restarts, above, from_start, config.hung_tries)
 
 
 def to_line(order: MeetOrder | GoOrder | str) -> bytes:

@@ -108,6 +108,14 @@ class GenerationBroken(StrictModel):
     type: Literal["broken"] = "broken"
     generation: Ballot
     why: Annotated[str, Field(max_length=500)]
+    timed_out: bool = False  # another rank did not come in time, so that it may hang
+
+
+class RankWaits(StrictModel):
+    """The training, not only the thread that answers the agent, has left this generation and waits for the next one."""
+
+    type: Literal["waits"] = "waits"
+    generation: Ballot
 
 
 class MachineTooSlow(StrictModel):
@@ -130,7 +138,14 @@ class TrainingFinished(StrictModel):
 
 ToRank = EnterGeneration | LeaveGeneration | LeaseRenewed | AbandonCommits
 ToAgent = (
-    RankReady | GroupFormed | LeftGeneration | GenerationBroken | MachineTooSlow | StepCommitted | TrainingFinished
+    RankReady
+    | RankWaits
+    | GroupFormed
+    | LeftGeneration
+    | GenerationBroken
+    | MachineTooSlow
+    | StepCommitted
+    | TrainingFinished
 )
 
 _TO_RANK: TypeAdapter[ToRank] = TypeAdapter(Annotated[ToRank, Field(discriminator="type")])

@@ -27,6 +27,7 @@ from shoal.config.schema import EngineConfig
 from shoal.control.processes import RUN_MARK
 from shoal.control.rank_env import RESUME, SESSION_FD, SETTINGS, Placement, use_private_caches
 from shoal.control.rank_messages import MEMBERSHIP_FD
+from shoal.control.rank_stacks import register_stacks
 from shoal.cost.batch_plan import world_batch
 from shoal.cost.memory import OUT_OF_MEMORY_ADVICE
 from shoal.engine.console import Console
@@ -70,6 +71,7 @@ def open_session(given: Mapping[str, Any], out: Path | None) -> SessionStart:
         if RUN_MARK in os.environ and error not in recorded:
             record_fault(RunFolder(Path(os.environ[RUN_MARK])), Placement.from_env(os.environ), error)
 
+    register_stacks()
     _print_errors_plainly(record_last)
     use_private_caches()
     placement = Placement.from_env(os.environ)

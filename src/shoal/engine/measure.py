@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING, Any
 import shoal
 from shoal.control.processes import RUN_MARK, is_of_own_run
 from shoal.control.rank_env import SETTINGS, Placement
+from shoal.control.rank_stacks import register_stacks
 from shoal.errors import Interrupted, RunFailed
 from shoal.events import EventLog, to_stderr
 from shoal.host.facts import WireCounter, boot_id, cpu_name
@@ -581,6 +582,7 @@ def hide_own_frames(error: BaseException) -> None:
 
 
 def main(words: Sequence[str]) -> None:
+    register_stacks()
     topology = this_topology()
     hardware = {
         "cpu": cpu_name(),

@@ -41,9 +41,10 @@ from shoal.engine.state_transfer import (
 )
 from shoal.errors import OutOfMemory, PeerLost, RunFailed, ShoalError
 from shoal.run_folder import RunFolder
+from shoal.sync.communication import is_timeout
 from shoal.sync.fence import GenerationEnded, StepBoundary
 from shoal.sync.membership_client import MembershipClient
-from shoal.sync.process_groups import GroupNotFormed, drop_groups
+from shoal.sync.process_groups import GroupNotFormed, RankMissing, drop_groups
 from shoal.sync.replicas import combine_digests, gather_integers, tensor_digests
 from shoal.sync.world import RankIdentity, World, form_world, set_collective_timeout
 
@@ -111,7 +112,8 @@ class GenerationChanger:
         elif not isinstance(error, GenerationEnded) and not fence.is_over:
             if not isinstance(error, PeerLost | GroupNotFormed | NoSurvivingState):
                 raise error
-            self.member.send_broken(fence.generation, _first_line(error))
+            timed_out = isinstance(error, RankMissing) or (isinstance(error, PeerLost) and is_timeout(error))
+            self.member.send_broken(fence.generation, _first_line(error), timed_out)
         step, why = self.replica.progress.step, _first_line(error)
         self.replica.recorder.event("lost", generation=str(fence.generation), step=step, why=why)
         # The frames of a traceback hold the group, and with it threads and connections.

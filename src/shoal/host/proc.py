@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import re
 import shlex
 import socket
 import stat
@@ -154,6 +155,12 @@ def owner_of(pid: int) -> int | None:
     if len(uids) != 1 or is_setuid(pid):
         return None
     return int(uids.pop())
+
+
+def catches_signal(pid: int, signum: int) -> bool:
+    """Return whether the process has a handler for the signal; False also for a process that cannot be read."""
+    caught = re.search(r"(?m)^SigCgt:\s*([0-9a-f]+)$", read_text(f"/proc/{pid}/status"))
+    return caught is not None and bool(int(caught[1], 16) >> (signum - 1) & 1)
 
 
 def is_setuid(pid: int) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shoal.control.rank_stacks import is_library
 from shoal.cost.memory import OUT_OF_MEMORY_ADVICE
 from shoal.errors import Interrupted, OutOfMemory, PeerLost, RunFailed, ShoalError, from_dict
 from shoal.events import Event
@@ -25,7 +26,6 @@ _CHAINED = (
     "During handling of the above exception, another exception occurred:",
 )
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)')
-_LIBRARY = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3|^<")
 # Warnings of torch and of Python's shutdown follow the exception that ended a process.
 _LINES_AFTER = 20
 _LONGEST_EXCEPTION = 300
@@ -213,7 +213,7 @@ def last_exception(log: str, is_consequence: Callable[[str], bool] = lambda text
         if frame and frames is not None:
             frames.append((frame["file"], frame["line"]))
         elif frames is not None and line and not line.startswith(" ") and not line.endswith(_TRACEBACK):
-            own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
+            own = [frame for frame in frames if not is_library(frame[0])]
             place = f"{Path(own[-1][0]).name} line {own[-1][1]}" if own else ""
             chain.append(RaisedException(line.strip(), place))
             frames, lines_after = None, 0

@@ -39,6 +39,7 @@ from shoal.control.agent_events import (
     PeerEnded,
     RankEnded,
     RankEvent,
+    RankHung,
     RankRestarts,
     RanksJoined,
     RanksStarted,
@@ -200,7 +201,7 @@ class LaunchReports:
     """What the agents reported of the run as a whole."""
 
     refused: ShoalError | None = None  # why an agent did not start, or ended
-    state_lost: ShoalError | None = None
+    ended_by: ShoalError | None = None  # a rank hangs, or the training's state is lost
     broken: str = ""  # the first rank that could not join the process group, and why
     stopped_by: str = ""  # the node that asked all others to stop, where it was not this launcher
     store_keys: int | None = None  # in the store of a script's ranks at its end; None while that is not known
@@ -416,7 +417,7 @@ class Launch:
             case RankRestarts():
                 self.ranks.forget_ends(name=event.name)
             case AgentNote():
-                notes.write(f"{node}: {event.text}")
+                notes.write(f"{node}: {self.run.name_in(event.text)}")
             case MembershipAnnounced():
                 # All agents of a generation announce the same.
                 notes.write_once(event.generation or event.text, event.text)
@@ -445,8 +446,9 @@ class Launch:
                 reports.store_keys = event.keys
                 if event.keys:
                     notes.note_open_store(len(self.agents))
-            case StateLost():
-                reports.state_lost = event.error
+            case StateLost() | RankHung():
+                event.error.fix = self.run.name_in(event.error.fix)
+                reports.ended_by = reports.ended_by or event.error
             case AgentRefused():
                 self._on_refused(agent, event.error)
             case AgentDone():
@@ -693,11 +695,11 @@ def _try_script(
 
 
 def _group_failure(launch: Launch) -> ShoalError | None:
-    """Return why agents ended their ranks: no rank had the state any more, or the process group could not form."""
+    """Return why agents ended their ranks: one hangs, none had the state any more, or the group could not form."""
     if any(end.code in (0, Interrupted.exit_code) for end in launch.ranks.ends):
         return None
-    if launch.reports.state_lost or not launch.reports.broken:
-        return launch.reports.state_lost
+    if launch.reports.ended_by or not launch.reports.broken:
+        return launch.reports.ended_by
     return RunFailed(
         f"the ranks did not meet: {launch.reports.broken}",
         why="the machines reach each other, but not by the interface or the ports that the ranks use",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.config.defaults import ASK_S
+from shoal.control.membership.settings import STACKS_WAIT_S
 from shoal.control.processes import (
     AGENT,
     SUPERVISOR,
@@ -26,6 +28,7 @@ from shoal.control.processes import (
     kill_processes,
     wait_until_ended,
 )
+from shoal.control.rank_stacks import RankStacks, StackFrame, ask_for_stacks, rank_of, read_stacks, stack_lines
 from shoal.errors import HostError, Interrupted, RunFailed, ShoalError, from_dict
 from shoal.event_schema import RANK_EVENTS, parse_event
 from shoal.events import Event, EventLog, read_last_events
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 _END_S = 8.0
 _STEP_TAIL_BYTES = 16384
 _JOURNAL_TAIL_BYTES = 1 << 16
+_STACKS_POLL_S = 0.1
 _REMOTE_TIMEOUT_S = 120.0
 _MEMBERSHIP = b'{"event":"membership"'
 _STEP = b'{"event":"step"'
@@ -314,6 +318,68 @@ def _heads(run: RunFolder) -> list[RunProcess]:
         if heads := [process for process in processes if process.part == part]:
             return heads
     return processes
+
+
+@dataclass(frozen=True)
+class RankAnswer:
+    """The stacks of one rank, or why there are none."""
+
+    rank: int
+    node: str
+    pid: int
+    place: str = ""  # the line of the user's code that it is in
+    threads: tuple[tuple[StackFrame, ...], ...] = ()
+    lines: tuple[str, ...] = ()  # as they are printed
+    missing: str = ""
+
+
+def stacks_here(run: RunFolder, only: int | None = None) -> list[RankAnswer]:
+    """Return the stacks of the run's ranks on this machine, or of one of them."""
+    ranks: dict[int, RunProcess] = {}
+    for process in find_processes(run.path):
+        # The children of a rank have its marks, too; the rank itself leads their session.
+        with contextlib.suppress(ProcessLookupError):
+            if (rank := rank_of(process.part)) is not None and os.getsid(process.pid) == process.pid:
+                ranks[rank] = process
+    chosen = {rank: process for rank, process in sorted(ranks.items()) if only in (None, rank)}
+    asked = {rank for rank, process in chosen.items() if ask_for_stacks(run, process.part, process.pid)}
+    stacks: dict[int, RankStacks | None] = {}
+    deadline = time.monotonic() + STACKS_WAIT_S
+    while time.monotonic() < deadline:
+        time.sleep(_STACKS_POLL_S)
+        before, stacks = stacks, {rank: read_stacks(run, chosen[rank].part) for rank in asked}
+        # A rank writes line by line: it has written all when nothing was added.
+        if stacks == before and None not in stacks.values():
+            break
+    return [_answer(rank, process, rank in asked, stacks.get(rank)) for rank, process in chosen.items()]
+
+
+def _answer(rank: int, process: RunProcess, was_asked: bool, stacks: RankStacks | None) -> RankAnswer:
+    if stacks is not None:
+        lines = tuple(stack_lines(stacks))
+        return RankAnswer(rank, process.node, process.pid, str(stacks.place), stacks.threads, lines)
+    why = f"it did not answer within {STACKS_WAIT_S:.0f} s: it is stopped, or its machine is very busy"
+    if not was_asked:
+        why = "it is still starting, or its script has not made its shoal.Session"
+    return RankAnswer(rank, process.node, process.pid, missing=f"{why}; see it with: py-spy dump --pid {process.pid}")
+
+
+def stacks_on(spec: HostsSpec, run: RunFolder, only: int | None) -> list[RankAnswer]:
+    """Return the stacks of the run's ranks on the hosts. Raise, after all were asked, if a host did not answer."""
+    from pydantic import TypeAdapter
+
+    from shoal.cluster.hosts.ssh import values_or_raise
+
+    def words(cluster: HostsCluster) -> Sequence[str]:
+        chosen = () if only is None else (f"--rank={only}",)
+        return ("stacks", "--here", cluster.folder(cluster.nodes[0], run.path), *chosen)
+
+    answers = TypeAdapter(list[RankAnswer])
+    replies = values_or_raise(_ask_hosts(spec, words)).values()
+    return sorted(
+        (answer for reply in replies for answer in answers.validate_python(reply.get("ranks", []))),
+        key=lambda answer: answer.rank,
+    )
 
 
 def runs_on(spec: HostsSpec) -> dict[str, list[dict[str, Any]] | ShoalError]:

@@ -24,6 +24,7 @@ from shoal.control.rank_messages import (
     LeftGeneration,
     MachineTooSlow,
     RankReady,
+    RankWaits,
     StepCommitted,
     ToAgent,
     ToRank,
@@ -99,6 +100,7 @@ class MembershipClient:
         A minority waits here with its state until other nodes are back. It ends with its agent, or on a requested stop.
         """
         began = time.monotonic()
+        self._send(RankWaits(generation=self.fence.generation))
         with self._changed:
             self._is_waiting = True
             while not self._changed.wait_for(lambda: self._next is not None, _PAUSED_AFTER_S / 4):
@@ -128,8 +130,8 @@ class MembershipClient:
         self.fence.committed(step)
         self._send(StepCommitted(step=step))
 
-    def send_broken(self, generation: Ballot, why: str) -> None:
-        self._send(GenerationBroken(generation=generation, why=why[:_MAX_REASON_CHARS]))
+    def send_broken(self, generation: Ballot, why: str, timed_out: bool) -> None:
+        self._send(GenerationBroken(generation=generation, why=why[:_MAX_REASON_CHARS], timed_out=timed_out))
 
     def send_too_slow(self) -> None:
         self._send(MachineTooSlow(generation=self.fence.generation))

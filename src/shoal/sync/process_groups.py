@@ -64,6 +64,10 @@ class GroupNotFormed(RunFailed):
     """A group could not be formed because a rank is missing or unreachable."""
 
 
+class RankMissing(GroupNotFormed):
+    """A rank did not come to its group in time."""
+
+
 def warn_in_log(error: ShoalError) -> None:
     """Write the warning to the rank's log, for the time before a recorder exists."""
     sys.stderr.write(error.render().replace("error:", "warning:", 1))

@@ -33,6 +33,7 @@ from shoal.sync.kv_store_client import AgentStore
 from shoal.sync.process_groups import (
     GroupForming,
     GroupNotFormed,
+    RankMissing,
     Warn,
     abort_nccl_group,
     form_main_group,
@@ -282,7 +283,7 @@ def await_ranks(store: dist.Store, rank: int, size: int, timeout_s: float, word:
                 why="a machine, its agent or the network stopped answering while the ranks were starting",
                 fix="look at the logs of the agents in the run folder, and check the network: shoal doctor",
             ) from error
-        raise GroupNotFormed(
+        raise RankMissing(
             f"the world did not form: {ranks} of {size} did not come within {timeout_s:.0f} s",
             why="those processes were not started, died early, or cannot reach the others",
             fix="look at their logs; raise sync.join_timeout_s only if a machine is merely slow to start",

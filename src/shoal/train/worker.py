@@ -31,6 +31,7 @@ from shoal.config.schema import Config
 from shoal.control.processes import tie_to
 from shoal.control.rank_env import Placement, use_private_caches
 from shoal.control.rank_messages import MEMBERSHIP_FD
+from shoal.control.rank_stacks import register_stacks
 from shoal.cost.memory import OUT_OF_MEMORY_ADVICE, out_of_memory_advice
 from shoal.data.prepare import change_config, create_run, reopen_run
 from shoal.engine.console import Console
@@ -108,6 +109,7 @@ class LateCompiler(ModuleType, Loader, MetaPathFinder):
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse_options(argv)
+    register_stacks()
     LateCompiler.install()
     stop = StopRequest()
     _catch_stop_signals(stop, is_elastic=MEMBERSHIP_FD in os.environ)

@@ -123,6 +123,11 @@ def test_a_lost_connection_ends_no_rank_and_a_stop_ends_all(lab: Lab, hosts: Pat
     wait_until(lambda: len(steps_of(run, 1)) > seen)
     # Events that were written while the connection was lost were fetched, without a gap or a duplicate.
     assert [step["step"] for step in steps_of(run, 1)] == list(range(1, len(steps_of(run, 1)) + 1))
+    stacks = done(lab, "stacks", run, "--json")
+    assert stacks.returncode == 0, stacks.stderr
+    answers = json.loads(stacks.stdout)["ranks"]
+    assert [(answer["rank"], answer["node"]) for answer in answers] == [(0, "node1"), (1, "node2")]
+    assert all("main" in {frame["function"] for frame in answer["threads"][0]} for answer in answers)
     listing = json.loads(done(lab, "ps", "--on", hosts, "--json").stdout)["hosts"]
     parts = {name: [process["part"] for run in runs for process in run["processes"]] for name, runs in listing.items()}
     assert {name: sorted(names) for name, names in parts.items()} == {

@@ -83,6 +83,8 @@ EXPECTED = {
     "shoal.different": Expected("cannot train together: torch 2.13.0 on node1, 2.12.0 on node2"),
     "shoal.diverged": Expected("the gradient norm became nan in step 2"),
     "shoal.error": Expected("error: unknown setting train.stpes in the command line"),
+    "shoal.hung": Expected("note: local: rank 1 keeps the others waiting: it has done nothing for", ("shoal.members",)),
+    "shoal.members": Expected("note: local lost 1 of its 2 ranks (number 1 there). local goes on, as generation 2"),
     "shoal.memory": Expected("was killed (SIGKILL) when the machine ran out of memory"),
     "shoal.node-gone": Expected("error: node2 is gone, and rank 1 with it"),
     "shoal.not-formed": Expected("error: the world did not form: rank 1 of 2 did not come"),

@@ -16,6 +16,23 @@ from tests.support.waiting import wait_until
 
 INVITATION = re.compile(r"shoal join (10\.77\.0\.\d+:\d+)\n.*works once: (\S+)")
 KILLS_ITSELF = "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(9)\n"
+SESSION = """
+import os, time
+import torch
+import shoal
+
+session = shoal.Session(steps=500, global_batch=8)
+model = torch.nn.Linear(4, 1)
+session.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
+for step in session:
+    with step:
+        if os.environ["RANK"] == "1" and step.number > 2:
+            FAULT
+        time.sleep(0.1)
+        for inputs, targets in step.batches((torch.ones(64, 4), torch.ones(64, 1))):
+            step.backward(((model(inputs) - targets) ** 2).sum())
+        step.update()
+"""
 
 
 @here("shoal.memory")
@@ -36,6 +53,24 @@ def diverged(bench: Bench) -> None:
 def rank_killed(bench: Bench) -> None:
     script = bench.write("train.py", KILLS_ITSELF)
     bench.run([*SHOAL, "run", "--out", str(bench.folder / "run"), str(script)])
+
+
+def run_session(bench: Bench, fault: str, *settings: str) -> None:
+    """Run a session whose rank 1 has a fault once it has done two steps."""
+    script = bench.write("train.py", SESSION.replace("FAULT", fault))
+    bench.run(
+        [*SHOAL, "run", "--on", "local:2", "--out", str(bench.folder / "run"), *set_flags(*settings), str(script)]
+    )
+
+
+@here("shoal.hung")
+def hung(bench: Bench) -> None:
+    run_session(bench, "time.sleep(10000)", "sync.timeout_s=4", "sync.join_timeout_s=10", "members.hung_tries=1")
+
+
+@here("shoal.members")
+def member_lost(bench: Bench) -> None:
+    run_session(bench, "os.kill(os.getpid(), 9)", "members.restarts=0")
 
 
 @here("shoal.port-taken")

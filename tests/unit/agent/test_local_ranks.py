@@ -6,7 +6,7 @@ from typing import cast
 
 from shoal.agent.local_ranks import LocalRank, LocalRanks, RankConnection
 from shoal.agent.membership import RankStop
-from shoal.control.membership.settings import RESTART_BACKOFF_S, RESTART_FORGIVEN_S, MembershipSettings
+from shoal.control.membership.settings import RESTART_BACKOFF_S, RESTART_FORGIVEN_S, STACKS_S, MembershipSettings
 from shoal.control.membership.types import Ballot
 from shoal.control.orders import StartProcess
 from shoal.control.rank_messages import LeaveGeneration, ToRank
@@ -72,6 +72,19 @@ def test_a_rank_that_still_starts_has_left_at_once() -> None:
     assert halt.take_done() == Ballot(1, 0)
     assert halt.late(100.0) == []
     assert (ranks.ready(), rank.has_state, len(connection.sent)) == ((0,), False, 1)
+
+
+def test_a_rank_that_does_not_answer_is_asked_for_its_stacks_once_before_it_is_killed() -> None:
+    ranks, rank = local_ranks(restarts=3)
+    settings = MembershipSettings()
+    rank.begin(cast(RankConnection, RecordingConnection()))
+    rank.generation, rank.is_ready = Ballot(1, 0), True
+    halt = RankStop(ranks, settings)
+    halt.begin(Ballot(1, 0), after_step=False, now=0.0)
+    asked_at = settings.stop_timeout_s - STACKS_S
+    asked = [halt.about_to_be_late(now) for now in (0.0, asked_at - 0.1, asked_at, settings.stop_timeout_s)]
+    assert asked == [[], [], [rank], []]
+    assert halt.late(settings.stop_timeout_s) == [rank]
 
 
 def test_zero_restarts_means_no_restart() -> None:

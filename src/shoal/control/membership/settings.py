@@ -94,6 +94,11 @@ FIXED_SILENT_AFTER_S = 20.0
 INVITE_TIMEOUT_S = 10.0
 
 # Ranks.
+# A rank whose training has not left a generation this long after an exchange of it timed out is stuck. Shorter: a rank
+# that waited in that exchange, on a busy machine, is taken for the one that it waited for.
+STUCK_AFTER_S = 2.0
+# How long a rank may take to write its stacks when its agent asks, and when a user does.
+STACKS_S, STACKS_WAIT_S = 0.5, 5.0
 # Interval of the agent's main loop. Longer: exits of ranks are noticed later.
 AGENT_POLL_S = 0.05
 # How often the agent checks that its run folder still exists.

@@ -169,6 +169,39 @@ SHOAL = (
         fix="leave --port out: a free one is found",
     ),
     Pattern(
+        "shoal.hung",
+        (
+            " keeps the others waiting: it has done nothing",
+            " did not stop when it was told to, and was killed",
+            " hangs after step ",
+        ),
+        regex=r"rank[ -]\d+ (?:keeps the others waiting|did not stop|on \S+ hangs after step \d+)",
+        cause="the program of that rank is stuck in the line that is named, and an exchange needs every rank",
+        fix="look at what that line waits for (all ranks: shoal stacks RUN); if it only takes long, give it more time: "
+        "--set sync.timeout_s=…",
+        covers=("shoal.error",),
+        has_own_advice=True,
+    ),
+    # What the agents print about every change of members; see `control.membership.sentences`.
+    Pattern(
+        "shoal.members",
+        (
+            "no committed step is lost.",
+            ", before the first step. ",
+            " and continues with step ",
+            "No machine has the training's state any more",
+            "No machine that could be reached had the training's state",
+            " paused: ",
+            "it commits nothing more and asks to join again",
+            "cannot write that decision to disk",
+            " has trained apart from ",
+            "cannot write its vote to disk",
+        ),
+        weight=CauseOrder.HARMLESS,
+        cause="ranks or machines were lost, hung or came back, and the sentence says how the training continues",
+        fix="nothing, unless it repeats: shoal logs RUN; shoal stacks RUN",
+    ),
+    Pattern(
         "shoal.error",
         ("error: ",),
         weight=CauseOrder.REPORT,
