@@ -38,7 +38,8 @@ def measure_rank(folder: Path, shape: tuple[int, int, int], steps: int, number: 
     from torch.optim import optimizer as optimizer_module
 
     from shoal.control.rank_env import Placement
-    from shoal.engine.measure import Measurement, measure_ddp, measure_optimizers
+    from shoal.engine.measure import Measurement
+    from shoal.engine.measured_collectives import measure_collectives, measure_ddp, measure_optimizers
     from shoal.run_folder import RunFolder
 
     layers, width, batch = shape

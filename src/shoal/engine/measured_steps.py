@@ -1,0 +1,167 @@
+"""Compute the durations of a measured script's step from marks of when its exchanges began and ended."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    # When something happened: by the clock of the CPU, or by an event in the GPU's queue.
+    Mark = float | torch.cuda.Event
+
+
+def make_mark(is_cuda: bool) -> Mark:
+    """Return the time: of the current GPU, whose work is queued, or else of the CPU."""
+    if not is_cuda:
+        return time.perf_counter()
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Mark, end: Mark) -> float:
+    if isinstance(begin, float) or isinstance(end, float):
+        # A step whose ends were marked in two ways began before its model was on the GPU.
+        return end - begin if isinstance(begin, float) and isinstance(end, float) else 0.0
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+@dataclass
+class Exchange:
+    """One all-reduce of DDP's reducer, or one call of the script's own communication hook."""
+
+    begin: Mark
+    end: Mark | None = None
+
+
+class Stay(NamedTuple):
+    """Time that a thread, or a stream of the GPU, has spent in a collective: in its call, or in the wait for it."""
+
+    kind: str
+    begin: Mark
+    end: Mark
+
+    @property
+    def seconds(self) -> float:
+        return seconds_between(self.begin, self.end)
+
+
+@dataclass
+class TimedStep:
+    began: Mark
+    # When the optimizer began; all exchanges were over. None where backward runs in the closure that it was given, as
+    # often as it likes: then its own time is not known.
+    updated: Mark | None = None
+    ended: Mark | None = None
+    exchanges: list[Exchange] = field(default_factory=list)  # of DDP
+    grad_bytes: int = 0
+    # Collectives called from Python, by kind: their number and bytes.
+    calls: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    stays: list[Stay] = field(default_factory=list)
+
+    def is_over(self) -> bool:
+        """Return whether the queue of the GPU has reached all marks."""
+        stays = (mark for stay in self.stays for mark in (stay.begin, stay.end))
+        marks = (self.ended, *(exchange.end for exchange in self.exchanges), *stays)
+        return all(mark is not None and (isinstance(mark, float) or mark.query()) for mark in marks)
+
+
+class StepClock:
+    """Divides steps, in their order. It knows when the ranks were last at the same point: the end of an exchange."""
+
+    def __init__(self) -> None:
+        self.has_ddp = False
+        self.exchange_count = 0
+        self._together_at: Mark | None = None
+
+    def divide(self, step: TimedStep) -> dict[str, Any]:
+        """Return the durations of a step, in seconds. What is not known is left out."""
+        assert step.ended is not None  # noqa: S101 - only ended steps are divided
+        step_s = seconds_between(step.began, step.ended)
+        times = {"step_s": step_s}
+        done = [(exchange.begin, exchange.end) for exchange in step.exchanges if exchange.end is not None]
+        updated_s = None if step.updated is None else seconds_between(step.began, step.updated)
+        if done:
+            times |= self._times_of_ddp(step, done, step_s if updated_s is None else updated_s)
+        elif not self.has_ddp:
+            times |= self._times_of_stays(step)
+        if (stayed_s := _stayed_s(step)) and "tail_s" in times:
+            # What a rank has waited in its own collectives is no work of its own.
+            times["tail_s"] = min(times["tail_s"] + stayed_s, step_s)
+            if "ready_s" in times:
+                times["ready_s"] = max(0.0, times["ready_s"] - stayed_s)
+        if updated_s is not None:
+            in_optimizer = [stay for stay in step.stays if seconds_between(step.began, stay.begin) >= updated_s]
+            times["optimizer_s"] = max(0.0, step_s - updated_s - sum(stay.seconds for stay in in_optimizer))
+        collectives = _sum_up_collectives(step)
+        if not self.has_ddp:
+            self.exchange_count += sum(calls for calls, _ in step.calls.values())
+            if "all-reduce" in collectives:
+                times["allreduce_s"] = collectives["all-reduce"]["waited_s"]
+        counts = {"exchanges": len(done), "grad_bytes": step.grad_bytes} if done else {}
+        return (
+            {name: round(value, 7) for name, value in times.items()}
+            | counts
+            | ({"collectives": collectives} if collectives else {})
+        )
+
+    def _times_of_ddp(self, step: TimedStep, done: list[tuple[Mark, Mark]], most_s: float) -> dict[str, float]:
+        """Return the times of the exchanges of DDP's reducer, which all end before `most_s`.
+
+        A thread of gloo that is short of processor time calls back late: never after the optimizer has begun.
+        """
+        self.exchange_count += len(done)
+        spans = [
+            (seconds_between(step.began, begin), min(seconds_between(step.began, end), most_s)) for begin, end in done
+        ]
+        last = max(range(len(spans)), key=lambda number: spans[number][1])
+        ready_at = max(begin for begin, _ in spans)
+        # Time with at least one exchange under way.
+        busy_s, reached = 0.0, 0.0
+        for begin_s, end_s in sorted(spans):
+            busy_s += max(0.0, end_s - max(begin_s, reached))
+            reached = max(reached, end_s)
+        tail_s = spans[last][1] - ready_at
+        times = {"allreduce_s": busy_s, "hidden_s": max(0.0, busy_s - tail_s), "tail_s": tail_s}
+        times["exchanged_s"] = spans[last][1]
+        if self._together_at is not None:
+            times["ready_s"] = ready_at + seconds_between(self._together_at, step.began)
+        is_late = step.updated is not None and spans[last][1] >= most_s
+        self._together_at = step.updated if is_late else done[last][1]
+        return times
+
+    def _times_of_stays(self, step: TimedStep) -> dict[str, float]:
+        """Return the times of a script with collectives of its own: ranks are together at the end of the last wait."""
+        ends = [stay.end for stay in step.stays if isinstance(stay.end, float)]
+        if _stayed_s(step) is None or not isinstance(step.began, float):
+            return {}
+        times = {"tail_s": 0.0, "exchanged_s": max(ends) - step.began}
+        if isinstance(self._together_at, float):
+            times["ready_s"] = max(ends) - self._together_at
+        self._together_at = max(ends)
+        return times
+
+
+def _stayed_s(step: TimedStep) -> float | None:
+    """Return the time that the rank has waited in collectives that were called from Python; None where not known.
+
+    On a GPU collectives may have a stream of their own, and what waits for it is not known.
+    """
+    on_cpu = [stay.seconds for stay in step.stays if isinstance(stay.end, float)]
+    return sum(on_cpu) if on_cpu and len(on_cpu) == len(step.stays) else None
+
+
+def _sum_up_collectives(step: TimedStep) -> dict[str, dict[str, float]]:
+    kinds = dict.fromkeys((*step.calls, *(stay.kind for stay in step.stays)))
+    sums: dict[str, dict[str, float]] = {}
+    for kind in kinds:
+        calls, sent_bytes = step.calls[kind]
+        waited_s = sum(stay.seconds for stay in step.stays if stay.kind == kind)
+        sums[kind] = {"calls": calls, "bytes": sent_bytes, "waited_s": round(waited_s, 7)}
+    return sums
