@@ -40,13 +40,7 @@ from typing import TYPE_CHECKING, Any
 import shoal
 from shoal.control.processes import RUN_MARK, is_of_own_run
 from shoal.control.rank_env import SETTINGS, Placement
-from shoal.engine.measured_collectives import (
-    leave_out_preparation,
-    measure_collectives,
-    measure_ddp,
-    measure_optimizers,
-    tensors_of,
-)
+from shoal.engine.measured_collectives import CHANGES, tensors_of
 from shoal.engine.measured_steps import Exchange, Stay, StepClock, TimedStep, make_mark
 from shoal.errors import Interrupted, RunFailed
 from shoal.events import EventLog, to_stderr
@@ -173,6 +167,10 @@ class Measurement:
         if self.is_on:
             self.is_on = False
             to_stderr(f"--measure is off: {why}")
+
+    @_guarded
+    def change_module(self, change: Callable[[types.ModuleType, Measurement], None], module: types.ModuleType) -> None:
+        change(module, self)
 
     def add_model(self, ddp: DistributedDataParallel, group: object) -> None:
         """Take note of a model in DDP. Its digest is computed when it is freed, or at the end."""
@@ -344,7 +342,7 @@ class Measurement:
             pid=self._process,
             interface=self._machine.interface,
             launcher="shoal",
-            sync="ddp" if self._clock.has_ddp else None,
+            sync="ddp" if self._clock.has_ddp else "own",
             comm_hook=self._comm_hook,
             grad_bytes=step.grad_bytes if step is not None and step.grad_bytes else None,
             restarts=place.restarts,
@@ -519,11 +517,8 @@ def main(words: Sequence[str]) -> None:
     # Registered first, so that it runs after all that the script registers.
     atexit.register(measurement.finish)
     finder = AfterImport(
-        {
-            "torch.distributed": lambda module: measure_collectives(module, measurement),
-            "torch.distributed.checkpoint.state_dict": lambda module: leave_out_preparation(module, measurement),
-            "torch.nn.parallel.distributed": lambda module: measure_ddp(module, measurement),
-            "torch.optim.optimizer": lambda module: measure_optimizers(module, measurement),
+        {name: functools.partial(measurement.change_module, change) for name, change in CHANGES.items()}
+        | {
             "shoal.engine.session": lambda _: measurement.turn_off("a script with shoal.Session is measured anyway"),
         }
     )

@@ -53,11 +53,17 @@ def measure_collectives(module: types.ModuleType, measurement: Measurement) -> N
             if hasattr(group_class, name):
                 setattr(group_class, name, _timed_collective(name, getattr(group_class, name), kind, measurement))
     # C++ sends the buffers of DDP and FSDP.
-    send_all: Any = module._broadcast_coalesced  # type: ignore[attr-defined]
-    module._broadcast_coalesced = _timed_collective(  # type: ignore[attr-defined]
-        "_broadcast_coalesced", send_all, "broadcast", measurement
+    torch_distributed: Any = module
+    torch_distributed._broadcast_coalesced = _timed_collective(
+        "_broadcast_coalesced", torch_distributed._broadcast_coalesced, "broadcast", measurement
     )
-    work_class: Any = module.Work
+    _measure_waits(module.Work, measurement)
+
+
+def _measure_waits(work_class: Any, measurement: Measurement) -> None:
+    import torch
+
+    future_class: Any = torch._C.Future
     get_future = work_class.get_future
 
     def get_timed_future(work: Any) -> Any:
@@ -66,13 +72,27 @@ def measure_collectives(module: types.ModuleType, measurement: Measurement) -> N
         return future
 
     work_class.get_future = _renamed("get_future", get_future, get_timed_future)
-    import torch
-
-    for waiting_class in (work_class, torch._C.Future):
+    for waiting_class in (work_class, future_class):
         waiting_class.wait = _timed_wait(waiting_class.wait, measurement)
 
 
-def _renamed(name: str, method: Any, wrapper: types.FunctionType) -> Any:
+def measure_futures(module: types.ModuleType, measurement: Measurement) -> None:
+    """Time the wait for several collectives at once. `module` is torch.futures."""
+    torch_futures: Any = module
+    collect_all = torch_futures.collect_all
+
+    @functools.wraps(collect_all)
+    def collect_all_timed(futures: Any) -> Any:
+        collected = collect_all(futures)
+        if futures:
+            # A wait for collectives of several kinds counts as one for the last.
+            measurement.follow_work(collected, futures[-1])
+        return collected
+
+    torch_futures.collect_all = collect_all_timed
+
+
+def _renamed(name: str, method: Any, wrapper: Any) -> Any:
     """Return the wrapper as a method of this name.
 
     A class in Python that inherits from one in C++ calls the method it overrides. pybind11 sees by the name of the
@@ -91,7 +111,7 @@ def _timed_collective(name: str, method: Any, kind: str, measurement: Measuremen
         return work
 
     timed.untimed = method  # type: ignore[attr-defined]
-    return _renamed(name, method, timed)  # type: ignore[arg-type]
+    return _renamed(name, method, timed)
 
 
 def _timed_wait(method: Any, measurement: Measurement) -> Any:
@@ -102,7 +122,7 @@ def _timed_wait(method: Any, measurement: Measurement) -> Any:
             measurement.end_wait(begun)
         return result
 
-    return _renamed("wait", method, timed)  # type: ignore[arg-type]
+    return _renamed("wait", method, timed)
 
 
 def tensors_of(values: object) -> Iterator[Tensor]:
@@ -217,3 +237,13 @@ def leave_out_preparation(module: types.ModuleType, measurement: Measurement) ->
             measurement.is_counting = True
 
     module._init_optim_state = prepare_uncounted  # type: ignore[attr-defined]
+
+
+# What is done with a module of torch when the script has imported it.
+CHANGES: dict[str, Callable[[types.ModuleType, Measurement], None]] = {
+    "torch.distributed": measure_collectives,
+    "torch.futures": measure_futures,
+    "torch.nn.parallel.distributed": measure_ddp,
+    "torch.optim.optimizer": measure_optimizers,
+    "torch.distributed.checkpoint.state_dict": leave_out_preparation,
+}

@@ -79,6 +79,7 @@ class StepClock:
         self.has_ddp = False
         self.exchange_count = 0
         self._together_at: Mark | None = None
+        self._has_divided = False
 
     def divide(self, step: TimedStep) -> dict[str, Any]:
         """Return the durations of a step, in seconds. What is not known is left out."""
@@ -101,9 +102,12 @@ class StepClock:
             times["optimizer_s"] = max(0.0, step_s - updated_s - sum(stay.seconds for stay in in_optimizer))
         collectives = _sum_up_collectives(step)
         if not self.has_ddp:
-            self.exchange_count += sum(calls for calls, _ in step.calls.values())
+            # Before the end of the first step a script may only have given all ranks the same weights.
+            if self._has_divided:
+                self.exchange_count += sum(calls for kind, (calls, _) in step.calls.items() if kind != "barrier")
             if "all-reduce" in collectives:
                 times["allreduce_s"] = collectives["all-reduce"]["waited_s"]
+        self._has_divided = True
         counts = {"exchanges": len(done), "grad_bytes": step.grad_bytes} if done else {}
         return (
             {name: round(value, 7) for name, value in times.items()}

@@ -21,7 +21,7 @@ from shoal.config.load import load_settings
 from shoal.config.schema import Config
 from shoal.control.membership.types import NEVER, Ballot
 from shoal.errors import DataError, ShoalError
-from shoal.event_schema import LOG_FIELDS, STEP_TIMES, Event
+from shoal.event_schema import COLLECTIVE_FIELDS, LOG_FIELDS, STEP_TIMES, Event
 from shoal.run_folder import RunFolder
 
 Floats = npt.NDArray[np.float64]
@@ -232,6 +232,14 @@ class LaunchClock:
         self._last_time = max(time, self._last_time)
 
 
+class Calls(NamedTuple):
+    """Collectives of one kind that a rank has called from Python in a step."""
+
+    calls: float
+    bytes: float
+    waited_s: float
+
+
 class Recorded(NamedTuple):
     """A value, and the generation in which the rank recorded it."""
 
@@ -254,6 +262,7 @@ class RankLog:
     val_loss: dict[int, Recorded] = field(default_factory=dict)
     logged: dict[str, dict[int, float]] = field(default_factory=dict)  # `session.log`: values by name and step
     logged_in: dict[int, Entered | None] = field(default_factory=dict)  # the generation of each step of `logged`
+    collectives: dict[str, dict[int, Calls]] = field(default_factory=dict)  # of a measured script, by kind and step
     entered: list[Entered] = field(default_factory=list)
     member_of: Entered | None = None
     steps: StepTable = field(init=False)
@@ -289,6 +298,10 @@ class RankLog:
                 if is_step(step := event.get("step")):
                     self._has_trained = True
                     self.steps.add(step, event, len(self.entered) - 1 if self.member_of else -1)
+                    for kind, calls in (event.get("collectives") or {}).items():
+                        if kind in self.collectives or len(self.collectives) < MOST_LOGGED:
+                            values = Calls(*(calls[name] for name in COLLECTIVE_FIELDS))
+                            self.collectives.setdefault(kind, {})[step] = values
             case "loss":
                 # The mean over all ranks; the `step` event had only this rank's own loss.
                 if is_step(step := event.get("step")) and is_number(event.get("loss")):
@@ -313,6 +326,7 @@ class RankLog:
             self.member_of = None
         # A script that was started again counts its steps from 1.
         self.steps.restart(forget=bool(event.get("measured")))
+        self.collectives.clear()
 
     def _update_start(self, event: Event, names: tuple[str, ...]) -> None:
         self.start = {**self.start, **{name: event[name] for name in names if name in event}}

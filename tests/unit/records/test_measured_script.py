@@ -18,12 +18,15 @@ from tests.support.run_samples import start
 
 
 def measured_run(
-    ready_s: tuple[float, ...] = (0.06, 0.08), steps: int = 40, exchanges: tuple[int | None, ...] = (80, 80)
+    ready_s: tuple[float, ...] = (0.06, 0.08),
+    steps: int = 40,
+    exchanges: tuple[int | None, ...] = (80, 80),
+    sync: str = "ddp",
 ) -> list[Event]:
     """Return the events of ranks whose own part of a step takes so long; 10 ms of communication follow."""
     events: list[Event] = []
     for rank, own_s in enumerate(ready_s):
-        events.append(start(rank, len(ready_s), measured=True, tokens_per_step=None))
+        events.append(start(rank, len(ready_s), measured=True, tokens_per_step=None, sync=sync))
         for number in range(1, steps + 1):
             tail_s = max(ready_s) - own_s + 0.01
             times = {"step_s": max(ready_s) + 0.012, "optimizer_s": 0.002, "allreduce_s": tail_s, "hidden_s": 0.0}
@@ -71,16 +74,18 @@ def test_events_of_a_rank_that_was_lost_before_a_restart_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exchanges", "words", "is_wrong"),
+    ("sync", "exchanges", "words", "is_wrong"),
     [
-        ((80, 80), "", False),
-        ((0, 0), "rank 0, 1 took part in no all-reduce", True),
-        ((80, 79), "rank 0 in 80, rank 1 in 79", True),
-        ((None, None), "does not use DistributedDataParallel", False),
+        ("ddp", (80, 80), "", False),
+        ("ddp", (0, 0), "rank 0, 1 took part in no all-reduce", True),
+        ("ddp", (80, 79), "rank 0 in 80, rank 1 in 79", True),
+        ("own", (80, 79), "", False),
+        ("own", (80, None), "rank 1 took part in no exchange", True),
+        ("own", (None, None), "no exchange between the ranks was seen: the script does not use Distributed", False),
     ],
 )
-def test_exchanges_are_counted(exchanges: tuple[int | None, ...], words: str, is_wrong: bool) -> None:
-    logs = read_rank_logs(measured_run(exchanges=exchanges))
+def test_exchanges_are_counted(sync: str, exchanges: tuple[int | None, ...], words: str, is_wrong: bool) -> None:
+    logs = read_rank_logs(measured_run(exchanges=exchanges, sync=sync))
     assert is_measured(logs)
     findings = list(exchange_findings(logs))
     assert len(findings) == bool(words)

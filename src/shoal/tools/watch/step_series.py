@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from shoal.control.membership.types import NEVER, Ballot
-from shoal.event_schema import PHASES, STEP_FIELDS, Event
+from shoal.event_schema import PHASES, STEP_FIELDS, Event, collective_values
 from shoal.records.rank_log import as_float, is_step, split_tail
 from shoal.terminal import printable_line
 from shoal.tools.watch.time_line import TimeLine
@@ -273,6 +273,8 @@ class RunSeries:
         rank.add(record, values, step // self.stride, min(_RECENT_STEPS, _MOST_RECENT // max(1, len(self.ranks))))
         if own_names := event.keys() - _NO_VALUES:
             self.add_values(rank.rank, step, {name: event[name] for name in own_names})
+        if event.get("collectives"):
+            self.add_values(rank.rank, step, collective_values(event))
 
     def add_world_loss(self, rank: RankState, event: Event) -> None:
         """Replace the loss of one of the newest steps: its `step` event had only this rank's own loss."""
