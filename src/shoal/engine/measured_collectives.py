@@ -198,18 +198,23 @@ def _timed_group_class() -> Any:
             tensor, measurement = args[0][0], self._measurement
             # DDP also sends which parameters were used, as integers.
             exchange = measurement.begin_exchange(tensor) if tensor.is_floating_point() else None
-            # Not counted again as a call of the script.
-            method = type(self._group).allreduce
-            work: dist.Work = getattr(method, "untimed", method)(self._group, *args, **kwargs)
+            work: dist.Work = self._untimed("allreduce")(*args, **kwargs)
             if exchange is not None:
                 work.get_future().add_done_callback(lambda _: measurement.end_exchange(exchange, tensor))
             return work
 
         def broadcast(self, *args: Any, **kwargs: Any) -> dist.Work:
-            return self._group.broadcast(*args, **kwargs)
+            work: dist.Work = self._untimed("broadcast")(*args, **kwargs)
+            return work
 
         def allgather(self, *args: Any, **kwargs: Any) -> dist.Work:
-            return self._group.allgather(*args, **kwargs)
+            work: dist.Work = self._untimed("allgather")(*args, **kwargs)
+            return work
+
+        def _untimed(self, name: str) -> Any:
+            """Return the group's method that does not count the call as one of the script."""
+            method = getattr(type(self._group), name)
+            return functools.partial(getattr(method, "untimed", method), self._group)
 
     return TimedGroup
 

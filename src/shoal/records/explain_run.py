@@ -90,7 +90,10 @@ def _explain_split(summary: RunSummary, step_s: float) -> str:
     phases["other"] = phases.get("other", 0.0) + sum(phases.pop(name) for name in small)
     named = sorted(phases.items(), key=lambda part: -part[1])
     shares = whole_percents([seconds for _, seconds in named])
-    parts = [f"{share}% into {PHASE_TEXTS[name]}" for share, (name, _) in zip(shares, named, strict=True) if share]
+    texts = PHASE_TEXTS
+    if "forward" not in summary.phases:
+        texts = texts | {"other": "forward, backward and everything else"}
+    parts = [f"{share}% into {texts[name]}" for share, (name, _) in zip(shares, named, strict=True) if share]
     return f"Of this, {join_words(parts).replace(' into ', ' went into ', 1)}."
 
 

@@ -134,29 +134,29 @@ class StepMeans:
     """Means over the newest steps of a rank, in seconds."""
 
     step_s: float
-    exposed_s: float
+    exposed_s: float  # NaN where it was not recorded, as is the next one
     wait_s: float
     work_s: float  # data, forward and backward: what N ranks divide between them
     sent_bytes_per_s: float | None  # None where no step has recorded what its machine sent
 
     @property
     def compute_s(self) -> float:
-        return max(0.0, self.step_s - self.exposed_s - self.wait_s)
+        return max(0.0, self.step_s - sum(filter(math.isfinite, (self.exposed_s, self.wait_s))))
 
 
 def average_steps(records: list[Row]) -> StepMeans:
     columns = list(zip(*records, strict=True)) or [()] * len(RECENT_FIELDS)
 
-    def mean(column: int) -> float:
+    def mean(column: int, unknown: float = 0.0) -> float:
         values = [value for value in columns[column] if value is not None]
-        return fmean(values) if values else 0.0
+        return fmean(values) if values else unknown
 
     sent = [(wire, step_s) for wire, step_s in zip(columns[_WIRE], columns[STEP_S], strict=True) if wire is not None]
     seconds = sum(step_s or 0.0 for _, step_s in sent)
     return StepMeans(
         step_s=mean(STEP_S),
-        exposed_s=mean(EXPOSED),
-        wait_s=mean(WAIT),
+        exposed_s=mean(EXPOSED, math.nan),
+        wait_s=mean(WAIT, math.nan),
         work_s=sum(map(mean, _WORK)),
         sent_bytes_per_s=sum(wire for wire, _ in sent) / seconds if seconds else None,
     )
