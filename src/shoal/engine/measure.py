@@ -40,8 +40,8 @@ from typing import TYPE_CHECKING, Any
 import shoal
 from shoal.control.processes import RUN_MARK, is_of_own_run
 from shoal.control.rank_env import SETTINGS, Placement
-from shoal.engine.measured_collectives import CHANGES, tensors_of
-from shoal.engine.measured_steps import Exchange, Stay, StepClock, TimedStep, make_mark
+from shoal.engine.measured_collectives import CHANGES, size_of
+from shoal.engine.measured_steps import Exchange, StepClock, TimedStep, make_mark
 from shoal.errors import Interrupted, RunFailed
 from shoal.events import EventLog, to_stderr
 from shoal.host.facts import WireCounter, boot_id, cpu_name
@@ -147,7 +147,7 @@ class Measurement:
         self.is_counting = True  # not while the state of an optimizer is made
         self.is_in_hook = False  # in the script's own communication hook, which is timed as a whole
         # Kinds of the collectives under way, by what is waited for, a Work or a Future; and whether on a GPU.
-        self._waited: weakref.WeakKeyDictionary[object, tuple[str, bool]] = weakref.WeakKeyDictionary()
+        self.waited: weakref.WeakKeyDictionary[object, tuple[str, bool]] = weakref.WeakKeyDictionary()
         # The optimizer whose steps are counted, and those that have stepped since it did.
         self._counted: weakref.ref[Optimizer] | None = None
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -216,48 +216,32 @@ class Measurement:
         exchange.end = make_mark(tensor.is_cuda)
 
     @_guarded
-    def begin_collective(self, kind: str, values: Sequence[object]) -> tuple[str, bool, Mark] | None:
-        """Count a collective that is called with these tensors, and return its kind, device and begin."""
-        if self.is_in_hook:
-            return None
-        sizes, is_cuda = [0], False
-        for value in values:
-            tensors = list(tensors_of(value))
-            sizes.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
-            is_cuda = is_cuda or any(tensor.is_cuda for tensor in tensors)
+    def count_collective(self, kind: str, values: Sequence[object]) -> bool | None:
+        """Count a collective that is called with these arguments. Return whether a GPU runs it; None if not timed."""
+        # All-gather and reduce-scatter have one tensor of a part, and one of the whole.
+        (first_bytes, is_cuda), (second_bytes, _) = (size_of(value) for value in (*values, None, None)[:2])
         if is_cuda and _is_capturing():
             return None
-        count = self._current.calls[kind]
-        count[0] += 1
-        # All-gather and reduce-scatter have one tensor of a part, and one of the whole.
-        count[1] += max(sizes)
-        return kind, is_cuda, make_mark(is_cuda)
+        sums = self._current.collectives[kind]
+        sums[0] += 1
+        sums[1] += max(first_bytes, second_bytes)
+        return is_cuda
 
     @_guarded
-    def end_collective(self, begun: tuple[str, bool, Mark], work: object) -> None:
-        kind, is_cuda, _ = begun
-        self._end_stay(begun)
+    def end_collective(self, kind: str, is_cuda: bool, begin: Mark, work: object) -> None:
+        self._current.add_stay(kind, begin, make_mark(is_cuda))
         if work is not None:
-            self._waited[work] = kind, is_cuda
+            self.waited[work] = kind, is_cuda
+
+    @_guarded
+    def end_wait(self, kind: str, is_cuda: bool, begin: Mark) -> None:
+        self._current.add_stay(kind, begin, make_mark(is_cuda))
 
     @_guarded
     def follow_work(self, future: object, work: object) -> None:
         """Take a wait for this future as one for the work."""
-        if (known := self._waited.get(work)) is not None:
-            self._waited[future] = known
-
-    @_guarded
-    def begin_wait(self, waited: object) -> tuple[str, bool, Mark] | None:
-        known = self._waited.get(waited)
-        return None if known is None else (*known, make_mark(known[1]))
-
-    @_guarded
-    def end_wait(self, begun: tuple[str, bool, Mark]) -> None:
-        self._end_stay(begun)
-
-    def _end_stay(self, begun: tuple[str, bool, Mark]) -> None:
-        kind, is_cuda, began = begun
-        self._current.stays.append(Stay(kind, began, make_mark(is_cuda)))
+        if (known := self.waited.get(work)) is not None:
+            self.waited[future] = known
 
     @_guarded
     def before_optimizer_step(self, optimizer: Optimizer, args: Sequence[Any] = (), kwargs: Any = None) -> None:
@@ -266,6 +250,7 @@ class Measurement:
         has_closure = any(map(callable, (*args[1:], *(kwargs or {}).values())))
         if (counted is None or optimizer is counted) and self.is_counting:
             self._current.updated = None if has_closure else _mark_of(optimizer)
+            self._current.stayed_before_update_s = self._current.stayed_s
 
     @_guarded
     def after_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:

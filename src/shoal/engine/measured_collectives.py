@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from shoal.engine.measured_steps import make_mark
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch import Tensor
 
     from shoal.engine.measure import Measurement
 
@@ -104,10 +105,14 @@ def _renamed(name: str, method: Any, wrapper: Any) -> Any:
 
 def _timed_collective(name: str, method: Any, kind: str, measurement: Measurement) -> Any:
     def timed(group: Any, *args: Any, **kwargs: Any) -> Any:
-        begun = measurement.begin_collective(kind, (*args, *kwargs.values())[:2])
+        is_measured = measurement.is_on and not measurement.is_in_hook
+        values = args if len(args) > 1 or not kwargs else (*args, *kwargs.values())
+        is_cuda = measurement.count_collective(kind, values) if is_measured else None
+        if is_cuda is None:
+            return method(group, *args, **kwargs)
+        begin = make_mark(is_cuda)
         work = method(group, *args, **kwargs)
-        if begun is not None:
-            measurement.end_collective(begun, work)
+        measurement.end_collective(kind, is_cuda, begin, work)
         return work
 
     timed.untimed = method  # type: ignore[attr-defined]
@@ -116,22 +121,25 @@ def _timed_collective(name: str, method: Any, kind: str, measurement: Measuremen
 
 def _timed_wait(method: Any, measurement: Measurement) -> Any:
     def timed(work: Any, *args: Any, **kwargs: Any) -> Any:
-        begun = measurement.begin_wait(work)
+        known = measurement.waited.get(work) if measurement.is_on else None
+        if known is None:
+            return method(work, *args, **kwargs)
+        kind, is_cuda = known
+        begin = make_mark(is_cuda)
         result = method(work, *args, **kwargs)
-        if begun is not None:
-            measurement.end_wait(begun)
+        measurement.end_wait(kind, is_cuda, begin)
         return result
 
     return _renamed("wait", method, timed)
 
 
-def tensors_of(values: object) -> Iterator[Tensor]:
-    """Yield the tensors of an argument: one, a list, or a list of lists."""
-    if isinstance(values, (list, tuple)):
-        for value in values:
-            yield from tensors_of(value)
-    elif hasattr(values, "element_size"):
-        yield values  # type: ignore[misc]
+def size_of(value: Any) -> tuple[int, bool]:
+    """Return the bytes of an argument, a tensor or lists of them, and whether they are on a GPU."""
+    if isinstance(value, (list, tuple)):
+        sizes = [size_of(part) for part in value]
+        return sum(size for size, _ in sizes), any(is_cuda for _, is_cuda in sizes)
+    # Not `nbytes`, which a sparse tensor does not have.
+    return (value.numel() * value.element_size(), value.is_cuda) if hasattr(value, "element_size") else (0, False)
 
 
 def measure_ddp(module: types.ModuleType, measurement: Measurement) -> None:

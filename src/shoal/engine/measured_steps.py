@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -40,18 +40,6 @@ class Exchange:
     end: Mark | None = None
 
 
-class Stay(NamedTuple):
-    """Time that a thread, or a stream of the GPU, has spent in a collective: in its call, or in the wait for it."""
-
-    kind: str
-    begin: Mark
-    end: Mark
-
-    @property
-    def seconds(self) -> float:
-        return seconds_between(self.begin, self.end)
-
-
 @dataclass
 class TimedStep:
     began: Mark
@@ -61,14 +49,27 @@ class TimedStep:
     ended: Mark | None = None
     exchanges: list[Exchange] = field(default_factory=list)  # of DDP
     grad_bytes: int = 0
-    # Collectives called from Python, by kind: their number and bytes.
-    calls: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
-    stays: list[Stay] = field(default_factory=list)
+    # Collectives called from Python, by kind: their number, bytes, and the seconds that a thread was in them, in the call
+    # or in the wait for it.
+    collectives: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0, 0, 0.0]))
+    stayed_s: float = 0.0  # in all of them
+    stayed_before_update_s: float = 0.0
+    stayed_until: float | None = None
+    # The same on streams of the GPU, where times are known later.
+    queued: list[tuple[str, Mark, Mark]] = field(default_factory=list)
+
+    def add_stay(self, kind: str, begin: Mark, end: Mark) -> None:
+        if isinstance(begin, float) and isinstance(end, float):
+            self.collectives[kind][2] += end - begin
+            self.stayed_s += end - begin
+            self.stayed_until = end
+        else:
+            self.queued.append((kind, begin, end))
 
     def is_over(self) -> bool:
         """Return whether the queue of the GPU has reached all marks."""
-        stays = (mark for stay in self.stays for mark in (stay.begin, stay.end))
-        marks = (self.ended, *(exchange.end for exchange in self.exchanges), *stays)
+        queued = (mark for _, begin, end in self.queued for mark in (begin, end))
+        marks = (self.ended, *(exchange.end for exchange in self.exchanges), *queued)
         return all(mark is not None and (isinstance(mark, float) or mark.query()) for mark in marks)
 
 
@@ -92,19 +93,23 @@ class StepClock:
             times |= self._times_of_ddp(step, done, step_s if updated_s is None else updated_s)
         elif not self.has_ddp:
             times |= self._times_of_stays(step)
-        if (stayed_s := _stayed_s(step)) and "tail_s" in times:
+        # On a GPU collectives may have a stream of their own, and what waits for it is not known.
+        stayed_s = 0.0 if step.queued else step.stayed_s
+        if "tail_s" in times:
             # What a rank has waited in its own collectives is no work of its own.
             times["tail_s"] = min(times["tail_s"] + stayed_s, step_s)
             if "ready_s" in times:
                 times["ready_s"] = max(0.0, times["ready_s"] - stayed_s)
         if updated_s is not None:
-            in_optimizer = [stay for stay in step.stays if seconds_between(step.began, stay.begin) >= updated_s]
-            times["optimizer_s"] = max(0.0, step_s - updated_s - sum(stay.seconds for stay in in_optimizer))
+            in_optimizer_s = stayed_s and stayed_s - step.stayed_before_update_s
+            times["optimizer_s"] = max(0.0, step_s - updated_s - in_optimizer_s)
         collectives = _sum_up_collectives(step)
         if not self.has_ddp:
             # Before the end of the first step a script may only have given all ranks the same weights.
             if self._has_divided:
-                self.exchange_count += sum(calls for kind, (calls, _) in step.calls.items() if kind != "barrier")
+                self.exchange_count += sum(
+                    int(sums["calls"]) for kind, sums in collectives.items() if kind != "barrier"
+                )
             if "all-reduce" in collectives:
                 times["allreduce_s"] = collectives["all-reduce"]["waited_s"]
         self._has_divided = True
@@ -142,30 +147,19 @@ class StepClock:
 
     def _times_of_stays(self, step: TimedStep) -> dict[str, float]:
         """Return the times of a script with collectives of its own: ranks are together at the end of the last wait."""
-        ends = [stay.end for stay in step.stays if isinstance(stay.end, float)]
-        if _stayed_s(step) is None or not isinstance(step.began, float):
+        if step.stayed_until is None or step.queued or not isinstance(step.began, float):
             return {}
-        times = {"tail_s": 0.0, "exchanged_s": max(ends) - step.began}
+        times = {"tail_s": 0.0, "exchanged_s": step.stayed_until - step.began}
         if isinstance(self._together_at, float):
-            times["ready_s"] = max(ends) - self._together_at
-        self._together_at = max(ends)
+            times["ready_s"] = step.stayed_until - self._together_at
+        self._together_at = step.stayed_until
         return times
 
 
-def _stayed_s(step: TimedStep) -> float | None:
-    """Return the time that the rank has waited in collectives that were called from Python; None where not known.
-
-    On a GPU collectives may have a stream of their own, and what waits for it is not known.
-    """
-    on_cpu = [stay.seconds for stay in step.stays if isinstance(stay.end, float)]
-    return sum(on_cpu) if on_cpu and len(on_cpu) == len(step.stays) else None
-
-
 def _sum_up_collectives(step: TimedStep) -> dict[str, dict[str, float]]:
-    kinds = dict.fromkeys((*step.calls, *(stay.kind for stay in step.stays)))
-    sums: dict[str, dict[str, float]] = {}
-    for kind in kinds:
-        calls, sent_bytes = step.calls[kind]
-        waited_s = sum(stay.seconds for stay in step.stays if stay.kind == kind)
-        sums[kind] = {"calls": calls, "bytes": sent_bytes, "waited_s": round(waited_s, 7)}
-    return sums
+    for kind, begin, end in step.queued:
+        step.collectives[kind][2] += seconds_between(begin, end)
+    return {
+        kind: {"calls": calls, "bytes": sent_bytes, "waited_s": round(waited_s, 7)}
+        for kind, (calls, sent_bytes, waited_s) in step.collectives.items()
+    }

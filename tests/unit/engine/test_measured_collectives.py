@@ -40,8 +40,8 @@ def test_a_group_in_python_reaches_the_method_of_torch(measurement: Measurement)
     with pytest.raises(RuntimeError, match="No backend type"):
         Group().allreduce([torch.ones(2)])
     assert measurement.is_on
-    assert dict(measurement._current.calls) == {"all-reduce": [1, 8]}
-    assert not measurement._current.stays, "a collective that failed has no time"
+    # A collective that failed has no time.
+    assert dict(measurement._current.collectives) == {"all-reduce": [1, 8, 0.0]}
 
 
 def test_futures_of_other_origin_are_waited_for_as_before(measurement: Measurement) -> None:
@@ -51,14 +51,14 @@ def test_futures_of_other_origin_are_waited_for_as_before(measurement: Measureme
     assert [future.wait() for future in torch.futures.collect_all(futures).wait()] == [0, 1]
     assert torch.futures.wait_all(futures) == [0, 1]
     assert measurement.is_on
-    assert not measurement._current.stays
+    assert measurement._current.stayed_until is None
 
 
 def test_nothing_is_counted_once_measuring_is_off(measurement: Measurement) -> None:
     measurement.turn_off("of a test")
     with pytest.raises(RuntimeError, match="No backend type"):
         Group().broadcast([torch.ones(2)])
-    assert not measurement._current.calls
+    assert not measurement._current.collectives
 
 
 def test_a_torch_that_cannot_be_changed_does_not_end_the_script(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from shoal.engine.measured_steps import Exchange, Stay, StepClock, TimedStep
+from shoal.engine.measured_steps import Exchange, StepClock, TimedStep
 
 
 def own_step(began: float, *stays: tuple[str, float, float]) -> TimedStep:
     """Return a step of one second with collectives of the script's own; the optimizer takes the last 0.2 seconds."""
     step = TimedStep(began, updated=began + 0.8, ended=began + 1.0)
     for kind, begin, end in stays:
-        step.calls[kind][0] += 1
-        step.calls[kind][1] += 8
-        step.stays.append(Stay(kind, began + begin, began + end))
+        step.collectives[kind][0] += 1
+        step.collectives[kind][1] += 8
+        step.add_stay(kind, began + begin, began + end)
+        if begin < 0.8:
+            step.stayed_before_update_s = step.stayed_s
     return step
 
 
