@@ -49,8 +49,8 @@ class TimedStep:
     ended: Mark | None = None
     exchanges: list[Exchange] = field(default_factory=list)  # of DDP
     grad_bytes: int = 0
-    # Collectives called from Python, by kind: their number, bytes, and the seconds that a thread was in them, in the call
-    # or in the wait for it.
+    # Collectives called from Python, by kind: their number, bytes, and the seconds that a thread was in the call or in
+    # the wait for it.
     collectives: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0, 0, 0.0]))
     stayed_s: float = 0.0  # in all of them
     stayed_before_update_s: float = 0.0
@@ -107,9 +107,8 @@ class StepClock:
         if not self.has_ddp:
             # Before the end of the first step a script may only have given all ranks the same weights.
             if self._has_divided:
-                self.exchange_count += sum(
-                    int(sums["calls"]) for kind, sums in collectives.items() if kind != "barrier"
-                )
+                calls = (sums["calls"] for kind, sums in collectives.items() if kind != "barrier")
+                self.exchange_count += int(sum(calls))
             if "all-reduce" in collectives:
                 times["allreduce_s"] = collectives["all-reduce"]["waited_s"]
         self._has_divided = True
