@@ -113,6 +113,14 @@ class Span(NamedTuple):
     last: int
 
 
+class Calls(NamedTuple):
+    """Collectives of one kind that a rank has called from Python in a step."""
+
+    calls: float
+    bytes: float
+    waited_s: float
+
+
 @dataclass
 class StepTable:
     """The steps of one rank: a row of numbers each. The last record of a step wins.
@@ -124,6 +132,7 @@ class StepTable:
 
     entered: list[Entered]  # the rank's generations; shared with its `RankLog`
     measured_size: int | None = None
+    collectives: dict[str, dict[int, Calls]] = field(default_factory=dict)  # of a measured script, by kind and step
     _row: dict[int, int] = field(default_factory=dict)  # row of a step in _values
     _values: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in _COLUMNS})
     _sorted_rows: Steps = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # rows in the order of steps
@@ -180,6 +189,7 @@ class StepTable:
         self._is_restarted = True
         if forget:
             self._row.clear()
+            self.collectives.clear()
             self._sorted_rows = np.empty(0, dtype=np.int64)
             self._values = {name: array("d") for name in _COLUMNS}
 
@@ -198,6 +208,9 @@ class StepTable:
                 values.append(value)
             else:
                 values[row] = value
+        for kind, calls in (event.get("collectives") or {}).items():
+            if kind in self.collectives or len(self.collectives) < MOST_LOGGED:
+                self.collectives.setdefault(kind, {})[step] = Calls(*(calls[name] for name in COLLECTIVE_FIELDS))
 
     def correct(self, step: int, **values: float) -> None:
         """Replace values of a step; nothing if there is no such step."""
@@ -232,14 +245,6 @@ class LaunchClock:
         self._last_time = max(time, self._last_time)
 
 
-class Calls(NamedTuple):
-    """Collectives of one kind that a rank has called from Python in a step."""
-
-    calls: float
-    bytes: float
-    waited_s: float
-
-
 class Recorded(NamedTuple):
     """A value, and the generation in which the rank recorded it."""
 
@@ -262,7 +267,6 @@ class RankLog:
     val_loss: dict[int, Recorded] = field(default_factory=dict)
     logged: dict[str, dict[int, float]] = field(default_factory=dict)  # `session.log`: values by name and step
     logged_in: dict[int, Entered | None] = field(default_factory=dict)  # the generation of each step of `logged`
-    collectives: dict[str, dict[int, Calls]] = field(default_factory=dict)  # of a measured script, by kind and step
     entered: list[Entered] = field(default_factory=list)
     member_of: Entered | None = None
     steps: StepTable = field(init=False)
@@ -298,10 +302,6 @@ class RankLog:
                 if is_step(step := event.get("step")):
                     self._has_trained = True
                     self.steps.add(step, event, len(self.entered) - 1 if self.member_of else -1)
-                    for kind, calls in (event.get("collectives") or {}).items():
-                        if kind in self.collectives or len(self.collectives) < MOST_LOGGED:
-                            values = Calls(*(calls[name] for name in COLLECTIVE_FIELDS))
-                            self.collectives.setdefault(kind, {})[step] = values
             case "loss":
                 # The mean over all ranks; the `step` event had only this rank's own loss.
                 if is_step(step := event.get("step")) and is_number(event.get("loss")):
@@ -326,7 +326,6 @@ class RankLog:
             self.member_of = None
         # A script that was started again counts its steps from 1.
         self.steps.restart(forget=bool(event.get("measured")))
-        self.collectives.clear()
 
     def _update_start(self, event: Event, names: tuple[str, ...]) -> None:
         self.start = {**self.start, **{name: event[name] for name in names if name in event}}

@@ -422,8 +422,8 @@ def _typical_collectives(logs: Collection[RankLog]) -> dict[str, Calls]:
     """Return the medians over the measured steps of all ranks, of each kind that most steps have."""
     typical = {}
     steps = [(log, step) for log in logs for step in log.steps.numbers[log.steps.measured()].tolist()]
-    for kind in sorted({kind for log in logs for kind in log.collectives}):
-        rows = [log.collectives.get(kind, {}).get(step, Calls(0, 0, 0.0)) for log, step in steps]
+    for kind in sorted({kind for log in logs for kind in log.steps.collectives}):
+        rows = [log.steps.collectives.get(kind, {}).get(step, Calls(0, 0, 0.0)) for log, step in steps]
         medians = Calls(*np.median(rows, axis=0).tolist()) if rows else Calls(0, 0, 0.0)
         if medians.calls:
             typical[kind] = medians

@@ -163,11 +163,11 @@ def test_the_asynchronous_collectives_of_an_optimizer(how: str, tmp_path: Path) 
             assert calls == {"reduce-scatter": (2, 96), "all-reduce": (2, 36), "all-gather": (2, 96)}
             assert 0 < event["allreduce_s"] == event["collectives"]["all-reduce"]["waited_s"]
             assert event["optimizer_s"] < event["step_s"] - event["tail_s"]
-    # Rank 0 waits in the first collective for rank 1, which sleeps.
-    assert all(event["collectives"]["reduce-scatter"]["waited_s"] > 0.01 for event in steps_of(run)[1:])
+    # The sleep of rank 1 is a part of its own, between two collectives.
+    assert all(event["ready_s"] >= 0.02 for event in steps_of(run, 1)[1:])
     waits = [row["wait_s"] for row in read_jsonl(run / "timings.jsonl") if row["rank"] == 0 and "wait_s" in row]
     assert len(waits) == 39
-    assert "all ranks wait for rank 1" in done.stderr
+    assert re.search(r"40 steps, .* each; .*(all-gather|reduce-scatter) .*; waiting", done.stderr)
     verified = shoal("verify", "--json", run)
     assert (verified.returncode, json.loads(verified.stdout)["findings"]) == (0, [])
     assert json.loads((run / "manifest.json").read_text())["collectives"]["all-gather"]["calls"] == 2
