@@ -55,6 +55,14 @@ def _is_ranks(value: object) -> bool:
     return isinstance(value, list) and all(_is_int(rank) and rank >= 0 for rank in value)
 
 
+def _is_collectives(value: object) -> bool:
+    """Return whether these are the collectives of a step, by kind."""
+    return isinstance(value, dict) and all(
+        isinstance(calls, dict) and all(_is_finite(calls.get(name)) for name in COLLECTIVE_FIELDS)
+        for calls in value.values()
+    )
+
+
 def _or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
@@ -70,8 +78,13 @@ PHASES = ("data", "forward", "backward", "exposed", "wait", "optimizer", "other"
 # The gradient exchange: its duration, and the part of it hidden behind backward. Both overlap with the phases.
 EXCHANGE_TIMES = ("allreduce_s", "hidden_s")
 STEP_TIMES = ("step_s", *(f"{phase}_s" for phase in PHASES), *EXCHANGE_TIMES)
+# Of each kind of collective that a measured script has called in a step: their number, their bytes, and the time that
+# the rank was in them.
+COLLECTIVE_FIELDS = ("calls", "bytes", "waited_s")
 # Fields of a `step` event that shoal writes itself.
-STEP_FIELDS = LOG_FIELDS.union(("loss", "own_loss", "samples", "grad_norm", "wire_bytes", "exchanged_s"), STEP_TIMES)
+STEP_FIELDS = LOG_FIELDS.union(
+    ("loss", "own_loss", "samples", "grad_norm", "wire_bytes", "exchanged_s", "collectives"), STEP_TIMES
+)
 
 RANK_EVENTS: Schema = {
     # The GPT counts tokens; a user's training, samples only. Runs of older versions have no `samples`. The loss of a
@@ -85,6 +98,7 @@ RANK_EVENTS: Schema = {
         # Not with `sync.measure=off`.
         "exposed_s": _or_none(_is_finite),
         "wait_s": _or_none(_is_finite),
+        "collectives": _or_none(_is_collectives),
     },
     "start": {
         **dict.fromkeys(("world_size", "params", "threads", "micro_batch"), _is_int),
@@ -140,6 +154,15 @@ AGENT_EVENTS: Schema = {
     "hung": _ERROR,
 }
 SUPERVISOR_EVENTS: Schema = {"ended": {"code": _is_int}, "note": {"text": _is_text}}
+
+
+def collective_values(event: Event) -> dict[str, float]:
+    """Return the collectives of a `step` event as values with names of their own, such as `all_gather_waited_s`."""
+    return {
+        f"{kind.replace('-', '_')}_{name}": calls[name]
+        for kind, calls in (event.get("collectives") or {}).items()
+        for name in COLLECTIVE_FIELDS
+    }
 
 
 def schema_of(path: Path) -> Schema | None:

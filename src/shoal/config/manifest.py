@@ -79,6 +79,14 @@ class PredictionRecord(ManifestRecord):
     grad_bytes: int | None = None  # of that run: the prediction holds for a model of this size only
 
 
+class CollectiveRecord(ManifestRecord):
+    """One kind of collective that a measured script calls from Python: medians of a step and rank."""
+
+    calls: float
+    bytes: float
+    waited_s: float
+
+
 class RecoveryRecord(ManifestRecord):
     """One change of the members: `generation` continued after `step` with these ranks."""
 
@@ -139,6 +147,7 @@ class Manifest(ManifestRecord):
     allreduce_mean_ms: float | None  # None where not measured, as with stock DDP
     allreduce_p50_ms: float | None
     allreduce_p95_ms: float | None
+    collectives: dict[str, CollectiveRecord] = {}  # by kind; none were seen where it is empty
     wire_bytes_per_step: float | None
     theoretical_bytes_per_step: float | None
     peak_memory_bytes: float | None = None

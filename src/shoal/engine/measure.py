@@ -1,14 +1,11 @@
 """`python -P -m shoal.engine.measure SCRIPT ARGS`: run a script unchanged and measure its training.
 
 `shoal run --measure` starts the ranks this way. The script runs as `__main__`, as Python itself would run it; torch is
-not imported before the script imports it. An import hook changes two modules of torch when the script loads them:
+not imported before the script imports it. An import hook changes modules of torch when the script loads them:
 
-    torch.nn.parallel.distributed   DDP's reducer gets a process group that times each all-reduce of the real one
-    torch.optim.optimizer           global hooks before and after `optimizer.step()`, which ends a step
-
-A wrapped group, and not a communication hook: DDP divides gradients while it copies them into its buckets, but only
-without a hook; with one every gradient is read and written once more. It also leaves the script's own hook in place,
-which is timed as a whole.
+    torch.distributed, torch.nn.parallel.distributed   collectives are timed (`measured_collectives.py`)
+    torch.optim.optimizer   global hooks before and after `optimizer.step()`, which ends a step
+    torch.distributed.checkpoint.state_dict   the step with which it makes the state of an optimizer is not counted
 
 No collective is added, since ranks that take different numbers of steps would then wait for each other forever. Each
 rank records durations of its own. `ready_s` is the time from the end of one exchange, when all ranks are at the same
@@ -36,7 +33,6 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +41,8 @@ import shoal
 from shoal.control.processes import RUN_MARK, is_of_own_run
 from shoal.control.rank_env import SETTINGS, Placement
 from shoal.control.rank_stacks import register_stacks
+from shoal.engine.measured_collectives import CHANGES, size_of
+from shoal.engine.measured_steps import Exchange, StepClock, TimedStep, make_mark
 from shoal.errors import Interrupted, RunFailed
 from shoal.events import EventLog, to_stderr
 from shoal.host.facts import WireCounter, boot_id, cpu_name
@@ -53,38 +51,17 @@ from shoal.host.topology import this_topology
 from shoal.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
 
+    from shoal.engine.measured_steps import Mark
     from shoal.engine.recorder import StepProfiler
-
-    # When something happened: by the clock of the CPU, or by an event in the GPU's queue.
-    Mark = float | torch.cuda.Event
 
 # The interface's counter is read every few steps: it takes longer than all else that is done in a step.
 _COUNT_WIRE_EVERY = 10
 # Steps of a GPU whose queue has not reached their end yet.
 _MOST_PENDING = 64
-
-
-@dataclass
-class _Exchange:
-    """One all-reduce of DDP, or one call of the script's own communication hook."""
-
-    begin: Mark
-    end: Mark | None = None
-
-
-@dataclass
-class _TimedStep:
-    began: Mark
-    updated: Mark | None = None  # when the optimizer began; all exchanges were over
-    ended: Mark | None = None
-    exchanges: list[_Exchange] = field(default_factory=list)
-    grad_bytes: int = 0
 
 
 def _guarded(method: Callable[..., Any]) -> Any:
@@ -103,40 +80,88 @@ def _guarded(method: Callable[..., Any]) -> Any:
     return guarded
 
 
+class _Machine:
+    """The machine of a rank: what it is, the bytes that it sends, and what else runs on it."""
+
+    def __init__(self, run: RunFolder, placement: Placement, hardware: dict[str, Any]) -> None:
+        self.hardware = hardware
+        self.interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
+        self._run, self._placement = run, placement
+        self._wire: WireCounter | None = None
+        self._wire_read_at = 0  # the step at which the counter was read last
+        self._watch: NodeWatch | None = None
+        self._samples: EventLog | None = None
+        self._began, self._waited_s = 0.0, 0.0
+
+    def watch(self, step: int) -> None:
+        self._began, self._waited_s = time.perf_counter(), cpu_wait_s()
+        # torch has been imported by the script.
+        threads = sys.modules["torch"].get_num_threads()
+        self._watch = NodeWatch(is_of_own_run, self._keep_sample, threads=threads)
+        self._watch.start()
+        if self._placement.local_rank == 0:
+            self._wire, self._wire_read_at = WireCounter(self.interface), step
+
+    def _keep_sample(self, sample: Mapping[str, Any]) -> None:
+        if self._placement.local_rank == 0:
+            if self._samples is None:
+                self._samples = EventLog(self._run.samples(self._placement.node), self._placement.rank, most_kept=100)
+            self._samples.write("sample", **sample)
+
+    def count_wire(self, step: int) -> dict[str, int]:
+        """Return the bytes that the machine has sent in a step, every few steps."""
+        if self._wire is None or step % _COUNT_WIRE_EVERY:
+            return {}
+        sent = self._wire.since_last()
+        # The first reading covers one step less than the others: the counter is opened with the first step.
+        steps, self._wire_read_at = step - self._wire_read_at, step
+        return {"wire_bytes": sent // steps} if sent is not None else {}
+
+    def describe(self, steps: int) -> dict[str, Any]:
+        """Return what was seen of this machine beside the training, to explain a rank that is late."""
+        if self._watch is None:
+            return {}
+        self._watch.close()
+        ran_s = max(1e-3, time.perf_counter() - self._began)
+        return {
+            "starved": round(min(1.0, (cpu_wait_s() - self._waited_s) / ran_s), 4),
+            "gc_s": round(self._watch.take_gc_s() / max(1, steps), 6),
+            "machine": [round(value, 4) for value in self._watch.overall().numbers],
+            "top_process": self._watch.top_process,
+        }
+
+
 class Measurement:
     """Times the steps of one rank and writes them as its events."""
 
     def __init__(self, run: RunFolder, placement: Placement, hardware: dict[str, Any] | None = None) -> None:
         self._run = run
-        self._hardware = hardware or {}
         self._placement = placement
         self._log: EventLog | None = None
         self._process = os.getpid()
         self.is_on = True
         self.error: BaseException | None = None  # what ended the script
         self._step = 0
-        self._exchange_count = 0
-        self._current = _TimedStep(time.perf_counter())
-        self._pending: deque[_TimedStep] = deque()
-        self._together_at: Mark | None = None  # the end of the last exchange
+        self._clock = StepClock()
+        self._current = TimedStep(time.perf_counter())
+        self._pending: deque[TimedStep] = deque()
+        self.is_counting = True  # not while the state of an optimizer is made
+        self.is_in_hook = False  # in the script's own communication hook, which is timed as a whole
+        # Kinds of the collectives under way, by what is waited for, a Work or a Future; and whether on a GPU.
+        self.waited: weakref.WeakKeyDictionary[object, tuple[str, bool]] = weakref.WeakKeyDictionary()
         # The optimizer whose steps are counted, and those that have stepped since it did.
         self._counted: weakref.ref[Optimizer] | None = None
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._models: list[weakref.finalize[..., Any]] = []
         self._digests: dict[int, str] = {}
         self._parameter_count = 0
-        self._has_ddp = False
         self._is_sharded = False
         self._comm_hook: str | None = None
-        self._wire: WireCounter | None = None
-        self._wire_read_at = 0  # the step at which the counter was read last
+        self._machine = _Machine(run, placement, hardware or {})
         # The reducer holds only the C++ half of a group.
         self._groups: weakref.WeakKeyDictionary[DistributedDataParallel, object] = weakref.WeakKeyDictionary()
         self._profile_steps = json.loads(os.environ.get(SETTINGS, "{}")).get("train", {}).get("profile_steps")
         self._profiler: StepProfiler | None = None
-        self._watch: NodeWatch | None = None
-        self._samples: EventLog | None = None
-        self._began, self._waited_s = 0.0, 0.0
 
     def turn_off(self, why: str) -> None:
         """Stop measuring; the script continues."""
@@ -144,14 +169,18 @@ class Measurement:
             self.is_on = False
             to_stderr(f"--measure is off: {why}")
 
+    @_guarded
+    def change_module(self, change: Callable[[types.ModuleType, Measurement], None], module: types.ModuleType) -> None:
+        change(module, self)
+
     def add_model(self, ddp: DistributedDataParallel, group: object) -> None:
         """Take note of a model in DDP. Its digest is computed when it is freed, or at the end."""
-        if not self._has_ddp:
-            self._has_ddp = True
+        if not self._clock.has_ddp:
+            self._clock.has_ddp = True
             self._models.clear()
             self._digests.clear()
             self._parameter_count = 0
-            self._current.began = _mark(next(ddp.module.parameters()))
+            self._current.began = make_mark(next(ddp.module.parameters()).is_cuda)
         self._groups[ddp] = group
         self._profile(0)
         self._keep(ddp, dict(ddp.module.named_parameters()))
@@ -174,31 +203,66 @@ class Measurement:
             self._digests[number] = _digest(parameters)
 
     @_guarded
-    def begin_exchange(self, tensor: Tensor) -> _Exchange | None:
-        """Return the exchange that begins now, or None where it is not measured."""
-        exchange = _Exchange(_mark(tensor))
+    def begin_exchange(self, tensor: Tensor) -> Exchange | None:
+        """Return the exchange of DDP that begins now, or None where it is not measured."""
+        exchange = Exchange(make_mark(tensor.is_cuda))
         self._current.exchanges.append(exchange)
         self._current.grad_bytes += tensor.nbytes
+        # An optimizer that is at work runs backward itself.
+        self._current.updated = None
         return exchange
 
     @_guarded
-    def end_exchange(self, exchange: _Exchange, tensor: Tensor) -> None:
-        exchange.end = _mark(tensor)
+    def end_exchange(self, exchange: Exchange, tensor: Tensor) -> None:
+        exchange.end = make_mark(tensor.is_cuda)
 
     @_guarded
-    def before_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def count_collective(self, kind: str, values: Sequence[object]) -> bool | None:
+        """Count a collective that is called with these arguments. Return whether a GPU runs it; None if not timed."""
+        # All-gather and reduce-scatter have one tensor of a part, and one of the whole.
+        (first_bytes, is_cuda), (second_bytes, _) = (size_of(value) for value in (*values, None, None)[:2])
+        if is_cuda and _is_capturing():
+            return None
+        sums = self._current.collectives[kind]
+        sums[0] += 1
+        sums[1] += max(first_bytes, second_bytes)
+        return is_cuda
+
+    @_guarded
+    def end_collective(self, kind: str, is_cuda: bool, begin: Mark, work: object) -> None:
+        self._current.add_stay(kind, begin, make_mark(is_cuda))
+        if work is not None:
+            self.waited[work] = kind, is_cuda
+
+    @_guarded
+    def end_wait(self, kind: str, is_cuda: bool, begin: Mark) -> None:
+        self._current.add_stay(kind, begin, make_mark(is_cuda))
+
+    @_guarded
+    def follow_work(self, future: object, work: object) -> None:
+        """Take a wait for this future as one for the work."""
+        if (known := self.waited.get(work)) is not None:
+            self.waited[future] = known
+
+    @_guarded
+    def before_optimizer_step(self, optimizer: Optimizer, args: Sequence[Any] = (), kwargs: Any = None) -> None:
         counted = self._counted() if self._counted is not None else None
-        if counted is None or optimizer is counted:
-            self._current.updated = _mark_of(optimizer)
+        # `args` has the optimizer itself. A closure is called in its step, and may run backward.
+        has_closure = any(map(callable, (*args[1:], *(kwargs or {}).values())))
+        if (counted is None or optimizer is counted) and self.is_counting:
+            self._current.updated = None if has_closure else _mark_of(optimizer)
+            self._current.stayed_before_update_s = self._current.stayed_s
 
     @_guarded
     def after_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         """End a step when the counted optimizer has stepped: the first one, or one that steps without it."""
+        if not self.is_counting:
+            return
         counted = self._counted() if self._counted is not None else None
         is_counted = optimizer is counted
         if not is_counted and (counted is None or optimizer in self._stepped):
             self._counted, is_counted = weakref.ref(optimizer), True
-            if not self._has_ddp:
+            if not self._clock.has_ddp:
                 self._keep(optimizer, dict(_numbered(optimizer)))
         if not is_counted:
             self._stepped.add(optimizer)
@@ -207,7 +271,7 @@ class Measurement:
         now = _mark_of(optimizer)
         self._current.ended = now
         self._pending.append(self._current)
-        self._current = _TimedStep(now)
+        self._current = TimedStep(now)
         self._profile(self._step + len(self._pending))
         self._write_steps(is_last=False)
 
@@ -228,62 +292,26 @@ class Measurement:
         """Write the steps whose times are known: that of a CPU one step later, when callbacks have run for sure."""
         while self._pending and (is_last or len(self._pending) > 1):
             step = self._pending[0]
-            if not is_last and len(self._pending) < _MOST_PENDING and not _is_over(step):
+            if not is_last and len(self._pending) < _MOST_PENDING and not step.is_over():
                 return
             self._pending.popleft()
             self._step += 1
             if self._log is None:
                 self._write_start(step)
-            times = self._times(step)
-            if self._wire is not None and self._step % _COUNT_WIRE_EVERY == 0:
-                sent = self._wire.since_last()
-                # The first reading covers one step less than the others: the counter is opened with the first step.
-                times |= {"wire_bytes": sent // (self._step - self._wire_read_at)} if sent is not None else {}
-                self._wire_read_at = self._step
+            times = self._clock.divide(step)
+            times |= self._machine.count_wire(self._step)
             if isinstance(step.ended, float):
                 # The event is written a step later: it has the time at which its step ended.
                 times["time"] = round(time.time() - (time.perf_counter() - step.ended), 6)
             if self._log is not None and times["step_s"] > 0:
                 self._log.write("step", step=self._step, **times)
 
-    def _times(self, step: _TimedStep) -> dict[str, Any]:
-        """Return the durations of a step, in seconds."""
-        assert step.ended is not None  # noqa: S101 - only ended steps are pending
-        # Of an optimizer that was not counted before, only the end of the step is known.
-        updated = step.ended if step.updated is None else step.updated
-        times = {"step_s": _seconds(step.began, step.ended), "optimizer_s": _seconds(updated, step.ended)}
-        done = [(exchange.begin, exchange.end) for exchange in step.exchanges if exchange.end is not None]
-        if not done:
-            return {name: round(value, 7) for name, value in times.items()}
-        self._exchange_count += len(done)
-        # A thread of gloo that is short of processor time calls back late: never after the optimizer has begun.
-        most_s = _seconds(step.began, updated)
-        spans = [(_seconds(step.began, begin), min(_seconds(step.began, end), most_s)) for begin, end in done]
-        last = max(range(len(spans)), key=lambda number: spans[number][1])
-        ready_at = max(begin for begin, _ in spans)
-        # Time with at least one exchange under way.
-        busy_s, reached = 0.0, 0.0
-        for begin_s, end_s in sorted(spans):
-            busy_s += max(0.0, end_s - max(begin_s, reached))
-            reached = max(reached, end_s)
-        tail_s = spans[last][1] - ready_at
-        times |= {"allreduce_s": busy_s, "hidden_s": max(0.0, busy_s - tail_s), "tail_s": tail_s}
-        times["exchanged_s"] = spans[last][1]
-        if self._together_at is not None:
-            times["ready_s"] = ready_at + _seconds(self._together_at, step.began)
-        self._together_at = done[last][1] if spans[last][1] < most_s else updated
-        return {name: round(value, 7) for name, value in times.items()} | {
-            "exchanges": len(done),
-            "grad_bytes": step.grad_bytes,
-        }
-
-    def _write_start(self, step: _TimedStep | None) -> None:
+    def _write_start(self, step: TimedStep | None) -> None:
         """Open the event log and describe this rank. A step is under way, so nothing here may take long."""
         import torch
         import torch.distributed as dist
 
         place, joined = self._placement, dist.is_available() and dist.is_initialized()
-        interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
         is_cuda = step is not None and not isinstance(step.began, float)
         self._log = EventLog(self._run.events(place.rank), place.rank)
         self._log.write(
@@ -298,40 +326,16 @@ class Measurement:
             node=place.node,
             local_rank=place.local_rank,
             pid=self._process,
-            interface=interface,
+            interface=self._machine.interface,
             launcher="shoal",
-            sync="ddp" if self._has_ddp else None,
+            sync="ddp" if self._clock.has_ddp else "own",
             comm_hook=self._comm_hook,
             grad_bytes=step.grad_bytes if step is not None and step.grad_bytes else None,
             restarts=place.restarts,
             versions={"python": platform.python_version(), "torch": torch.__version__, "shoal": shoal.__version__},
-            hardware={**self._hardware, "gpu": torch.cuda.get_device_name() if is_cuda else None},
+            hardware={**self._machine.hardware, "gpu": torch.cuda.get_device_name() if is_cuda else None},
         )
-        self._began, self._waited_s = time.perf_counter(), cpu_wait_s()
-        threads = torch.get_num_threads()
-        self._watch = NodeWatch(is_of_own_run, self._keep_sample, threads=threads)
-        self._watch.start()
-        if place.local_rank == 0:
-            self._wire, self._wire_read_at = WireCounter(interface), self._step
-
-    def _keep_sample(self, sample: Mapping[str, Any]) -> None:
-        if self._placement.local_rank == 0:
-            if self._samples is None:
-                self._samples = EventLog(self._run.samples(self._placement.node), self._placement.rank, most_kept=100)
-            self._samples.write("sample", **sample)
-
-    def _describe_node(self) -> dict[str, Any]:
-        """Return what was seen of this machine beside the training, to explain a rank that is late."""
-        if self._watch is None:
-            return {}
-        self._watch.close()
-        ran_s = max(1e-3, time.perf_counter() - self._began)
-        return {
-            "starved": round(min(1.0, (cpu_wait_s() - self._waited_s) / ran_s), 4),
-            "gc_s": round(self._watch.take_gc_s() / max(1, self._step), 6),
-            "machine": [round(value, 4) for value in self._watch.overall().numbers],
-            "top_process": self._watch.top_process,
-        }
+        self._machine.watch(self._step)
 
     @_guarded
     def finish(self) -> None:
@@ -364,40 +368,25 @@ class Measurement:
             "end",
             status=status,
             step=self._step,
-            # None where the ranks exchange in a way that is not measured.
-            exchanges=self._exchange_count if self._has_ddp else None,
+            # None where no exchange was seen, and the ranks may exchange in a way that is not measured.
+            exchanges=self._clock.exchange_count if self._clock.has_ddp else self._clock.exchange_count or None,
             is_sharded=self._is_sharded,
-            **self._describe_node(),
+            **self._machine.describe(self._step),
             peak_memory_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         )
         self._log.close()
 
 
-def _mark(tensor: Tensor | None) -> Mark:
-    """Return the time: of a tensor's GPU, whose work is queued, or else of the CPU."""
-    if tensor is None or not tensor.is_cuda:
-        return time.perf_counter()
+def _is_capturing() -> bool:
+    """Return whether a graph of the GPU is recorded: an event in it has no time."""
     import torch
 
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    return torch.cuda.is_current_stream_capturing()
 
 
 def _mark_of(optimizer: Optimizer) -> Mark:
-    return _mark(next((parameter for _, parameter in _numbered(optimizer)), None))
-
-
-def _seconds(begin: Mark, end: Mark) -> float:
-    if isinstance(begin, float) or isinstance(end, float):
-        # A step whose ends were marked in two ways began before its model was on the GPU.
-        return end - begin if isinstance(begin, float) and isinstance(end, float) else 0.0
-    return float(begin.elapsed_time(end)) / 1e3
-
-
-def _is_over(step: _TimedStep) -> bool:
-    marks = (step.ended, *(exchange.end for exchange in step.exchanges))
-    return all(mark is not None and (isinstance(mark, float) or mark.query()) for mark in marks)
+    parameter = next((parameter for _, parameter in _numbered(optimizer)), None)
+    return make_mark(parameter is not None and parameter.is_cuda)
 
 
 def _numbered(optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:
@@ -414,87 +403,6 @@ def _digest(parameters: dict[str, Tensor]) -> str:
         value.update(f"{name} {parameter.dtype} {tuple(parameter.shape)} ".encode())
         value.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return value.hexdigest()
-
-
-# Changes of torch's modules.
-
-
-def measure_ddp(module: types.ModuleType, measurement: Measurement) -> None:
-    """Give the reducer of every DDP model a group that is timed, and time the script's own communication hooks."""
-    ddp_class: Any = module.DistributedDataParallel
-    make_reducer, register_hook = ddp_class._ddp_init_helper, ddp_class.register_comm_hook
-
-    @functools.wraps(make_reducer)
-    def make_timed_reducer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not measurement.is_on:
-            return make_reducer(self, *args, **kwargs)
-        group = self.process_group
-        self.process_group = timed = _timed_group_class()(group, measurement)
-        try:
-            made = make_reducer(self, *args, **kwargs)
-        finally:
-            # Only the reducer uses the timed group. The script may pass this attribute to torch.distributed.
-            self.process_group = group
-        measurement.add_model(self, timed)
-        return made
-
-    @functools.wraps(register_hook)
-    def register_timed_hook(self: Any, state: object, hook: Callable[..., Any]) -> Any:
-        @functools.wraps(hook)
-        def timed_hook(state: object, bucket: dist.GradBucket) -> Any:
-            tensor = bucket.buffer()
-            exchange = measurement.begin_exchange(tensor)
-            future = hook(state, bucket)
-            if exchange is not None:
-                future.add_done_callback(lambda _: measurement.end_exchange(exchange, tensor))
-            return future
-
-        measurement.name_comm_hook(getattr(hook, "__qualname__", type(hook).__name__))
-        return register_hook(self, state, timed_hook)
-
-    ddp_class._ddp_init_helper = make_timed_reducer
-    ddp_class.register_comm_hook = register_timed_hook
-
-
-@functools.cache
-def _timed_group_class() -> Any:
-    """Return the class of the group: torch is imported by the script, after this module."""
-    import torch.distributed as dist
-
-    class TimedGroup(dist.ProcessGroup):
-        """The collectives that DDP's reducer uses; each is that of the real group."""
-
-        def __init__(self, group: dist.ProcessGroup, measurement: Measurement) -> None:
-            # torch's stubs omit this constructor, the only one whose object has methods that C++ calls.
-            super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
-            self._group = group
-            self._measurement = measurement
-
-        def getBackendName(self) -> str:  # noqa: N802 - torch calls it so
-            """Return a name other than gloo: DDP would ask for the gloo backend to describe it in its log."""
-            return "measured"
-
-        def allreduce(self, *args: Any, **kwargs: Any) -> dist.Work:
-            tensor, measurement = args[0][0], self._measurement
-            # DDP also sends which parameters were used, as integers.
-            exchange = measurement.begin_exchange(tensor) if tensor.is_floating_point() else None
-            work = self._group.allreduce(*args, **kwargs)
-            if exchange is not None:
-                work.get_future().add_done_callback(lambda _: measurement.end_exchange(exchange, tensor))
-            return work
-
-        def broadcast(self, *args: Any, **kwargs: Any) -> dist.Work:
-            return self._group.broadcast(*args, **kwargs)
-
-        def allgather(self, *args: Any, **kwargs: Any) -> dist.Work:
-            return self._group.allgather(*args, **kwargs)
-
-    return TimedGroup
-
-
-def measure_optimizers(module: types.ModuleType, measurement: Measurement) -> None:
-    module.register_optimizer_step_pre_hook(measurement.before_optimizer_step)
-    module.register_optimizer_step_post_hook(measurement.after_optimizer_step)
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -596,9 +504,8 @@ def main(words: Sequence[str]) -> None:
     # Registered first, so that it runs after all that the script registers.
     atexit.register(measurement.finish)
     finder = AfterImport(
-        {
-            "torch.nn.parallel.distributed": lambda module: measure_ddp(module, measurement),
-            "torch.optim.optimizer": lambda module: measure_optimizers(module, measurement),
+        {name: functools.partial(measurement.change_module, change) for name, change in CHANGES.items()}
+        | {
             "shoal.engine.session": lambda _: measurement.turn_off("a script with shoal.Session is measured anyway"),
         }
     )

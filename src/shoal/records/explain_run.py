@@ -13,6 +13,7 @@ from shoal.config.schema import SyncConfig
 from shoal.config.sync_choice import choice_of_event
 from shoal.cost.causes import Demand
 from shoal.events import Event
+from shoal.records.measured_script import NO_EXCHANGE, has_own_exchanges, name_collectives
 from shoal.records.rank_log import is_number, is_step
 from shoal.records.scaling import ScalingPoint, are_alike, efficiency, in_order
 from shoal.records.summary import RunSummary
@@ -52,6 +53,7 @@ _PLAUSIBLE_EXCESS = 0.05
 _OTHER_LINK_SPEED = 0.1
 # Of a smaller payload the headers of the packets are a large part.
 _SMALL_PAYLOAD_BYTES = 64e3
+_OWN_COLLECTIVES = "In a step a rank was in collectives of the script's own"
 _NO_PHASES = "(sync.measure=off)"
 
 
@@ -88,7 +90,10 @@ def _explain_split(summary: RunSummary, step_s: float) -> str:
     phases["other"] = phases.get("other", 0.0) + sum(phases.pop(name) for name in small)
     named = sorted(phases.items(), key=lambda part: -part[1])
     shares = whole_percents([seconds for _, seconds in named])
-    parts = [f"{share}% into {PHASE_TEXTS[name]}" for share, (name, _) in zip(shares, named, strict=True) if share]
+    texts = PHASE_TEXTS
+    if "forward" not in summary.phases:
+        texts = texts | {"other": "forward, backward and everything else"}
+    parts = [f"{share}% into {texts[name]}" for share, (name, _) in zip(shares, named, strict=True) if share]
     return f"Of this, {join_words(parts).replace(' into ', ' went into ', 1)}."
 
 
@@ -96,6 +101,9 @@ def _explain_allreduce(summary: RunSummary) -> str:
     cost = summary.allreduce_s
     if summary.world_size < 2:
         return ""
+    own = name_collectives(summary.collectives)
+    if has_own_exchanges(summary.start):
+        return f"{_OWN_COLLECTIVES}: {own}." if own else f"{NO_EXCHANGE[0].upper()}{NO_EXCHANGE[1:]}."
     if cost is None:
         if not summary.phases or summary.start.get("sync") != "stock":
             return ""
@@ -103,7 +111,8 @@ def _explain_allreduce(summary: RunSummary) -> str:
     hidden_s = summary.hidden_s or 0.0
     behind = f", {format_ms(hidden_s)} of it hidden behind backward" if hidden_s >= _WORTH_NAMING * cost.median else ""
     spread = f"mean {format_ms(cost.mean)}, p95 {format_ms(cost.p95)}"
-    return f"The all-reduce took {format_ms(cost.median)} a step ({spread}){behind}."
+    beside = f" {_OWN_COLLECTIVES}: {own}." if own else ""
+    return f"The all-reduce took {format_ms(cost.median)} a step ({spread}){behind}.{beside}"
 
 
 def _explain_bytes(summary: RunSummary) -> str:

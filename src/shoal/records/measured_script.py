@@ -7,7 +7,7 @@ the same data end equal too. So the number of all-reduces counts as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from statistics import median
 
@@ -18,9 +18,11 @@ from shoal.cost.causes import CROWDED, UNKNOWN, RankTimes, find_cause, machine_d
 from shoal.events import Event
 from shoal.host.node_stats import NodeStats
 from shoal.records.history import Logs, logs_of_last_launch
-from shoal.records.rank_log import RankLog, as_float, is_number
+from shoal.records.rank_log import Calls, RankLog, as_float, is_number
 from shoal.units import format_ms, name_ranks, rank_list
 
+# Where a script has none that `--measure` sees: not the same as an exchange that takes no time.
+NO_EXCHANGE = "no exchange between the ranks was seen"
 _MIN_STEPS = 12
 # What a session records of `NodeStats` at its end.
 _DEMAND = ("wanted", "waited", "cpus", "run_cpus", "threads")
@@ -29,6 +31,17 @@ _DEMAND = ("wanted", "waited", "cpus", "run_cpus", "threads")
 def is_measured(logs: Logs) -> bool:
     """Return whether these are the events of a script that uses no session."""
     return any(log.start.get("measured") for log in logs.values())
+
+
+def has_own_exchanges(start: Event) -> bool:
+    """Return whether this is the `start` event of a measured script without DistributedDataParallel."""
+    return bool(start.get("measured")) and start.get("sync") != "ddp"
+
+
+def name_collectives(collectives: Mapping[str, Calls]) -> str:
+    """Name the collectives of a step with the time that a rank was in them, such as "all-gather 1.2 ms"."""
+    longest = sorted(collectives.items(), key=lambda entry: -entry[1].waited_s)
+    return ", ".join(f"{kind} {format_ms(calls.waited_s)}" for kind, calls in longest)
 
 
 def exchange_findings(logs: Logs) -> Iterator[tuple[str, bool]]:
@@ -42,13 +55,15 @@ def exchange_findings(logs: Logs) -> Iterator[tuple[str, bool]]:
     counts = {rank: end.get("exchanges") for rank, end in ends.items()}
     if all(count is None for count in counts.values()):
         yield (
-            "the script does not use DistributedDataParallel: its exchanges are not counted, and equal parameters "
-            "alone do not prove that the ranks trained together",
+            f"{NO_EXCHANGE}: the script does not use DistributedDataParallel and called no "
+            "collective from Python; equal parameters alone do not prove that the ranks trained together",
             False,
         )
     elif alone := [rank for rank, count in counts.items() if not count]:
-        yield f"{rank_list(alone)} took part in no all-reduce of DDP, and so trained alone", True
-    elif len(set(counts.values())) > 1:
+        what = "exchange" if has_own_exchanges(logs[alone[0]].start) else "all-reduce of DDP"
+        yield f"{rank_list(alone)} took part in no {what}, and so trained alone", True
+    # Ranks may have collectives of their own in groups of their own.
+    elif not any(has_own_exchanges(log.start) for log in logs.values()) and len(set(counts.values())) > 1:
         by_rank = ", ".join(f"rank {rank} in {count}" for rank, count in sorted(counts.items()))
         yield f"the ranks took part in different numbers of all-reduces: {by_rank}", True
 

@@ -21,7 +21,7 @@ from shoal.config.load import load_settings
 from shoal.config.schema import Config
 from shoal.control.membership.types import NEVER, Ballot
 from shoal.errors import DataError, ShoalError
-from shoal.event_schema import LOG_FIELDS, STEP_TIMES, Event
+from shoal.event_schema import COLLECTIVE_FIELDS, LOG_FIELDS, STEP_TIMES, Event
 from shoal.run_folder import RunFolder
 
 Floats = npt.NDArray[np.float64]
@@ -113,6 +113,14 @@ class Span(NamedTuple):
     last: int
 
 
+class Calls(NamedTuple):
+    """Collectives of one kind that a rank has called from Python in a step."""
+
+    calls: float
+    bytes: float
+    waited_s: float
+
+
 @dataclass
 class StepTable:
     """The steps of one rank: a row of numbers each. The last record of a step wins.
@@ -124,6 +132,7 @@ class StepTable:
 
     entered: list[Entered]  # the rank's generations; shared with its `RankLog`
     measured_size: int | None = None
+    collectives: dict[str, dict[int, Calls]] = field(default_factory=dict)  # of a measured script, by kind and step
     _row: dict[int, int] = field(default_factory=dict)  # row of a step in _values
     _values: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in _COLUMNS})
     _sorted_rows: Steps = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # rows in the order of steps
@@ -180,6 +189,7 @@ class StepTable:
         self._is_restarted = True
         if forget:
             self._row.clear()
+            self.collectives.clear()
             self._sorted_rows = np.empty(0, dtype=np.int64)
             self._values = {name: array("d") for name in _COLUMNS}
 
@@ -198,6 +208,9 @@ class StepTable:
                 values.append(value)
             else:
                 values[row] = value
+        for kind, calls in (event.get("collectives") or {}).items():
+            if kind in self.collectives or len(self.collectives) < MOST_LOGGED:
+                self.collectives.setdefault(kind, {})[step] = Calls(*(calls[name] for name in COLLECTIVE_FIELDS))
 
     def correct(self, step: int, **values: float) -> None:
         """Replace values of a step; nothing if there is no such step."""

@@ -27,6 +27,7 @@ from shoal.records.history import (
 )
 from shoal.records.measured_script import find_stragglers, node_stats
 from shoal.records.rank_log import (
+    Calls,
     Floats,
     RankLog,
     Span,
@@ -109,6 +110,7 @@ class RunSummary:
     step_s: MeanMedianP95 | None
     phases: dict[str, float]  # seconds by phase that add up to the median of step_s
     allreduce_s: MeanMedianP95 | None
+    collectives: dict[str, Calls]  # called from Python by a measured script: medians per step and rank, by kind
     hidden_s: float | None  # the part of the median all-reduce that was hidden behind backward
     wire_bytes_per_step: float | None
     theoretical_bytes_per_step: float | None
@@ -197,6 +199,7 @@ def summarize(events: Iterable[Event]) -> RunSummary:
         step_s=step_s,
         phases=_typical_phases(logs.values(), step_s.median) if step_s else {},
         allreduce_s=allreduce_s,
+        collectives=_typical_collectives(logs.values()),
         hidden_s=_hidden_part(logs.values(), allreduce_s),
         wire_bytes_per_step=_wire_bytes(timed),
         theoretical_bytes_per_step=_theoretical_bytes(timed, longest.start, world_size),
@@ -378,7 +381,7 @@ def _typical_phases(logs: Collection[RankLog], step_s: float) -> dict[str, float
     plain means would include steps in which the machine was busy with something else. On a busy machine the mean of
     the middle half is not the median step either, so the shares are scaled to `step_s`.
     """
-    total_s = dict.fromkeys(PHASES, 0.0)
+    total_s: dict[str, float] = {}  # of the phases that were recorded
     whole_s = 0.0
     for log in logs:
         typical = _typical_steps(log)
@@ -387,10 +390,12 @@ def _typical_phases(logs: Collection[RankLog], step_s: float) -> dict[str, float
         whole_s += float(log.steps.column("step_s")[typical].mean())
         for phase in PHASES:
             phase_s = log.steps.column(f"{phase}_s")[typical]
-            total_s[phase] += max(0.0, float(np.where(np.isfinite(phase_s), phase_s, 0.0).mean()))
+            if np.isfinite(phase_s).any():
+                mean_s = max(0.0, float(np.where(np.isfinite(phase_s), phase_s, 0.0).mean()))
+                total_s[phase] = total_s.get(phase, 0.0) + mean_s
     if not (0 < step_s < math.inf and 0 < whole_s < math.inf):
         return {}
-    del total_s["other"]
+    total_s.pop("other", None)
     named_s = sum(total_s.values())
     whole_s = max(whole_s, named_s)
     return {phase: seconds / whole_s * step_s for phase, seconds in (total_s | {"other": whole_s - named_s}).items()}
@@ -411,6 +416,18 @@ def _hidden_part(logs: Collection[RankLog], allreduce_s: MeanMedianP95 | None) -
     if allreduce_s is None or not total_s["allreduce_s"] > 0:
         return None
     return allreduce_s.median * min(1.0, max(0.0, total_s["hidden_s"] / total_s["allreduce_s"]))
+
+
+def _typical_collectives(logs: Collection[RankLog]) -> dict[str, Calls]:
+    """Return the medians over the measured steps of all ranks, of each kind that most steps have."""
+    typical = {}
+    steps = [(log, step) for log in logs for step in log.steps.numbers[log.steps.measured()].tolist()]
+    for kind in sorted({kind for log in logs for kind in log.steps.collectives}):
+        rows = [log.steps.collectives.get(kind, {}).get(step, Calls(0, 0, 0.0)) for log, step in steps]
+        medians = Calls(*np.median(rows, axis=0).tolist()) if rows else Calls(0, 0, 0.0)
+        if medians.calls:
+            typical[kind] = medians
+    return typical
 
 
 def _typical_steps(log: RankLog) -> Steps:

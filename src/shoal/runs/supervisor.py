@@ -43,7 +43,14 @@ from shoal.launch.launcher import ScriptJob, SessionSettings, interrupted_early,
 from shoal.records.final_states import judge_replicas
 from shoal.records.history import logs_of_last_launch
 from shoal.records.manifest import compare_if_finished, write_derived_files
-from shoal.records.measured_script import exchange_findings, find_stragglers, is_measured
+from shoal.records.measured_script import (
+    NO_EXCHANGE,
+    exchange_findings,
+    find_stragglers,
+    has_own_exchanges,
+    is_measured,
+    name_collectives,
+)
 from shoal.records.rank_log import read_rank_logs
 from shoal.records.summary import summarize
 from shoal.run_folder import RunFolder, write_atomically
@@ -316,9 +323,15 @@ def describe_measured(run: RunFolder) -> Iterator[str]:
     write_derived_files(run, replicas)
     if summary.step_s is not None:
         parts = [f"{pluralize(summary.steps_done, 'step')}, {format_ms(summary.step_s.median)} each"]
-        if summary.allreduce_s is not None:
+        is_own, own = has_own_exchanges(summary.start), name_collectives(summary.collectives)
+        if summary.allreduce_s is not None and not is_own:
             parts.append(f"all-reduce {format_ms(summary.allreduce_s.median)}")
-            parts.append(f"waiting {format_percent(summary.phases.get('wait', 0.0) / summary.step_s.median)}")
+        if own:
+            parts.append(own if is_own else f"own collectives: {own}")
+        elif is_own and summary.world_size > 1:
+            parts.append(NO_EXCHANGE)
+        if "wait" in summary.phases:
+            parts.append(f"waiting {format_percent(summary.phases['wait'] / summary.step_s.median)}")
         yield f"measured: {'; '.join(parts)}"
     if replicas is not None and len(replicas.digests) > 1:
         equal = "equal to the bit" if replicas.byte_equivalent else "DIFFERENT"

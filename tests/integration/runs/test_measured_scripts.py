@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,7 @@ def test_an_unmodified_script_is_measured(name: str, words: list[str], tmp_path:
         steps = steps_of(run, rank)
         assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
         assert all(event["allreduce_s"] > 0 and event["grad_bytes"] == 33 * 4 for event in steps)
+        assert not any("collectives" in event for event in steps[1:]), "an exchange of DDP was counted twice"
         assert end_of(run, rank)["exchanges"] == STEPS
     waits = [row["wait_s"] for row in read_jsonl(run / "timings.jsonl") if "wait_s" in row]
     assert len(waits) == 2 * (STEPS - 1)
@@ -79,6 +81,7 @@ def test_the_own_communication_hook_of_a_script_is_used_and_timed(tmp_path: Path
     start = read_jsonl(run / "events" / "rank-0.jsonl")[0]
     assert start["comm_hook"] == "fp16_compress_hook"
     assert all(event["allreduce_s"] > 0 for event in steps_of(run))
+    assert not any("collectives" in event for event in steps_of(run)[1:]), "a collective of the hook was counted twice"
     losses = {match.groups()[5] for match in LINE.finditer(done.stdout)}
     assert float(losses.pop()) != pytest.approx(loss_of_one_process(), abs=1e-9), "gradients were not rounded"
     assert shoal("verify", run).returncode == 0
@@ -103,10 +106,110 @@ def test_a_script_without_ddp_has_step_times_and_digests(tmp_path: Path) -> None
     text = (SCRIPTS / "plain_ddp.py").read_text().replace(DDP_LINE, DDP_LINE.replace("DistributedDataParallel", ""))
     done = measure(tmp_path, text)
     assert done.returncode == 0, done.stderr
-    assert "does not use DistributedDataParallel: its exchanges are not counted" in done.stderr
+    assert f"{STEPS} steps" in done.stderr
+    assert "each; no exchange between the ranks was seen" in done.stderr
+    assert "no exchange between the ranks was seen: the script does not use Distributed" in done.stderr
+    assert "0 ms" not in done.stderr
     assert "parameters of 2 ranks at the end: DIFFERENT" in done.stderr
     assert len(steps_of(tmp_path / "run")) == STEPS
     assert shoal("verify", tmp_path / "run").returncode == 1
+
+
+def measure_sample(folder: Path, name: str, *words: object) -> subprocess.CompletedProcess[str]:
+    done = measure(folder, (SCRIPTS / name).read_text(), *map(str, words))
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize(("name", "calls"), [("sgd", 1), pytest.param("lbfgs", 4, marks=pytest.mark.long)])
+def test_backward_in_the_closure_of_the_optimizer(name: str, calls: int, tmp_path: Path) -> None:
+    """One call of `optimizer.step(closure)` is one step, with the all-reduces of every backward in it."""
+    done = measure_sample(tmp_path, "closure_ddp.py", name)
+    assert f"closure called {STEPS * calls} times" in done.stdout
+    steps = steps_of(tmp_path / "run")
+    assert len(steps) == STEPS
+    assert all(event["exchanges"] == calls and 0 < event["allreduce_s"] < event["step_s"] for event in steps)
+    # What the optimizer itself needs is not known.
+    assert not any("optimizer_s" in event for event in steps)
+    assert re.search(r"10 steps, .* each; all-reduce (?!0 ms)", done.stderr)
+
+
+def test_fsdp2_with_a_distributed_checkpoint(tmp_path: Path) -> None:
+    """The step with which the checkpoint makes the optimizer's state does not count."""
+    done = measure_sample(tmp_path, "fsdp_dcp.py", tmp_path / "checkpoint")
+    assert re.search(
+        r"80 steps, .* each; (reduce-scatter|all-gather) .*(reduce-scatter|all-gather) .*waiting", done.stderr
+    )
+    steps = steps_of(tmp_path / "run")
+    assert [event["step"] for event in steps] == list(range(1, 81))
+    # Two layers of 33 parameters, padded: gathered for forward and for backward.
+    for event in steps[1:]:
+        calls = {kind: (value["calls"], value["bytes"]) for kind, value in event["collectives"].items()}
+        assert calls == {"all-gather": (4, 336), "reduce-scatter": (2, 168)}
+        assert all(value["waited_s"] > 0 for value in event["collectives"].values())
+        assert "allreduce_s" not in event
+    assert shoal("verify", tmp_path / "run").returncode == 0
+
+
+@pytest.mark.parametrize("how", ["work", pytest.param("future", marks=pytest.mark.long)])
+def test_the_asynchronous_collectives_of_an_optimizer(how: str, tmp_path: Path) -> None:
+    done = measure_sample(tmp_path, "divided_adamw.py", how, 0.02)
+    plain = shoal("run", "--on", "local:2", "--out", tmp_path / "plain", SCRIPTS / "divided_adamw.py", how, "0")
+    assert sorted(done.stdout.splitlines()) == sorted(plain.stdout.splitlines()), "the training itself has changed"
+    run = tmp_path / "run"
+    for rank in range(2):
+        for event in steps_of(run, rank)[1:]:
+            calls = {kind: (value["calls"], value["bytes"]) for kind, value in event["collectives"].items()}
+            assert calls == {"reduce-scatter": (2, 96), "all-reduce": (2, 36), "all-gather": (2, 96)}
+            assert 0 < event["allreduce_s"] == event["collectives"]["all-reduce"]["waited_s"]
+            assert event["optimizer_s"] < event["step_s"] - event["tail_s"]
+    # The sleep of rank 1 is a part of its own, between two collectives.
+    assert all(event["ready_s"] >= 0.02 for event in steps_of(run, 1)[1:])
+    waits = [row["wait_s"] for row in read_jsonl(run / "timings.jsonl") if row["rank"] == 0 and "wait_s" in row]
+    assert len(waits) == 39
+    assert re.search(r"40 steps, .* each; .*(all-gather|reduce-scatter) .*; waiting", done.stderr)
+    verified = shoal("verify", "--json", run)
+    assert (verified.returncode, json.loads(verified.stdout)["findings"]) == (0, [])
+    assert json.loads((run / "manifest.json").read_text())["collectives"]["all-gather"]["calls"] == 2
+
+
+EVERY_KIND = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank, group = dist.get_rank(), dist.new_group([0, 1])
+weights = torch.nn.Parameter(torch.ones(4))
+optimizer = torch.optim.SGD([weights], lr=0.1)
+for _ in range(3):
+    whole, part = torch.full((4,), 1.0 + rank), torch.zeros(2)
+    dist.all_reduce(whole)
+    assert whole.tolist() == [3.0] * 4
+    dist.all_reduce(whole, group=group, async_op=True).get_future().wait()
+    dist.broadcast(whole, 0)
+    dist.reduce(whole, 0)
+    dist.all_to_all_single(whole, whole.clone())
+    dist.reduce_scatter_tensor(part, whole)
+    dist.all_gather([torch.zeros(2), torch.zeros(2)], part)
+    dist.all_gather_into_tensor(whole, part)
+    dist.gather(part, [torch.zeros(2), torch.zeros(2)] if rank == 0 else None)
+    dist.scatter(part, [torch.zeros(2), torch.zeros(2)] if rank == 0 else None)
+    group.allreduce([whole]).wait()
+    dist.barrier()
+    weights.grad = torch.ones(4)
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_every_kind_of_collective_is_counted(tmp_path: Path) -> None:
+    done = measure(tmp_path, EVERY_KIND)
+    assert done.returncode == 0, done.stderr
+    for event in steps_of(tmp_path / "run"):
+        assert {kind: (value["calls"], value["bytes"]) for kind, value in event["collectives"].items()} == {
+            "all-reduce": (3, 48), "broadcast": (1, 16), "reduce": (1, 16), "all-to-all": (1, 16),
+            "reduce-scatter": (1, 16), "all-gather": (2, 32), "gather": (1, 16), "scatter": (1, 16), "barrier": (1, 0),
+        }  # fmt: skip
+        assert all(value["waited_s"] > 0 for value in event["collectives"].values())
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 from shoal.control.rank_env import Placement
 from shoal.engine.measure import AfterImport, Measurement
+from shoal.engine.measured_collectives import leave_out_preparation
 from shoal.run_folder import RunFolder
 from tests.support.programs import read_jsonl
 
@@ -65,6 +67,27 @@ def test_the_exchange_of_a_second_optimizer_counts_for_the_next_step(measurement
         assert event["exchanges"] == 2
         assert float(str(event["allreduce_s"])) >= 0.02
         assert float(str(event["ready_s"])) >= 0
+
+
+def test_the_step_that_makes_the_state_of_an_optimizer_is_not_counted(measurement: Measurement, tmp_path: Path) -> None:
+    module = types.ModuleType("state_dict")
+    optimizer = make_optimizer()
+    module._init_optim_state = lambda: step(measurement, optimizer)  # type: ignore[attr-defined]
+    measurement.change_module(leave_out_preparation, module)
+    module._init_optim_state()
+    for _ in range(3):
+        step(measurement, optimizer)
+    measurement.finish()
+    assert [event["step"] for event in events_of(tmp_path, "step")] == [1, 2, 3]
+
+
+def test_the_time_of_an_optimizer_with_a_closure_is_not_known(measurement: Measurement, tmp_path: Path) -> None:
+    optimizer = make_optimizer()
+    for args, kwargs in (((optimizer,), {}), ((optimizer, None), {}), ((optimizer, step), {}), ((), {"closure": step})):
+        measurement.before_optimizer_step(optimizer, args, kwargs)
+        measurement.after_optimizer_step(optimizer)
+    measurement.finish()
+    assert ["optimizer_s" in event for event in events_of(tmp_path, "step")] == [True, True, False, False]
 
 
 def test_an_optimizer_that_steps_alone_counts_from_its_second_step(measurement: Measurement, tmp_path: Path) -> None:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from shoal.config.schema import EngineConfig
+from shoal.event_schema import RANK_EVENTS, parse_event
 from shoal.events import Event
 from shoal.host.node_stats import NodeStats
+from shoal.records.explain_run import explain_step_time
 from shoal.records.final_states import compare_digests
 from shoal.records.manifest import compose_manifest
-from shoal.records.measured_script import exchange_findings, find_stragglers, is_measured
+from shoal.records.measured_script import exchange_findings, find_stragglers, is_measured, name_collectives
 from shoal.records.rank_log import read_rank_logs
 from shoal.records.summary import summarize, timing_rows
 from tests.support.run_samples import start
 
 
 def measured_run(
-    ready_s: tuple[float, ...] = (0.06, 0.08), steps: int = 40, exchanges: tuple[int | None, ...] = (80, 80)
+    ready_s: tuple[float, ...] = (0.06, 0.08),
+    steps: int = 40,
+    exchanges: tuple[int | None, ...] = (80, 80),
+    sync: str = "ddp",
 ) -> list[Event]:
     """Return the events of ranks whose own part of a step takes so long; 10 ms of communication follow."""
     events: list[Event] = []
     for rank, own_s in enumerate(ready_s):
-        events.append(start(rank, len(ready_s), measured=True, tokens_per_step=None))
+        events.append(start(rank, len(ready_s), measured=True, tokens_per_step=None, sync=sync))
         for number in range(1, steps + 1):
             tail_s = max(ready_s) - own_s + 0.01
             times = {"step_s": max(ready_s) + 0.012, "optimizer_s": 0.002, "allreduce_s": tail_s, "hidden_s": 0.0}
@@ -71,22 +77,67 @@ def test_events_of_a_rank_that_was_lost_before_a_restart_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exchanges", "words", "is_wrong"),
+    ("sync", "exchanges", "words", "is_wrong"),
     [
-        ((80, 80), "", False),
-        ((0, 0), "rank 0, 1 took part in no all-reduce", True),
-        ((80, 79), "rank 0 in 80, rank 1 in 79", True),
-        ((None, None), "does not use DistributedDataParallel", False),
+        ("ddp", (80, 80), "", False),
+        ("ddp", (0, 0), "rank 0, 1 took part in no all-reduce", True),
+        ("ddp", (80, 79), "rank 0 in 80, rank 1 in 79", True),
+        ("own", (80, 79), "", False),
+        ("own", (80, None), "rank 1 took part in no exchange", True),
+        ("own", (None, None), "no exchange between the ranks was seen: the script does not use Distributed", False),
     ],
 )
-def test_exchanges_are_counted(exchanges: tuple[int | None, ...], words: str, is_wrong: bool) -> None:
-    logs = read_rank_logs(measured_run(exchanges=exchanges))
+def test_exchanges_are_counted(sync: str, exchanges: tuple[int | None, ...], words: str, is_wrong: bool) -> None:
+    logs = read_rank_logs(measured_run(exchanges=exchanges, sync=sync))
     assert is_measured(logs)
     findings = list(exchange_findings(logs))
     assert len(findings) == bool(words)
     for text, wrong in findings:
         assert words in text
         assert wrong == is_wrong
+
+
+def with_collectives(events: list[Event], rare: int = 0) -> list[Event]:
+    """Let every step have two all-gathers, and the steps up to `rare` a broadcast."""
+    gather = {"calls": 2, "bytes": 64, "waited_s": 0.004}
+    send = {"calls": 1, "bytes": 8, "waited_s": 3.0}
+    for event in events:
+        if event["event"] == "step":
+            event["collectives"] = {"all-gather": gather} | ({"broadcast": send} if event["step"] <= rare else {})
+    return events
+
+
+def test_own_collectives_are_summed_up_by_kind() -> None:
+    summary = summarize(with_collectives(measured_run(sync="own"), rare=22))
+    assert summary.collectives == {"all-gather": (2, 64, 0.004)}
+    assert name_collectives(summary.collectives) == "all-gather 4 ms"
+    assert "was in collectives of the script's own: all-gather 4 ms." in explain_step_time(summary)
+    manifest = compose_manifest(EngineConfig(), summary, None)
+    assert (manifest.sync, manifest.collectives["all-gather"].waited_s) == ("own", 0.004)
+    # Every step up to the middle of the measured ones has it.
+    assert "broadcast" in summarize(with_collectives(measured_run(sync="own"), rare=32)).collectives
+
+
+def test_what_was_not_seen_is_not_stated_as_zero() -> None:
+    kept = ("event", "rank", "time", "step", "step_s", "optimizer_s")
+    events = [
+        {name: event[name] for name in kept if name in event} if event["event"] == "step" else event
+        for event in measured_run(sync="own", exchanges=(None, None))
+    ]
+    summary = summarize(events)
+    assert (summary.allreduce_s, summary.hidden_s, summary.collectives, summary.tail) == (None, None, {}, None)
+    assert set(summary.phases) == {"optimizer", "other"}
+    text = explain_step_time(summary)
+    assert "No exchange between the ranks was seen." in text
+    assert "into forward, backward and everything else" in text
+
+
+def test_collectives_of_another_form_are_no_event() -> None:
+    schema = RANK_EVENTS
+    good = {"event": "step", "rank": 0, "time": 1.0, "step": 1, "step_s": 0.1}
+    for collectives, is_event in (({}, True), ({"all-gather": {"calls": 1}}, False), ([1], False)):
+        line = json.dumps(good | {"collectives": collectives}).encode()
+        assert (parse_event(line, schema) is not None) == is_event
 
 
 def test_a_straggler_is_named_once_it_is_sure() -> None:

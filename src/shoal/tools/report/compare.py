@@ -52,7 +52,8 @@ _LONGEST_FILE = 100
 _RESULTS = {
     "shoal_manifest", "created", "status", "commands", "duration_s", "steps", "final_loss", "val_loss", "logged",
     "step_s_measured", "step_s_predicted", "prediction", "prediction_notes", "phases", "allreduce_mean_ms",
-    "allreduce_p50_ms", "allreduce_p95_ms", "wire_bytes_per_step", "theoretical_bytes_per_step", "peak_memory_bytes",
+    "allreduce_p50_ms", "allreduce_p95_ms", "collectives", "wire_bytes_per_step", "theoretical_bytes_per_step",
+    "peak_memory_bytes",
     "samples_per_sec", "tokens_per_sec", "tokens_per_sec_1proc", "tokens_per_sec_2proc", "members", "generations",
     "lineage", "recoveries", "membership_notes", "redone_steps", "abandoned_steps", "byte_equivalent", "max_abs_diff",
     "choice_notes", "lesson_notes",
@@ -138,6 +139,7 @@ def compare_runs(runs: Sequence[RunData]) -> list[dict[str, Any]]:
             "step_s": run.manifest.step_s_measured,
             "phases": run.manifest.phases,
             "allreduce_ms": run.manifest.allreduce_p50_ms,
+            "collectives": {kind: calls.model_dump() for kind, calls in run.manifest.collectives.items()},
             "duration_s": run.manifest.duration_s,
             "byte_equivalent": run.manifest.byte_equivalent,
             "other_programs_cores": run.summary.other_load,
@@ -173,7 +175,7 @@ def _runs_table(runs: Sequence[RunData]) -> str:
                 f"{format_rounded(speed)} {manifest.unit}/s" if speed else NOTHING,
                 ratio,
                 or_nothing(manifest.step_s_measured, format_ms),
-                format_share(waiting_s, manifest.step_s_measured or 0.0) if manifest.phases else NOTHING,
+                format_share(waiting_s, manifest.step_s_measured or 0.0) if "exposed" in manifest.phases else NOTHING,
                 or_nothing(manifest.duration_s, format_duration),
                 replicas,
             ]

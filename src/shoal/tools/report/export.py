@@ -24,7 +24,7 @@ from typing import IO, Any, TypeGuard
 
 from shoal.control.membership.types import NEVER
 from shoal.errors import ShoalError
-from shoal.event_schema import LOG_FIELDS, STEP_FIELDS, STEP_TIMES
+from shoal.event_schema import LOG_FIELDS, STEP_FIELDS, STEP_TIMES, collective_values
 from shoal.events import Event, EventTail
 from shoal.records.documents import read_document
 from shoal.records.history import FinalLineage
@@ -216,9 +216,10 @@ def _poll_all(tail: EventTail) -> Iterator[Event]:
 def _user_values(event: Event) -> dict[str, float]:
     """Return the numbers of an event that the user's program named."""
     known = {"step": _NO_VALUES, "log": LOG_FIELDS}.get(event["event"])
-    if known is None or not event.keys() - known:
+    if known is None:
         return {}
-    return {name: value for name, value in event.items() if name not in known and _is_value(value)}
+    own = collective_values(event) if event["event"] == "step" else {}
+    return own | {name: value for name, value in event.items() if name not in known and _is_value(value)}
 
 
 def _is_value(value: Any) -> TypeGuard[float]:

@@ -20,6 +20,7 @@ from shoal.events import Event
 from shoal.records.explain_run import PHASE_TEXTS, explain_scaling, explain_step_time, phase_errors
 from shoal.records.history import cost_sentence
 from shoal.records.manifest import manifest_of
+from shoal.records.measured_script import NO_EXCHANGE, has_own_exchanges, name_collectives
 from shoal.records.scaling import ScalingPoint, efficiency, in_order, read_scaling
 from shoal.records.summary import RunSummary, summarize
 from shoal.run_folder import RunFolder, write_atomically
@@ -259,8 +260,7 @@ def _scaling(points: list[ScalingPoint], figures: dict[str, Figure]) -> str:
 def _key_figures(manifest: Manifest, summary: RunSummary) -> str:
     exposed = manifest.phases.get("exposed", 0.0) + manifest.phases.get("wait", 0.0)
     share = format_share(exposed, manifest.step_s_measured or 0)
-    p50_ms, p95_ms = manifest.allreduce_p50_ms, manifest.allreduce_p95_ms
-    p95 = "not measured" if p95_ms is None else f"median; p95 {format_ms(1e-3 * p95_ms)}"
+    waiting = f"{share} communication and waiting" if "exposed" in manifest.phases else "waiting not measured"
     formula = "2(N−1)/N·S" if manifest.inside == "gloo" else "through shared memory"
     expected = or_nothing(manifest.theoretical_bytes_per_step, format_bytes).replace(" B", "\u00a0B")
     theory = f"theory {formula}: {expected}"
@@ -270,8 +270,12 @@ def _key_figures(manifest: Manifest, summary: RunSummary) -> str:
     replicas = {None: (NOTHING, unknown), True: ("identical", "bit for bit"), False: ("differ", "see below")}
     figures = [
         ("speed", or_nothing(summary.speed, format_rounded), f"{summary.unit.name} per second"),
-        ("step", or_nothing(manifest.step_s_measured, format_ms), f"{share} communication and waiting"),
-        ("all-reduce", or_nothing(p50_ms, lambda ms: format_ms(1e-3 * ms)), p95),
+        (
+            "step",
+            or_nothing(manifest.step_s_measured, format_ms),
+            waiting,
+        ),
+        _exchange_figure(manifest, summary),
         ("sent per step and rank", or_nothing(manifest.wire_bytes_per_step, format_bytes), theory),
         ("loss", or_nothing(manifest.final_loss, format_loss), _about_loss(manifest)),
         ("ranks", str(manifest.world_size), where),
@@ -283,6 +287,18 @@ def _key_figures(manifest: Manifest, summary: RunSummary) -> str:
         for name, value, note in figures
     )
     return f'<dl class="figures">{"".join(boxes)}</dl>'
+
+
+def _exchange_figure(manifest: Manifest, summary: RunSummary) -> tuple[str, str, str]:
+    """Return name, value and note of the all-reduce, or of the collectives of a script without DDP."""
+    own = name_collectives(summary.collectives)
+    if has_own_exchanges(summary.start):
+        total_s = sum(calls.waited_s for calls in summary.collectives.values())
+        return "collectives", format_ms(total_s) if own else NOTHING, own or NO_EXCHANGE
+    p50_ms, p95_ms = manifest.allreduce_p50_ms, manifest.allreduce_p95_ms
+    p95 = "not measured" if p95_ms is None else f"median; p95 {format_ms(1e-3 * p95_ms)}"
+    note = f"{p95}; own collectives: {own}" if own else p95
+    return "all-reduce", or_nothing(p50_ms, lambda ms: format_ms(1e-3 * ms)), note
 
 
 def _about_loss(manifest: Manifest) -> str:

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from shoal.control.membership.types import NEVER, Ballot
-from shoal.event_schema import PHASES, STEP_FIELDS, Event
+from shoal.event_schema import PHASES, STEP_FIELDS, Event, collective_values
 from shoal.records.rank_log import as_float, is_step, split_tail
 from shoal.terminal import printable_line
 from shoal.tools.watch.time_line import TimeLine
@@ -134,29 +134,29 @@ class StepMeans:
     """Means over the newest steps of a rank, in seconds."""
 
     step_s: float
-    exposed_s: float
+    exposed_s: float  # NaN where it was not recorded, as is the next one
     wait_s: float
     work_s: float  # data, forward and backward: what N ranks divide between them
     sent_bytes_per_s: float | None  # None where no step has recorded what its machine sent
 
     @property
     def compute_s(self) -> float:
-        return max(0.0, self.step_s - self.exposed_s - self.wait_s)
+        return max(0.0, self.step_s - sum(filter(math.isfinite, (self.exposed_s, self.wait_s))))
 
 
 def average_steps(records: list[Row]) -> StepMeans:
     columns = list(zip(*records, strict=True)) or [()] * len(RECENT_FIELDS)
 
-    def mean(column: int) -> float:
+    def mean(column: int, unknown: float = 0.0) -> float:
         values = [value for value in columns[column] if value is not None]
-        return fmean(values) if values else 0.0
+        return fmean(values) if values else unknown
 
     sent = [(wire, step_s) for wire, step_s in zip(columns[_WIRE], columns[STEP_S], strict=True) if wire is not None]
     seconds = sum(step_s or 0.0 for _, step_s in sent)
     return StepMeans(
         step_s=mean(STEP_S),
-        exposed_s=mean(EXPOSED),
-        wait_s=mean(WAIT),
+        exposed_s=mean(EXPOSED, math.nan),
+        wait_s=mean(WAIT, math.nan),
         work_s=sum(map(mean, _WORK)),
         sent_bytes_per_s=sum(wire for wire, _ in sent) / seconds if seconds else None,
     )
@@ -273,6 +273,8 @@ class RunSeries:
         rank.add(record, values, step // self.stride, min(_RECENT_STEPS, _MOST_RECENT // max(1, len(self.ranks))))
         if own_names := event.keys() - _NO_VALUES:
             self.add_values(rank.rank, step, {name: event[name] for name in own_names})
+        if event.get("collectives"):
+            self.add_values(rank.rank, step, collective_values(event))
 
     def add_world_loss(self, rank: RankState, event: Event) -> None:
         """Replace the loss of one of the newest steps: its `step` event had only this rank's own loss."""

@@ -402,7 +402,8 @@ function drawHead() {
 function drawFigures() {
   const s = S.summary;
   const present = s.ranks.filter((rank) => rank.is_present);
-  const share = present.length ? present.reduce((sum, rank) => sum + (rank.step_s ? (rank.exposed_s + rank.wait_s) / rank.step_s : 0), 0) / present.length : null;
+  const timed = present.filter((rank) => rank.exposed_s !== null);
+  const share = timed.length ? timed.reduce((sum, rank) => sum + (rank.step_s ? (rank.exposed_s + rank.wait_s) / rank.step_s : 0), 0) / timed.length : null;
   const against = s.speedup ? `${s.speedup.is_estimate ? "about " : ""}${fixed(s.speedup.ratio, 2)}× ${s.speedup.than}${s.speedup.is_estimate ? " (estimate)" : ""}` : "";
   const off = s.predicted && s.step_s ? (s.step_s / s.predicted.step_s - 1) * 100 : null;
   const predicted = s.predicted ? `predicted ${seconds(s.predicted.step_s)}${off === null ? "" : ` (${off >= 0 ? "+" : "−"}${fixed(Math.abs(off), 0)}%)`}` : "mean of the last steps";
