@@ -324,7 +324,8 @@ def _check_ending(folder: _Folder) -> None:
     last = folder.supervisor[-1] if folder.supervisor else {}
     if last.get("event") == "ended" and last.get("code") == 0:
         for rank in folder.members:
-            if rank in folder.logs and folder.logs[rank].ended != "finished":
+            # A program that has called session.stop() ends in good order too.
+            if rank in folder.logs and folder.logs[rank].ended not in ("finished", "interrupted"):
                 folder.wrong(
                     folder.run.events(rank),
                     f"rank {rank} has no end, although {folder.run.supervisor.name} says it finished",

@@ -356,6 +356,16 @@ def test_a_training_that_needs_no_more_steps_is_finished(tmp_path: Path) -> None
     assert "is finished" in again.stderr
 
 
+def test_a_training_that_is_stopped_can_be_verified_and_resumed(tmp_path: Path) -> None:
+    document, text = run_epochs(tmp_path, "session.stop() if step.number == 4 else None")
+    assert [steps for _, steps, _ in document["seen"]] == [[1, 2, 3], [4, 5]], text
+    verified = shoal("verify", tmp_path / "run")
+    assert verified.returncode == 0, verified.stdout
+    again = shoal("run", "--resume", tmp_path / "run")
+    assert again.returncode == 0, again.stderr
+    assert shoal("verify", tmp_path / "run").returncode == 0
+
+
 @pytest.mark.parametrize("mode", ["diloco", "streaming"])
 def test_replicas_of_outer_steps_are_equal_after_an_early_end(mode: str, tmp_path: Path) -> None:
     document, text = run_epochs(tmp_path, "session.finish() if step.number == 2 else None", "local:2", "--sync", mode)

@@ -1,6 +1,6 @@
 """`shoal stacks`: what every rank of a running run is doing, without disturbing it.
 
-Exercises runs.manage and control.rank_stacks.
+Exercises runs.manage, control.rank_stacks.
 """
 
 from __future__ import annotations
