@@ -62,21 +62,22 @@ class PartUpdates:
             )
         return chosen
 
-    def apply(self) -> None:
-        """Update the optimizers of the present part; their gradients are exchanged and clipped."""
-        scaler = self._replica.scaler
+    def end(self) -> None:
+        """Update the optimizers of the present part, unless a result was not finite: the step will be refused."""
+        optimizers, self.current, scaler = self.current, (), self._replica.scaler
         with self._at_work():
-            for optimizer in self.current:
+            for optimizer in optimizers:
                 if optimizer not in self.updated:
                     self._copies.setdefault(optimizer, OptimizerCopy(optimizer)).take()
                     self.updated.append(optimizer)
             if scaler is not None and self._scaler_state is None:
                 self._scaler_state = scaler.state_dict()
-            for optimizer in self.current:
+            if self._replica.steps.nonfinite is not None:
+                return
+            for optimizer in optimizers:
                 optimizer.step() if scaler is None else scaler.step(optimizer)
             if scaler is not None:
                 scaler.update()
-        self.current = ()
 
     def undo(self) -> None:
         """Put back what the parts of this step have changed."""

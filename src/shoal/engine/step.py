@@ -179,8 +179,7 @@ class TrainingStep:
         result, _ = self._finish_gradients(step, clip, self.parts.current, can_queue=False)
         self._judge(result)
         with self.timer.phase("optimizer"):
-            if replica.steps.nonfinite is None:
-                self.parts.apply()
+            self.parts.end()
             # Also those of other parameters, which the loss has reached on its way.
             replica.drop_gradients()
         self.guard.begin_step()
@@ -344,7 +343,9 @@ class TrainingStep:
     def _send_statistics(self, result: StepResult, comm: CommTimes, total_terms: int) -> None:
         """Send this rank's part of the loss and its times to all ranks, beside what follows."""
         replica, watch = self._replica, self._watch
-        is_valid = result.is_finite or replica.scaler is not None
+        # Of a part of the step, the others do not know yet.
+        has_bad_part = replica.steps.nonfinite is not None and not replica.outer.replicas_differ
+        is_valid = (result.is_finite and not has_bad_part) or replica.scaler is not None
         loss = self._terms.own_part(result.loss, self._work.terms, total_terms) if is_valid else math.nan
         gc_s = 0.0 if watch is None else watch.take_gc_s()
         own_times = OwnTimes(self.timer.seconds.get("data", 0.0), gc_s, self._disk_s)

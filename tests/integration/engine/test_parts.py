@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.engine.session import Session
-from shoal.errors import UsageError
+from shoal.errors import RunFailed, UsageError
 from shoal.sync.world import World
 from tests.support.paths import ROOT
 from tests.support.programs import read_jsonl, shoal
@@ -155,6 +155,36 @@ def test_a_rank_that_dies_between_two_updates_leaves_no_half_step(tmp_path: Path
     undisturbed = json.loads(alone.read_text())
     assert lost["losses"] == pytest.approx(undisturbed["losses"], abs=1e-5)
     assert lost["weights"] == pytest.approx(undisturbed["weights"], abs=1e-4)
+
+
+def spoil_part(world: World, path: Path, what: str) -> str:
+    session, gan = open_session(world, path, settings()), Gan()
+    session.attach(gan.judge, gan.maker, gan.judge_optimizer, gan.maker_optimizer)
+    try:
+        for step in session:
+            with step:
+                is_bad = step.number == 3 and session.rank == 1
+                with step.part(gan.judge_optimizer):
+                    for real, seeds in step.batches((DATA, NOISE)):
+                        loss = gan.judge_loss(real, seeds)
+                        if is_bad:
+                            # Of the loss alone: its gradient is that of the finite part.
+                            loss = loss * float("nan") if what == "gradient" else loss + float("nan")
+                        step.backward(loss)
+                for _, seeds in step.batches((DATA, NOISE)):
+                    step.backward(gan.maker_loss(seeds))
+                step.update()
+    except RunFailed as error:
+        return error.render()
+    return ""
+
+
+@pytest.mark.parametrize("what", ["gradient", "loss"])
+def test_a_part_that_is_not_finite_is_refused_on_all_ranks(what: str, tmp_path: Path) -> None:
+    path = make_folder(tmp_path / "run", settings())
+    for text in run_ranks(spoil_part, 2, tmp_path, path, what):
+        assert "was not finite in step 3" in text
+        assert "rank 1" in text
 
 
 def refuse_parts(world: World, path: Path, mistake: str) -> str:
