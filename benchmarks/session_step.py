@@ -129,7 +129,7 @@ def train_checked(name: str, steps: int, folder: str) -> dict[str, list[float]]:
 
 
 def print_checks(names: str, steps: int) -> None:
-    for name in names.split(","):
+    for name in set(names.split(",")) - {"gan"}:
         with tempfile.TemporaryDirectory() as folder:
             times = train_checked(name, steps, str(Path(folder) / "run"))
         checked, unchecked = (statistics.median(times[way]) for way in ("checked", "unchecked"))
@@ -139,10 +139,89 @@ def print_checks(names: str, steps: int) -> None:
         )
 
 
+def make_gan():  # type: ignore[no-untyped-def]
+    """Return a judge and a maker, their optimizers, images and noise, and the loss of a verdict."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    generator = torch.Generator().manual_seed(2)
+    judge = nn.Sequential(
+        nn.Conv2d(1, 32, 4, 2, 1),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(32, 64, 4, 2, 1),
+        nn.LeakyReLU(0.2),
+        nn.Flatten(),
+        nn.Linear(4096, 1),
+    )
+    maker = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.Sigmoid())
+    optimizers = [torch.optim.Adam(model.parameters(), lr=2e-4, betas=(0.5, 0.999)) for model in (judge, maker)]
+    data = torch.rand(2048, 1, 32, 32, generator=generator), torch.randn(2048, 64, generator=generator)
+
+    def verdict(model: nn.Module, pictures: torch.Tensor, label: float) -> torch.Tensor:
+        logits = model(pictures)
+        return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, label))
+
+    return judge, maker, optimizers, data, verdict
+
+
+def train_gan_ddp(steps: int) -> list[float]:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    judge, maker, (judge_optimizer, maker_optimizer), (images, noise), verdict = make_gan()  # type: ignore[no-untyped-call]
+    dist.init_process_group("gloo")
+    rank, share = dist.get_rank(), BATCH // dist.get_world_size()
+    wrapped_judge = DistributedDataParallel(judge, broadcast_buffers=False)
+    wrapped_maker = DistributedDataParallel(maker, broadcast_buffers=False)
+    ends = []
+    for step in range(steps):
+        rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(step))[rank * share :][:share]
+        real, fake = images[rows], wrapped_maker(noise[rows]).view(-1, 1, 32, 32)
+        judge.zero_grad(set_to_none=True)
+        (verdict(wrapped_judge, real, 1.0) + verdict(wrapped_judge, fake.detach(), 0.0)).backward()
+        judge_optimizer.step()
+        maker.zero_grad(set_to_none=True)
+        verdict(judge, fake, 1.0).backward()
+        maker_optimizer.step()
+        ends.append(time.perf_counter())
+    dist.barrier()
+    dist.destroy_process_group()
+    return ends
+
+
+def train_gan_session(steps: int, folder: str) -> list[float]:
+    import shoal
+
+    session = shoal.Session(steps=steps, global_batch=BATCH, out=folder, checkpoint_every=10_000)
+    judge, maker, optimizers, data, verdict = make_gan()  # type: ignore[no-untyped-call]
+    session.attach(judge, maker, *optimizers)
+    ends = []
+    for step in session:
+        fakes = []
+        with step:
+            with step.part(optimizers[0]):
+                for real, noise in step.batches(data):
+                    fakes.append(maker(noise).view_as(real))
+                    loss = verdict(judge, real, 1.0) + verdict(judge, fakes[-1].detach(), 0.0)
+                    step.backward(loss, mean_of=len(real))
+            for fake in fakes:
+                step.backward(verdict(judge, fake, 1.0), mean_of=len(fake))
+            step.update()
+        ends.append(time.perf_counter())
+    return ends
+
+
 def rank_main(way: str, name: str, steps: int, folder: str) -> None:
     import os
 
-    ends = train_ddp(name, steps) if way == "ddp" else train_session(name, steps, folder)
+    if name == "gan":
+        ends = train_gan_ddp(steps) if way == "ddp" else train_gan_session(steps, folder)
+    else:
+        ends = train_ddp(name, steps) if way == "ddp" else train_session(name, steps, folder)
     if os.environ["RANK"] == "0":
         # From end to end, so that what a loop does between two steps counts.
         times = [end - begin for begin, end in pairwise(ends[min(WARM_UP, steps // 3) :])]
@@ -165,7 +244,9 @@ def main() -> None:
         rank_main(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])
         return
     parser = options(__doc__, rounds_=7, steps=80, quick={"steps": 6, "models": "dense"})
-    parser.add_argument("--models", default="images,dense")
+    parser.add_argument(
+        "--models", default="images,dense,gan", help="of images, dense and gan, which has two updates in a step"
+    )
     parser.add_argument("--checks", action="store_true")
     chosen = parser.parse_args()
     if chosen.checks:

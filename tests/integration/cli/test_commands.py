@@ -457,7 +457,12 @@ def test_a_closed_terminal_ends_the_command_as_its_signal_would() -> None:
     """A write to a closed terminal fails a moment before the kernel sends SIGHUP; 1 would be a verdict."""
     screen, terminal = os.openpty()
     os.close(screen)
-    done = subprocess.run(shoal_command("no-such-command"), stdout=terminal, stderr=terminal, timeout=60)
+    # The tests themselves may run under nohup.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        done = subprocess.run(shoal_command("no-such-command"), stdout=terminal, stderr=terminal, timeout=60)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     os.close(terminal)
     assert done.returncode == -signal.SIGHUP
 

@@ -104,7 +104,7 @@ def lose_the_other(world: World, waits: str, is_elastic: bool) -> str:
 @pytest.mark.parametrize("waits", WAITS)
 def test_a_killed_rank_is_a_lost_peer(waits: str, is_elastic: bool, tmp_path: Path) -> None:
     error, _ = run_ranks(lose_the_other, 2, tmp_path, waits, is_elastic, dying=[1])
-    assert error.startswith("GroupNotFormed: " if waits == "second group" else "PeerLost: ")
+    assert error.startswith("RankMissing: " if waits == "second group" else "PeerLost: ")
 
 
 class Unlucky(nn.Module):
