@@ -73,6 +73,7 @@ def open_session(given: Mapping[str, Any], out: Path | None) -> SessionStart:
 
     register_stacks()
     _print_errors_plainly(record_last)
+    _check_length(given.get("train", {}))
     use_private_caches()
     placement = Placement.from_env(os.environ)
     if SESSION_FD in os.environ:
@@ -106,6 +107,21 @@ def open_session(given: Mapping[str, Any], out: Path | None) -> SessionStart:
 
     return SessionStart(
         config, run, placement, resume, stop=stop, note_fault=note_fault, world=world, console=console, held=held
+    )
+
+
+def _check_length(train: Mapping[str, Any]) -> None:
+    """Refuse a session that names no global batch, or neither its steps nor its epochs."""
+    has_epochs = "epochs" in train
+    if "global_batch" in train and ("steps" in train) != has_epochs and (not has_epochs or "epoch_samples" in train):
+        return
+    raise UsageError(
+        "the session does not know how long it trains"
+        if "global_batch" in train
+        else "the session has no global_batch",
+        why="it needs its number of steps, or of epochs with the samples of one, and the samples of a step",
+        fix="shoal.Session(steps=2000, global_batch=64), or "
+        "shoal.Session(epochs=10, samples=len(dataset), global_batch=64)",
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from shoal.config.schema import LoopConfig
 from shoal.engine.replica import Replica
 from shoal.errors import UsageError
 
@@ -18,17 +19,17 @@ if TYPE_CHECKING:
 
 def next_epoch(replica: Replica) -> int:
     """Return the epoch, from 1, in which the next step begins."""
-    return replica.progress.cursor // epoch_samples(replica) + 1
+    return replica.progress.cursor // epoch_samples(replica.config.train) + 1
 
 
-def ends_epoch(replica: Replica, cursor: int) -> bool:
-    """Return whether the step that ends at this position of the samples is the last one of its epoch."""
-    samples = epoch_samples(replica)
+def ends_epoch(replica: Replica, cursor: int, period: int = 1) -> bool:
+    """Return whether the step that ends at this position of the samples is the last one of this many epochs."""
+    samples = period * epoch_samples(replica.config.train)
     return (cursor - replica.global_batch) // samples < cursor // samples
 
 
-def epoch_samples(replica: Replica) -> int:
-    samples = replica.config.train.epoch_samples
+def epoch_samples(train: LoopConfig) -> int:
+    samples = train.epoch_samples
     if samples is None:
         raise UsageError(
             "the session does not know how long an epoch is",
@@ -64,10 +65,18 @@ class Epoch:
 
 
 def iterate_epochs(session: Session) -> Iterator[Epoch]:
-    steps = iter(session)
+    steps = session.iterate()
     following = next(steps, None)
     while following is not None:
         epoch = Epoch(session, following, steps)
-        yield epoch
-        epoch.require_done()
+        try:
+            yield epoch
+            epoch.require_done()
+        except GeneratorExit:
+            # The loop over the epochs was left: the session warns of it.
+            steps.close()
+            raise
+        except UsageError as error:
+            session.note_fault(error)
+            raise
         following = epoch.following

@@ -161,6 +161,7 @@ class Loop:
         for task in self._tasks:
             if task.is_due(replica):
                 self._run_task(task)
+                replica.periodic.tasks_done[task.name] = step
         if step % train.checkpoint_every == 0 or replica.periodic.best is not None:
             wants_stop |= self._checkpoint()
         elif self._comparison.is_due(step):
@@ -178,7 +179,6 @@ class Loop:
                 task.function()
             finally:
                 periodic.running = ""
-        periodic.tasks_done[task.name] = self._replica.progress.step
 
     def _checkpoint(self, must: bool = False) -> bool:
         """Save a checkpoint; return whether any rank wants to stop."""
@@ -194,10 +194,13 @@ class Loop:
     def _end(self, load: LoadMeter) -> None:
         replica, step = self._replica, self._replica.progress.step
         self.is_finished = step >= replica.steps.last_step
-        for task in self._tasks:
-            if self.is_finished and replica.periodic.tasks_done.get(task.name) != step:
-                self._run_task(task)
+        is_due = self.is_finished
+        due = [task for task in self._tasks if is_due and replica.periodic.tasks_done.get(task.name) != step]
+        for task in due:
+            self._run_task(task)
         self._checkpoint(must=True)
+        # Not before: a task may have asked for this checkpoint.
+        replica.periodic.tasks_done |= dict.fromkeys((task.name for task in due), step)
         replica.recorder.finish()
         if self.is_finished:
             self._save_state(step)

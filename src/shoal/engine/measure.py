@@ -152,6 +152,7 @@ class Measurement:
         # The optimizer whose steps are counted, and those that have stepped since it did.
         self._counted: weakref.ref[Optimizer] | None = None
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._kept: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # Whose parameters are compared at the end.
         self._models: list[weakref.finalize[..., Any]] = []
         self._digests: dict[int, str] = {}
         self._parameter_count = 0
@@ -262,7 +263,8 @@ class Measurement:
         is_counted = optimizer is counted
         if not is_counted and (counted is None or optimizer in self._stepped):
             self._counted, is_counted = weakref.ref(optimizer), True
-            if not self._clock.has_ddp:
+            if not self._clock.has_ddp and optimizer not in self._kept:
+                self._kept.add(optimizer)
                 self._keep(optimizer, dict(_numbered(optimizer)))
         if not is_counted:
             self._stepped.add(optimizer)

@@ -156,6 +156,28 @@ def check_scale(
         )
 
 
+def check_mean(loss: Tensor, terms: int) -> None:
+    """Raise `UsageError` for a loss that was said to be a mean of several terms, and is their sum."""
+    if terms > 1 and all(getattr(node, "_saved_reduction", None) == _SUM for node in _parts(loss.grad_fn)):
+        raise UsageError(
+            f"the loss was said to be the mean of {terms:,} terms, and it is a sum",
+            why="step.backward multiplies a mean by its terms, so the loss would be too large by that",
+            fix="leave mean_of out for the sum over the samples, step.backward(loss), or write count for the sum of "
+            f"other terms: step.backward(loss, count={terms})",
+        )
+
+
+def _parts(node: Any) -> Iterator[Any]:
+    """Yield the operations whose results a loss is the sum of; one that is multiplied or divided counts as itself."""
+    while node is not None and node.name() in _NEUTRAL:
+        node = node.next_functions[0][0]
+    if node is not None and node.name() in _SUMS:
+        for part, _ in node.next_functions:
+            yield from _parts(part)
+    else:
+        yield node
+
+
 def _terms_of_sum(node: Any) -> int | None:
     """Return how many terms a loss is the sum of, where torch's graph shows it."""
     while node is not None and node.name() in _NEUTRAL:

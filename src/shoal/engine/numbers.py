@@ -70,7 +70,7 @@ class Numbers:
                 why="the state was saved by another version of the program",
                 fix="give shoal.Numbers the same names, or start a new run",
             )
-        self._values.update(state)
+        self._values.update({name: v.clone() if isinstance(v, Tensor) else v for name, v in state.items()})
 
 
 def _checked(name: str, value: Any) -> Value:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.engine.replica import Replica
+from shoal.engine.training_state import load_options, options_of
 from shoal.errors import UsageError
 
 # Allows the program's own calls of optimizers and scalers while it is entered.
@@ -73,6 +74,9 @@ class PartUpdates:
             if scaler is not None and self._scaler_state is None:
                 self._scaler_state = scaler.state_dict()
             if self._replica.steps.nonfinite is not None:
+                if scaler is not None:
+                    # That only forgets that gradients were unscaled, which it refuses to do twice.
+                    scaler.update(scaler.get_scale())
                 return
             for optimizer in optimizers:
                 optimizer.step() if scaler is None else scaler.step(optimizer)
@@ -90,16 +94,22 @@ class PartUpdates:
 
 
 class OptimizerCopy:
-    """The parameters of an optimizer and what it knows of them, as they were. Its memory is used again."""
+    """The parameters, the state and the options of an optimizer, as they were. Its memory is used again."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._weights: list[Tensor] = []
         self._states: list[dict[str, Any]] = []
+        self._options: list[dict[str, Any]] = []
 
     @torch.no_grad()
     def take(self) -> None:
         parameters = parameters_of([self._optimizer])
+        # Some optimizers count their steps there.
+        self._options = [
+            {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+            for group in options_of(self._optimizer)
+        ]
         if not self._weights:
             self._weights = [torch.empty_like(parameter) for parameter in parameters]
             self._states = [{} for _ in parameters]
@@ -117,6 +127,8 @@ class OptimizerCopy:
 
     @torch.no_grad()
     def restore(self) -> None:
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+            load_options(group, options)
         for parameter, weight, kept in zip(parameters_of([self._optimizer]), self._weights, self._states, strict=True):
             parameter.copy_(weight)
             state = self._optimizer.state[parameter]

@@ -229,6 +229,7 @@ class GenerationChanger:
             periodic_done_step=replica.periodic.done_step,
             tasks_done=replica.periodic.tasks_done,
             reported_step=replica.periodic.reported_step,
+            last_step=replica.steps.last_step,
             has_fixed_shapes=replica.division.has_fixed_shapes,
             sync=self.chooser.as_numbers(),
             speeds={str(id): speed for id, speed in replica.division.balance.speeds.items()},
@@ -296,6 +297,7 @@ class GenerationChanger:
         if plan.behind or self.chooser.preview(info.sync).is_outer:
             replica.state.load_optimizer_state(received.optimizer)
         replica.enter_world(world, plan.step, info.cursor)
+        replica.steps.last_step = info.last_step
         replica.restore_periodic(info.periodic_done_step, dict(info.tasks_done), info.reported_step)
         replica.set_sync(self.chooser.adopt(info.sync))
         replica.division.fix_shapes(info.has_fixed_shapes)

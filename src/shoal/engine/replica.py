@@ -31,7 +31,7 @@ from shoal.engine.refusal import StepResult
 from shoal.engine.training_state import StateTree, TrainingState
 from shoal.errors import ShoalError
 from shoal.sync.fence import Fence, OpenFence, StepBoundary
-from shoal.sync.gradients import GradientSync, make_gradient_sync
+from shoal.sync.gradients import GradientSync, NoExchange, make_gradient_sync
 from shoal.sync.outer import OuterSync
 from shoal.sync.world import World, without_group
 
@@ -47,8 +47,7 @@ class UnsettledStep(NamedTuple):
 class WorldSteps:
     """What a rank knows of its steps in one world. The next world begins with nothing."""
 
-    # Of the training: all ranks may agree that it needs no more. In the next world those that know it say so again.
-    last_step: int
+    last_step: int  # Of the training: all ranks may agree that it needs no more.
     unsettled: deque[UnsettledStep] = field(default_factory=deque)
     leaves_at_boundary: bool = False  # All ranks have agreed to leave the generation together after a step.
     nonfinite: StepResult | None = None  # This rank's first result that was not finite.
@@ -275,7 +274,8 @@ class Replica:
         if self.sync.can_leave_out:
             return
         residuals = {name: tensor.clone() for name, tensor in self.sync.state().items()}
-        self.sync.close()
+        closed, self.exchanges = self.sync, replace(self.exchanges, sync=NoExchange(self.model))
+        closed.close()
         sync = make_gradient_sync(self.config.sync, self.model, self.world, after_backward=True)
         sync.load_state(residuals)
         self.exchanges = replace(self.exchanges, sync=sync)

@@ -19,7 +19,7 @@ state. See docs/your-model.md.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -39,10 +39,10 @@ from shoal.engine.batches import BatchAhead, Source, move, open_source, read_ahe
 from shoal.engine.best_checkpoint import note_best
 from shoal.engine.entry import Attached, ElasticEntry, Entry, Hooks, StaticEntry
 from shoal.engine.environment import SessionStart, open_session
-from shoal.engine.epochs import Epoch, ends_epoch, iterate_epochs, next_epoch
+from shoal.engine.epochs import Epoch, ends_epoch, epoch_samples, iterate_epochs
 from shoal.engine.evaluation import evaluate
 from shoal.engine.loop import Loop, StepOutcome, Task
-from shoal.engine.misuse import check_scale
+from shoal.engine.misuse import check_mean, check_scale
 from shoal.engine.parts import parameters_of
 from shoal.engine.replica import Replica
 from shoal.engine.sampling import SHARDS, Shard
@@ -60,6 +60,8 @@ Function = TypeVar("Function", bound=Callable[[], object])
 StepFunction = TypeVar("StepFunction", bound=Callable[[StepRecord], object])
 
 _NO_BATCH = object()
+# Datasets that are kept open at once.
+_MOST_SOURCES = 16
 # Positions of a stream are used, and not its samples' numbers.
 _STREAM_COUNT = 1 << 40
 
@@ -94,13 +96,6 @@ class Session:
         out: str | Path | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        if (steps is None) == (epochs is None) or (epochs is not None and samples is None) or global_batch is None:
-            raise UsageError(
-                "the session does not know how long it trains" if global_batch else "the session has no global_batch",
-                why="it needs its number of steps, or of epochs with the samples of one, and the samples of a step",
-                fix="shoal.Session(steps=2000, global_batch=64), or "
-                "shoal.Session(epochs=10, samples=len(dataset), global_batch=64)",
-            )
         train = {
             "steps": steps,
             "global_batch": global_batch,
@@ -210,7 +205,9 @@ class Session:
             if isinstance(thing, nn.Module) and not trained.isdisjoint(map(id, thing.parameters()))
         ]
         others = [thing for thing in objects if thing not in optimizers and thing not in models]
-        others += epoch_schedulers
+        others += [scheduler for scheduler in epoch_schedulers if scheduler not in others]
+        if epoch_schedulers:
+            epoch_samples(self._start.config.train)
         if models:
             model = nn.ModuleList([model, *models])
         for thing in others:
@@ -221,7 +218,7 @@ class Session:
                     fix="attach the model first, then optimizers, schedulers and other objects with a state",
                 )
             if isinstance(thing, Carried):
-                thing.is_attached = True
+                thing.attach_to(self.device)
         state = TrainingState(model, optimizers, others, epoch_schedulers)
         check_trainable(state)
         self._attached = Attached(state, reset)
@@ -242,7 +239,7 @@ class Session:
         def is_due(replica: Replica) -> bool:
             if epochs is None:
                 return replica.progress.step % period == 0
-            return ends_epoch(replica, replica.progress.cursor) and (next_epoch(replica) - 1) % period == 0
+            return ends_epoch(replica, replica.progress.cursor, period)
 
         def register(function: Function) -> Function:
             self._tasks.append(Task(f"{function.__qualname__}/{len(self._tasks)}", is_due, function))
@@ -294,6 +291,9 @@ class Session:
         return iterate_epochs(self)
 
     def __iter__(self) -> Iterator[Step]:
+        return self.iterate()
+
+    def iterate(self) -> Generator[Step]:
         if self._attached is None:
             raise UsageError(
                 "nothing is attached to the session", fix="before the loop: session.attach(model, optimizer)"
@@ -360,20 +360,30 @@ class Session:
             self._start.note_fault(error)
 
 
+def identity_of(data: Any) -> object:
+    """Return what tells a dataset from others: a tuple made anew in every step has the same tensors."""
+    return tuple(map(id, data)) if isinstance(data, tuple) else id(data)
+
+
 class SessionData:
     """The datasets of a session, and the micro-batch that was read ahead."""
 
     def __init__(self, sharding: str) -> None:
         self._sharding = sharding
-        self._sources: dict[int, tuple[object, Source]] = {}
-        self._checked: dict[int, Ballot] = {}
+        self._sources: dict[object, tuple[object, Source]] = {}  # By the identities of the datasets.
+        self._checked: dict[object, Ballot] = {}
         self._draws = False
         self.batch_ahead: BatchAhead | None = None
 
     def open(self, data: Any, world: World) -> Source:
         """Return the source for a dataset; compare it with those of the other ranks once in every generation."""
-        key = id(data)
+        key = identity_of(data)
         if key not in self._sources:
+            if len(self._sources) >= _MOST_SOURCES:
+                # A program that makes its dataset anew in every step.
+                oldest = next(iter(self._sources))
+                self._sources.pop(oldest)[1].close()
+                self._checked.pop(oldest, None)
             # The dataset is kept too: another one could get its id otherwise.
             self._sources[key] = data, data if isinstance(data, Source) else open_source(data)
         source = self._sources[key][1]
@@ -456,7 +466,7 @@ class Step(AbstractContextManager["Step"]):
         """Yield this rank's micro-batches of the step, on the session's device: in every part the same ones."""
         self._require_open("batches")
         timer = self._training.timer
-        if data is self._kept_of:
+        if identity_of(data) == self._kept_of:
             self._batch_at = timer.mark()
             yield from self._kept
             return
@@ -464,7 +474,7 @@ class Step(AbstractContextManager["Step"]):
             items = self._open(data)
         is_kept = bool(self._training.parts.current)
         if is_kept:
-            self._kept_of, self._kept = data, []
+            self._kept_of, self._kept = identity_of(data), []
         while True:
             with timer.phase("data"):
                 batch = next(items, _NO_BATCH)
@@ -481,6 +491,15 @@ class Step(AbstractContextManager["Step"]):
         """Return the step's micro-batches of a dataset, of which one may have been read ahead."""
         replica, sources = self._replica, self._session.data
         self._source = source = sources.open(data, replica.world)
+        samples = replica.config.train.epoch_samples
+        if self.number == 1 and self._session.is_main and source.count not in (None, samples) and samples is not None:
+            replica.recorder.warn(
+                UsageError(
+                    f"an epoch has {samples:,} samples, and the dataset {source.count:,}",
+                    why="the session counts its epochs by the samples that it was given",
+                    fix="shoal.Session(epochs=…, samples=len(dataset), global_batch=…)",
+                )
+            )
         shard, cursor = sources.shard(source, replica), replica.progress.cursor
         ahead, sources.batch_ahead = sources.batch_ahead, None
         if ahead is not None and ahead.serves(source, shard, cursor):
@@ -495,6 +514,13 @@ class Step(AbstractContextManager["Step"]):
         of that many.
         """
         self._require_open("backward")
+        if self._source is None:
+            raise UsageError(
+                f"step {self.number} has a loss, and step.batches was not called in it",
+                why="shoal divides the samples of a step over the ranks and counts them: other ones would be used by "
+                "every rank, and the loss divided by the wrong number",
+                fix="take them from it: for inputs, targets in step.batches(dataset): …",
+            )
         if loss.dim() or not loss.requires_grad:
             raise UsageError(
                 f"the loss is a tensor of shape {tuple(loss.shape)}"
@@ -503,6 +529,7 @@ class Step(AbstractContextManager["Step"]):
                 fix="pass the sum over the samples of the batch, for example loss_fn(...).sum()",
             )
         self._training.timer.add_since("forward", self._batch_at)
+        count, mean_of = _whole("count", count), _whole("mean_of", mean_of)
         if mean_of is not None:
             if count is not None or mean_of < 1:
                 raise UsageError(
@@ -510,6 +537,8 @@ class Step(AbstractContextManager["Step"]):
                     why="a loss is either a sum or a mean of its terms, at least of one",
                     fix="step.backward(loss, mean_of=len(inputs)) for a mean, step.backward(loss) for a sum",
                 )
+            if self._training.unchecked_samples is not None:
+                check_mean(loss, mean_of)
             loss, count = loss * mean_of, mean_of
         elif (samples := self._training.unchecked_samples) is not None:
             check_scale(loss, samples, count, self._replica.recorder.warn if self._session.is_main else None)
@@ -581,6 +610,20 @@ def _rate_of(replica: Replica) -> dict[str, float]:
     # Not from a GPU, for which this rank would wait.
     is_known = isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.device.type == "cpu")
     return {"lr": float(rate)} if is_known else {}
+
+
+def _whole(name: str, value: Any) -> int | None:
+    """Return a number of terms, which may be a tensor such as `mask.sum()`."""
+    if value is None:
+        return None
+    try:
+        return int(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(
+            f"step.backward got {name}={value!r:.60}",
+            why="it is the number of terms of the loss on this rank",
+            fix=f"pass a whole number: step.backward(loss, {name}=len(inputs))",
+        ) from None
 
 
 def _checked_values(method: str, values: Mapping[str, Any], taken: frozenset[str]) -> dict[str, float]:

@@ -93,6 +93,7 @@ class JoinerInfo:
     periodic_done_step: int
     tasks_done: Mapping[str, int]
     reported_step: int  # See `PeriodicProgress`.
+    last_step: int  # Of the training, as agreed.
     has_fixed_shapes: bool
     sync: Sequence[int]  # The sync choice as numbers, see `SyncChooser`.
     speeds: Mapping[str, float]  # The measured speeds by rank id, see `Balance`.

@@ -145,18 +145,33 @@ class TrainingStep:
             raise UnequalMicroBatches(
                 f"the ranks have {join_words([str(count) for count in plan.counts])} micro-batches"
             )
+        if number == plan.counts[world.rank]:
+            raise UsageError(
+                "step.gather was called after the last backward of the step",
+                why="it brings together the rows of one micro-batch of every rank, before their backward",
+                fix="call it inside the loop over step.batches(…), before step.backward",
+            )
         samples = [plan.sizes(rank)[number] for rank in range(world.size)]
-        per_sample, rest = divmod(len(tensor), samples[world.rank])
+        rows = len(tensor) if tensor.dim() else 0
+        per_sample, rest = divmod(rows, samples[world.rank])
         if rest or not per_sample:
             raise UsageError(
-                f"step.gather got {len(tensor)} rows of {samples[world.rank]} samples",
+                f"step.gather got {rows} rows of {samples[world.rank]} samples",
                 why="every sample of the micro-batch has the same number of rows",
                 fix="gather a tensor with a row for each sample, as the model's output has",
             )
-        return gather_rows(world, tensor, [per_sample * count for count in samples])
+        # Where replicas train alone, each rank's loss is divided by its own share.
+        divided_by = self._replica.share if self._replica.outer.replicas_differ else 1
+        return gather_rows(world, tensor, [per_sample * count for count in samples], divided_by)
 
     def begin_part(self, optimizers: Sequence[Optimizer]) -> None:
         """Begin an update of these optimizers inside the step."""
+        if self.parts.current:
+            raise UsageError(
+                f"step {self._replica.progress.step + 1}: a part began inside another part",
+                why="each part ends with an update of its own, one after the other",
+                fix="put them below each other, or name both optimizers: with step.part(first, second): …",
+            )
         if self._work.micro_batches:
             raise UsageError(
                 f"step {self._replica.progress.step + 1}: a part began after a backward outside of it",
@@ -177,7 +192,7 @@ class TrainingStep:
         self.parts.exchange_s += comm.tail_s
         self._terms.finish_part(self._work.terms)
         result, _ = self._finish_gradients(step, clip, self.parts.current, can_queue=False)
-        self._judge(result)
+        self._judge(result, is_part=True)
         with self.timer.phase("optimizer"):
             self.parts.end()
             # Also those of other parameters, which the loss has reached on its way.
@@ -280,7 +295,7 @@ class TrainingStep:
         if not self._has_checked_gradients and not self.parts.current:
             # Some exchanges would fill in zeros, others wait forever.
             if not replica.config.train.unused_parameters:
-                check_gradients(replica.model, only)
+                check_gradients(replica.model, only if self.parts.updated else None)
             self._has_checked_gradients = True
 
     def _too_many_backwards(self, count: int) -> UsageError:
@@ -288,7 +303,7 @@ class TrainingStep:
             f"step {self._replica.progress.step + 1} has {count} micro-batches on this rank, and backward was called "
             "again",
             why="each micro-batch has one backward: gradients travel with the last one",
-            fix="add the losses of a micro-batch, and call step.backward once for it",
+            fix="add the losses of a micro-batch, and call step.backward once for each batch of step.batches(dataset)",
         )
 
     def _finish_exchange(self, only: Collection[Tensor] | None) -> CommTimes:
@@ -343,9 +358,8 @@ class TrainingStep:
     def _send_statistics(self, result: StepResult, comm: CommTimes, total_terms: int) -> None:
         """Send this rank's part of the loss and its times to all ranks, beside what follows."""
         replica, watch = self._replica, self._watch
-        # Of a part of the step, the others do not know yet.
-        has_bad_part = replica.steps.nonfinite is not None and not replica.outer.replicas_differ
-        is_valid = (result.is_finite and not has_bad_part) or replica.scaler is not None
+        # Of a part of the step that was not finite, the others do not know yet.
+        is_valid = (result.is_finite or replica.scaler is not None) and replica.steps.nonfinite is None
         loss = self._terms.own_part(result.loss, self._work.terms, total_terms) if is_valid else math.nan
         gc_s = 0.0 if watch is None else watch.take_gc_s()
         own_times = OwnTimes(self.timer.seconds.get("data", 0.0), gc_s, self._disk_s)
@@ -364,7 +378,7 @@ class TrainingStep:
             node,
         )
 
-    def _judge(self, result: StepResult, is_queued: bool = False) -> None:
+    def _judge(self, result: StepResult, is_queued: bool = False, is_part: bool = False) -> None:
         """Remember a result that is not finite, and refuse the step if all ranks know of it.
 
         Where gradients are summed every rank has the same norm, so all refuse the step here. In the other modes the
@@ -375,7 +389,9 @@ class TrainingStep:
         is_expected = replica.scaler is not None and math.isfinite(result.loss)
         if not result.is_finite and not is_expected:
             replica.steps.nonfinite = replica.steps.nonfinite or result
-        if not math.isfinite(result.norm) and not is_expected and not replica.outer.replicas_differ:
+        # With a scaler only this rank knows whether its loss was finite: the statistics of the step follow.
+        is_known = not (is_part and replica.scaler is not None) and not replica.outer.replicas_differ
+        if not math.isfinite(result.norm) and not is_expected and is_known:
             if is_queued:
                 # The GPU has left the update out: this is still the state before the step.
                 began = replica.steps.unsettled.pop().began
@@ -443,6 +459,8 @@ class TrainingStep:
             replica.recorder.propose(began.step + 1, began.cursor, plan, stats.loss_sum)
             replica.steps.leaves_at_boundary |= stats.stop_after_step
         if any(stats.stop is StopKind.COMPLETE for stats in known):
+            # Ranks that have learned of it say so again in the next generation.
+            self._stop.is_complete = True
             # Where replicas differ, the next step makes them equal.
             soon = replica.progress.step + replica.outer.replicas_differ
             replica.steps.last_step = min(replica.steps.last_step, soon)

@@ -52,6 +52,7 @@ class StepCallbacks:
         self.functions: list[Callable[[StepRecord], object]] = []
         self._events: dict[int, Event] = {}  # What this rank recorded of its steps, with the values logged after them.
         self._committed: deque[Event] = deque()  # The main rank may be lost before it reports them.
+        self._committed_step = 0  # Values that are logged for it later reach the report, and no function.
         self._generation: Ballot | None = None
 
     def watch(self, replica: Replica) -> None:
@@ -80,10 +81,11 @@ class StepCallbacks:
         match event["event"]:
             case "step":
                 self._events[event["step"]] = dict(event)
-            case "log":
+            case "log" if event["step"] > self._committed_step:
                 values = {name: value for name, value in event.items() if name not in LOG_FIELDS}
                 self._events.setdefault(event["step"], {}).update(values)
             case "commit":
+                self._committed_step = event["step"]
                 self._committed.append({**event, "known": self._events.pop(event["step"], {})})
                 if replica.world.is_main:
                     self._report(replica)

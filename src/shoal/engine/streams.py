@@ -103,6 +103,9 @@ class Carried:
         self._written: list[tuple[int, list[Tensor]]] = []  # In this step, by the first stream.
         self.is_attached = False
 
+    def attach_to(self, device: torch.device) -> None:
+        self._initial, self.is_attached = tuple(tensor.to(device) for tensor in self._initial), True
+
     def read(self, rows: StreamRows) -> Any:
         """Return the state of these streams, without a gradient: a tensor, or a tuple of them."""
         if not self.is_attached:
@@ -161,7 +164,9 @@ class Carried:
         return {"rows": list(self._rows)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rows = list(state["rows"])
+        # The saved tensors may be the only copy of the state before the first step.
+        pairs = zip(state["rows"], self._initial, strict=False)
+        self._rows = [rows.to(initial.device, copy=True) for rows, initial in pairs]
 
 
 def _shapes(shapes: Any) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoal.errors import CheckpointError, UsageError
@@ -204,7 +205,7 @@ class TrainingState:
 
     def copy_schedule(self) -> StateTree:
         """Return a copy of the optimizers' options, such as the rate, and of the states of the other objects."""
-        options = [_options_of(optimizer) for optimizer in self.optimizers]
+        options = [options_of(optimizer) for optimizer in self.optimizers]
         tree = flatten("schedule", [options, [other.state_dict() for other in self.others]])
         return replace(tree, tensors=_copies(tree.tensors))
 
@@ -215,12 +216,7 @@ class TrainingState:
             other.load_state_dict(state)
         for optimizer, groups in zip(self.optimizers, options, strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
-                for name, value in values.items():
-                    if isinstance(group.get(name), Tensor) and isinstance(value, Tensor):
-                        # A compiled step has captured the tensor of a rate.
-                        group[name].copy_(value)
-                    else:
-                        group[name] = value
+                load_options(group, values)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         fill(self.weights(), tensors)
@@ -285,6 +281,13 @@ class TrainingState:
 def check_trainable(state: TrainingState) -> None:
     """Refuse what cannot be trained data-parallel, with the reason, before any rank waits for another."""
     model = state.model
+    wrapped = [module for module in (model, *model.children()) if isinstance(module, DistributedDataParallel)]
+    if wrapped:
+        raise UsageError(
+            "the model is wrapped in DistributedDataParallel",
+            why="the session exchanges the gradients itself: they would be exchanged twice",
+            fix="attach the model itself, and call it in the loop: remove DistributedDataParallel(model)",
+        )
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         raise UsageError(
@@ -329,7 +332,16 @@ def check_trainable(state: TrainingState) -> None:
         )
 
 
-def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+def load_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if isinstance(group.get(name), Tensor) and isinstance(value, Tensor):
+            # A compiled step has captured the tensor of a rate.
+            group[name].copy_(value)
+        else:
+            group[name] = value
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 

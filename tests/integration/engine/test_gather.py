@@ -54,6 +54,21 @@ def train(world: World, path: Path, options: dict[str, Any]) -> list[float]:
     return weights
 
 
+def train_alone(world: World, path: Path, options: dict[str, Any], sync: dict[str, Any]) -> list[float]:
+    model = compare_all(open_session(world, path, {**settings(**options), "sync": sync}))
+    weights: list[float] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+    return weights
+
+
+def test_replicas_that_train_alone_weigh_rows_by_the_shares(tmp_path: Path) -> None:
+    """After every step the replicas are averaged: with SGD that is the step of one process."""
+    results = []
+    for ranks, options, sync in ((1, {}, {}), (2, {"weights": "3/1"}, {"mode": "local", "every": 1})):
+        path = make_folder(tmp_path / f"on-{ranks}", {**settings(**options), "sync": sync})
+        results.append(run_ranks(train_alone, ranks, tmp_path, path, options, sync)[0])
+    assert results[1] == pytest.approx(results[0], abs=1e-5)
+
+
 @pytest.mark.parametrize("options", [{}, {"weights": "3/1"}], ids=["equal shares", "unequal shares"])
 def test_two_ranks_compare_all_samples_as_one_process_does(options: dict[str, Any], tmp_path: Path) -> None:
     results = {}

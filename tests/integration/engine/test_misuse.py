@@ -270,9 +270,46 @@ def both_counts(session: Session) -> None:
     train(session, lambda step, x, y: step.backward(loss_of(model, x, y), count=len(x), mean_of=len(x)))
 
 
+def sum_as_mean(session: Session) -> None:
+    attach(session, model := make_model())
+    train(session, lambda step, x, y: step.backward(loss_of(model, x, y) + loss_of(model, x, y), mean_of=len(x)))
+
+
+def text_as_count(session: Session) -> None:
+    attach(session, model := make_model())
+    train(session, lambda step, x, y: step.backward(loss_of(model, x, y), count="batch"))  # type: ignore[arg-type]
+
+
+def own_batches(session: Session) -> None:
+    """Take batches from a loader beside the session, as a loop that is half converted does."""
+    attach(session, model := make_model())
+    for step in session:
+        with step:
+            step.backward(loss_of(model, INPUTS[:6], LABELS[:6]))
+            step.update()
+
+
+def wrapped(session: Session) -> None:
+    model = make_model()
+    ddp = torch.nn.parallel.DistributedDataParallel(model) if session.world_size > 1 else None
+    attach(session, ddp or model)
+    train(session, lambda step, x, y: step.backward(loss_of(model, x, y)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_samples_that_are_not_of_the_step_are_refused(ranks: int, tmp_path: Path) -> None:
+    check_refused(own_batches, ranks, ("step.batches was not called", "in step.batches(dataset)"), tmp_path)
+
+
+def test_a_model_in_ddp_is_refused(tmp_path: Path) -> None:
+    check_refused(wrapped, 2, ("wrapped in DistributedDataParallel", "attach the model itself"), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("program", "words"),
     [
+        (sum_as_mean, ("said to be the mean of 12 terms, and it is a sum", "step.backward(loss, count=12)")),
+        (text_as_count, ("step.backward got count='batch'", "step.backward(loss, count=len(inputs))")),
         (mean, ("the loss of a micro-batch of 12 samples is a mean", "step.backward(loss, mean_of=len(inputs))")),
         (mean_with_count, ("the loss of a micro-batch of 12 terms is a mean",)),
         (both_counts, ("step.backward got mean_of=12 and count=12",)),
@@ -289,7 +326,9 @@ def train_by_mean(world: World, path: Path, is_mean: bool) -> list[float]:
 
     def do_step(step: Step, inputs: Tensor, labels: Tensor) -> None:
         if is_mean:
-            step.backward(loss_of(model, inputs, labels, reduction="mean"), mean_of=len(inputs))
+            # The number of terms is often a tensor.
+            terms: Any = (labels >= 0).sum()
+            step.backward(loss_of(model, inputs, labels, reduction="mean"), mean_of=terms)
         else:
             step.backward(loss_of(model, inputs, labels))
 

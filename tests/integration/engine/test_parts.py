@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.engine.session import Session
 from shoal.errors import RunFailed, UsageError
 from shoal.sync.world import World
 from tests.support.paths import ROOT
@@ -157,9 +156,10 @@ def test_a_rank_that_dies_between_two_updates_leaves_no_half_step(tmp_path: Path
     assert lost["weights"] == pytest.approx(undisturbed["weights"], abs=1e-4)
 
 
-def spoil_part(world: World, path: Path, what: str) -> str:
-    session, gan = open_session(world, path, settings()), Gan()
-    session.attach(gan.judge, gan.maker, gan.judge_optimizer, gan.maker_optimizer)
+def spoil_part(world: World, path: Path, what: str, sync: dict[str, Any]) -> str:
+    session, gan = open_session(world, path, settings(sync=sync)), Gan()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=what == "scaled")
+    session.attach(gan.judge, gan.maker, gan.judge_optimizer, gan.maker_optimizer, scaler)
     try:
         for step in session:
             with step:
@@ -169,7 +169,7 @@ def spoil_part(world: World, path: Path, what: str) -> str:
                         loss = gan.judge_loss(real, seeds)
                         if is_bad:
                             # Of the loss alone: its gradient is that of the finite part.
-                            loss = loss * float("nan") if what == "gradient" else loss + float("nan")
+                            loss = loss + float("nan") if what == "loss" else loss * float("nan")
                         step.backward(loss)
                 for _, seeds in step.batches((DATA, NOISE)):
                     step.backward(gan.maker_loss(seeds))
@@ -179,10 +179,12 @@ def spoil_part(world: World, path: Path, what: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("what", ["gradient", "loss"])
-def test_a_part_that_is_not_finite_is_refused_on_all_ranks(what: str, tmp_path: Path) -> None:
-    path = make_folder(tmp_path / "run", settings())
-    for text in run_ranks(spoil_part, 2, tmp_path, path, what):
+@pytest.mark.parametrize(
+    ("what", "sync"), [("gradient", {}), ("loss", {}), ("scaled", {}), ("gradient", {"mode": "local", "every": 4})]
+)
+def test_a_part_that_is_not_finite_is_refused_on_all_ranks(what: str, sync: dict[str, Any], tmp_path: Path) -> None:
+    path = make_folder(tmp_path / "run", settings(sync=sync))
+    for text in run_ranks(spoil_part, 2, tmp_path, path, what, sync):
         assert "was not finite in step 3" in text
         assert "rank 1" in text
 
@@ -198,6 +200,9 @@ def refuse_parts(world: World, path: Path, mistake: str) -> str:
                     for _, seeds in step.batches((DATA, NOISE)):
                         step.backward(gan.maker_loss(seeds))
                 with step.part(other if mistake == "foreign" else gan.judge_optimizer):
+                    if mistake == "nested":
+                        with step.part(gan.maker_optimizer):
+                            pass
                     if mistake != "empty":
                         for real, seeds in step.batches((DATA, NOISE)):
                             step.backward(gan.judge_loss(real, seeds))
@@ -218,6 +223,7 @@ def refuse_parts(world: World, path: Path, mistake: str) -> str:
     [
         ("late", "a part began after a backward outside of it"),
         ("foreign", "step.part got an optimizer that is not attached"),
+        ("nested", "a part began inside another part"),
         ("empty", "was updated after 0 of its 1 micro-batches"),
         ("nothing left", "step.update has no optimizer left to update"),
     ],
@@ -226,6 +232,46 @@ def test_wrong_parts_are_refused(mistake: str, words: str, tmp_path: Path) -> No
     path = make_folder(tmp_path / "run", settings())
     for text in run_ranks(refuse_parts, 2, tmp_path, path, mistake):
         assert words in text
+
+
+class CountingSgd(torch.optim.SGD):
+    """Counts its steps in its groups, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["count"] += 1
+        return super().step(closure)
+
+
+def repeat_parts(world: World, path: Path, repeated: list[int]) -> tuple[list[float], int]:
+    """Lose a peer, as far as the session knows, after the part of these steps."""
+    session, model = open_session(world, path, settings()), Branches()
+    first = CountingSgd([*model.trunk.parameters(), *model.left.parameters()], lr=0.05, momentum=0.9)
+    second = torch.optim.Adam(model.right.parameters(), lr=0.05)
+    first.param_groups[0]["count"] = 0
+    session.attach(model, first, second)
+    for step in session:
+        with step:
+            for attempt in range(2 if step.number in repeated else 1):
+                if attempt:
+                    session.entry.step.drop()
+                    session.entry.step.begin()
+                with step.part(first):
+                    for (inputs,) in step.batches((DATA,)):
+                        step.backward(model(inputs, "left").square().sum())
+            for (inputs,) in step.batches((DATA,)):
+                step.backward(model(inputs, "right").square().sum())
+            step.update()
+    weights: list[float] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+    return weights, first.param_groups[0]["count"]
+
+
+def test_a_part_that_is_repeated_is_undone_with_all_that_its_optimizer_knows(tmp_path: Path) -> None:
+    results = []
+    for repeated in ([], [1, 3]):
+        path = make_folder(tmp_path / f"run-{len(repeated)}", settings())
+        results += run_ranks(repeat_parts, 1, tmp_path, path, repeated)
+    assert results[0] == results[1]
+    assert results[0][1] == 12
 
 
 # Parameters that a step leaves out
@@ -323,6 +369,35 @@ def test_frozen_parts_thaw(tmp_path: Path) -> None:
     assert results[0][0] != pytest.approx(float(Branches().trunk.weight.detach().sum()), abs=1e-6)
 
 
+def take_turns(world: World, path: Path, options: dict[str, Any]) -> str:
+    """Update one branch in one step and the other in the next."""
+    session, model = open_session(world, path, options), Branches()
+    optimizers = [
+        torch.optim.SGD([*model.trunk.parameters(), *model.left.parameters()], lr=0.05),
+        torch.optim.SGD(model.right.parameters(), lr=0.05),
+    ]
+    session.attach(model, *optimizers)
+    try:
+        for step in session:
+            turn = step.number % 2
+            with step:
+                for (inputs,) in step.batches((DATA,)):
+                    step.backward(model(inputs, ("left", "right")[turn]).square().sum())
+                step.update(only=optimizers[turn])
+    except UsageError as error:
+        return error.render()
+    return "trained"
+
+
+@pytest.mark.parametrize("inside", ["auto", "gloo"])
+def test_updates_in_turn_need_the_setting_with_every_exchange(inside: str, tmp_path: Path) -> None:
+    for unused, words in ((False, "unused_parameters=True"), (True, "trained")):
+        chosen = settings(sync={"inside": inside}, train={"unused_parameters": unused})
+        path = make_folder(tmp_path / f"run-{unused}", chosen)
+        for text in run_ranks(take_turns, 2, tmp_path, path, chosen):
+            assert words in text
+
+
 # Epochs and the end
 
 
@@ -411,8 +486,33 @@ def test_an_epoch_that_is_left_is_refused(tmp_path: Path) -> None:
     assert "the loop over epoch 1 was left before its end" in text
 
 
-def test_a_session_without_a_length_is_refused() -> None:
-    with pytest.raises(UsageError, match="does not know how long it trains"):
-        Session(global_batch=8)
-    with pytest.raises(UsageError, match="does not know how long it trains"):
-        Session(epochs=3, global_batch=8)
+def test_a_loop_over_epochs_that_is_left_is_warned_of(tmp_path: Path) -> None:
+    script = tmp_path / "epochs.py"
+    script.write_text(EPOCHS.format(body="pass").replace("    seen.append", "    break\n    seen.append"))
+    done = shoal("run", "--on", "local:2", "--out", tmp_path / "run", script)
+    assert "the loop over the session was left after 3 of 8 steps" in done.stdout + done.stderr
+
+
+def test_epochs_of_another_length_than_the_dataset_are_warned_of(tmp_path: Path) -> None:
+    script = tmp_path / "epochs.py"
+    script.write_text(EPOCHS.format(body="pass").replace("samples=20", "samples=16"))
+    done = shoal("run", "--on", "local:2", "--out", tmp_path / "run", script)
+    assert "an epoch has 16 samples, and the dataset 20" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("", "the session has no global_batch"),
+        ("global_batch=8", "does not know how long it trains"),
+        ("epochs=3, global_batch=8", "does not know how long it trains"),
+        ("steps=3, epochs=3, samples=8, global_batch=8", "does not know how long it trains"),
+    ],
+)
+def test_a_session_without_a_length_is_refused(arguments: str, words: str, tmp_path: Path) -> None:
+    script = tmp_path / "short.py"
+    script.write_text(f"import shoal\nshoal.Session({arguments})\n")
+    done = shoal("run", "--on", "local:1", "--out", tmp_path / "run", script)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
