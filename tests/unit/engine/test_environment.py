@@ -17,4 +17,4 @@ def test_a_setting_of_the_launcher_that_the_scripts_mode_lacks_is_refused(monkey
     monkeypatch.setattr(environment, "_catch_stop_signals", lambda stop: pytest.fail("the setting was accepted"))
     monkeypatch.setenv(SETTINGS, json.dumps({"run": {"on": "local:1"}, "sync": {"every": 4}}))
     with pytest.raises(ConfigError, match=r"sync\.every has no effect here"):
-        environment.open_session({"sync": {"mode": "ddp"}}, None)
+        environment.open_session({"train": {"steps": 4, "global_batch": 8}, "sync": {"mode": "ddp"}}, None)
