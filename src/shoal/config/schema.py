@@ -417,6 +417,13 @@ class SyncConfig(Section):
     Take `gloo` to measure what shared memory saves.
     """
 
+    copies: Annotated[int, Field(ge=0, le=1)] | None = None
+    """Copies of every part that `zero1`, `zero2` or `zero3` divides, beside the owner's: 1 keeps a second one on
+    another machine, so that a lost machine loses no step. Unset: 1 with three or more ranks, otherwise 0.
+
+    Take 0 when memory is short, and a return to the newest checkpoint after a loss does no harm.
+    """
+
     planned: str | None = None
     """The choice that a plan expected of `auto`; written by `shoal train --plan`.
 
@@ -474,14 +481,16 @@ class SyncConfig(Section):
             raise ValueError(f"sync.wire={self.wire} needs sync.mode=ddp: stock DDP sends fp32")
         if (self.is_outer or self.mode == "auto") and parse_wire(self.wire).format.is_low_rank:
             raise ValueError(f"sync.wire={self.wire} is made for gradients: it needs sync.mode=ddp")
+        if self.is_sharded and parse_wire(self.wire).format.is_low_rank:
+            raise ValueError(f"sync.wire={self.wire} needs whole matrices, and {self.mode} divides them: use another wire")
         if self.mode != "ddp" and self.measure == "barrier":
             raise ValueError("sync.measure=barrier takes the all-reduce out of DDP: it needs sync.mode=ddp")
         if self.mode == "auto" and self.measure != "hook":
             raise ValueError(
                 f"sync.measure={self.measure} needs a fixed sync.mode: auto chooses by what the hook measures"
             )
-        if self.mode == "stock" and self.inside in ("copies", "shared"):
-            raise ValueError(f"sync.inside={self.inside} needs sync.mode=ddp: stock DDP sends by gloo")
+        if (self.mode == "stock" or self.is_sharded) and self.inside in ("copies", "shared"):
+            raise ValueError(f"sync.inside={self.inside} needs sync.mode=ddp: {self.mode} sends by gloo")
         if self.mode == "streaming" and self.fragments > self.round_steps:
             raise ValueError(f"sync.fragments={self.fragments} must not be more than sync.every={self.round_steps}")
         if self.mode == "streaming" and self.overlap_steps > self.round_steps:
@@ -492,6 +501,15 @@ class SyncConfig(Section):
     def is_outer(self) -> bool:
         """Whether replicas train on their own between two exchanges of parameters."""
         return SYNC_METHODS[self.mode].is_outer
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the ranks divide moments, gradients or weights among them."""
+        return self.shard_level > 0
+
+    @property
+    def shard_level(self) -> int:
+        return SYNC_METHODS[self.mode].shard_level
 
     @property
     def round_steps(self) -> int:

@@ -33,14 +33,14 @@ class SyncMethod:
     round_steps: int | None = None
     # Copies of the parameters that a rank keeps for the outer optimizer.
     outer_copies: int = 0
+    # What is divided among the ranks: 1 the optimizers' moments, 2 gradients too, 3 weights too. 0: every rank has all.
+    shard_level: int = 0
     # The optional settings of section `sync` that have an effect.
     settings: tuple[str, ...] = ()
     # Whether `--sync auto`, a plan and the events of a run can name it as the method that is in use.
     is_choice: bool = False
     # Whether `--sync auto` may choose it instead of `ddp`.
     in_auto: bool = False
-    # False: only `shoal plan` knows it.
-    is_available: bool = True
     # The settings that it stands for, where it is only a shorter way to write them.
     shorthand: Mapping[str, Any] = field(default_factory=dict)
 
@@ -50,10 +50,15 @@ class SyncMethod:
         return self.round_steps is not None
 
     @property
+    def is_sharded(self) -> bool:
+        return self.shard_level > 0
+
+    @property
     def usage(self) -> str:
         return f"{self.name}:STEPS" if self.is_outer else self.name
 
 
+_SHARDED_SETTINGS = ("bucket_mb", "copies")
 _OUTER_SETTINGS = ("every", "outer_lr", "outer_momentum", "bucket_mb")
 _STREAMING_SETTINGS = (*_OUTER_SETTINGS, "fragments", "overlap")
 
@@ -102,24 +107,44 @@ SYNC_METHODS = {
             settings=(*_STREAMING_SETTINGS, "planned", "planned_step_s"),
         ),
         SyncMethod(
-            "sharded",
-            "sharding",
-            "weights and optimizer state divided among ranks",
-            "half as many bytes again; the memory is divided",
-            is_available=False,
+            "zero1",
+            "ZeRO-1",
+            "ddp with the optimizers' moments divided among the ranks",
+            shard_level=1,
+            settings=_SHARDED_SETTINGS,
+            is_choice=True,
+        ),
+        SyncMethod(
+            "zero2",
+            "ZeRO-2",
+            "moments and gradients divided among the ranks",
+            "gradients sent for every micro-batch",
+            shard_level=2,
+            settings=_SHARDED_SETTINGS,
+            is_choice=True,
+        ),
+        SyncMethod(
+            "zero3",
+            "ZeRO-3",
+            "moments, gradients and weights divided among the ranks",
+            "half as many bytes again, for every micro-batch",
+            shard_level=3,
+            settings=_SHARDED_SETTINGS,
+            is_choice=True,
         ),
     )
 }
 # What `--sync` accepts in a training, and what `sync.mode` may be.
-TRAIN_METHODS = tuple(name for name, method in SYNC_METHODS.items() if method.is_available)
+TRAIN_METHODS = tuple(SYNC_METHODS)
 SYNC_MODES = tuple(name for name in TRAIN_METHODS if not SYNC_METHODS[name].shorthand)
 # Those that train in different ways; `auto` chooses one of them.
 TRAINED_METHODS = tuple(name for name in TRAIN_METHODS if name != "auto")
 # What a training can do in one step, and what a plan can compare.
 CHOICE_MODES = tuple(name for name, method in SYNC_METHODS.items() if method.is_choice)
-PLAN_METHODS = tuple(name for name, method in SYNC_METHODS.items() if method.is_choice or not method.is_available)
+PLAN_METHODS = CHOICE_MODES
 PLAN_USAGES = tuple(SYNC_METHODS[name].usage for name in PLAN_METHODS)
 OUTER_METHODS = tuple(name for name, method in SYNC_METHODS.items() if method.is_outer)
+SHARDED_METHODS = tuple(name for name, method in SYNC_METHODS.items() if method.is_sharded)
 SYNC_HELP = "; ".join(f"{name}: {SYNC_METHODS[name].description}" for name in TRAIN_METHODS)
 ROUND_STEPS_TEXT = " or ".join(dict.fromkeys(str(SYNC_METHODS[name].round_steps) for name in OUTER_METHODS))
 
@@ -262,7 +287,7 @@ def split_short_form(text: str) -> dict[str, str]:
     return settings if is_known and len(settings) > 1 else {}
 
 
-_CHOICE = re.compile(r"([a-z]+):([1-9]\d{0,8}),(.+)")
+_CHOICE = re.compile(r"([a-z]+[0-9]?):([1-9]\d{0,8}),(.+)")
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class SyncStrategy:
 
     @property
     def is_available(self) -> bool:
-        return SYNC_METHODS[self.sync].is_available and self.format.is_available
+        return self.format.is_available
 
     def __str__(self) -> str:
         """Return for example `ddp, fp16, batch ×4`: the sync method, then what differs from plain DDP."""
