@@ -482,7 +482,9 @@ class SyncConfig(Section):
         if (self.is_outer or self.mode == "auto") and parse_wire(self.wire).format.is_low_rank:
             raise ValueError(f"sync.wire={self.wire} is made for gradients: it needs sync.mode=ddp")
         if self.is_sharded and parse_wire(self.wire).format.is_low_rank:
-            raise ValueError(f"sync.wire={self.wire} needs whole matrices, and {self.mode} divides them: use another wire")
+            raise ValueError(
+                f"sync.wire={self.wire} needs whole matrices, and {self.mode} divides them: use another wire"
+            )
         if self.mode != "ddp" and self.measure == "barrier":
             raise ValueError("sync.measure=barrier takes the all-reduce out of DDP: it needs sync.mode=ddp")
         if self.mode == "auto" and self.measure != "hook":

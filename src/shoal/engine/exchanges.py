@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from shoal.config.schema import EngineConfig, SyncConfig
 from shoal.cost.batch_plan import BatchPlan
 from shoal.cost.model_size import grad_bytes
+from shoal.engine.sharding import make_sharded_exchanges
 from shoal.engine.training_state import TrainingState
 from shoal.sync.compression import kernel_or_plain
 from shoal.sync.gradients import GradientSync, HasTiedHead, NoExchange, make_gradient_sync
 from shoal.sync.interruptible import await_work
 from shoal.sync.outer import EveryStep, OuterSync, make_outer_sync
+from shoal.sync.sharded.sync import ShardedSync
 from shoal.sync.step_stats import StepGather
 from shoal.sync.world import World, set_collective_timeout, without_group
 
@@ -129,6 +131,8 @@ class Exchanges:
         """Continue with another division of the batch, of which this rank has the part `weight`."""
         self.sync.resize(_tied_rows(model, plan) or 0)
         self.totals.weight = weight
+        if isinstance(self.sync, ShardedSync):
+            self.sync.rounds = max(plan.counts)
         self.outer.set_weight(weight)
 
 
@@ -136,8 +140,11 @@ def make_exchanges(config: EngineConfig, state: TrainingState, world: World, pla
     model, share = state.model, plan.shares[world.rank]
     weight = share / plan.global_batch
     outer = make_outer_sync(config.sync, model, world, weight)
-    if config.sync.is_outer:
-        sync: GradientSync = NoExchange(model)
+    sync: GradientSync
+    if config.sync.is_sharded:
+        sync, outer = make_sharded_exchanges(config.sync, state, world, max(plan.counts))
+    elif config.sync.is_outer:
+        sync = NoExchange(model)
     else:
         sync = make_gradient_sync(
             config.sync, model, world, tokens=_tied_rows(model, plan), after_backward=config.train.unused_parameters

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -28,11 +28,14 @@ from shoal.engine.division import BatchDivision
 from shoal.engine.exchanges import Exchanges, make_exchanges, no_exchanges
 from shoal.engine.recorder import Recorder
 from shoal.engine.refusal import StepResult
+from shoal.engine.sharding import agree_on_layout, divide, wants_copies
 from shoal.engine.training_state import StateTree, TrainingState
+from shoal.engine.update import gradient_norm
 from shoal.errors import ShoalError
 from shoal.sync.fence import Fence, OpenFence, StepBoundary
-from shoal.sync.gradients import GradientSync, NoExchange, make_gradient_sync
+from shoal.sync.gradients import GradientSync, NoExchange, check_gradients, make_gradient_sync
 from shoal.sync.outer import OuterSync
+from shoal.sync.sharded.sync import ShardedSync
 from shoal.sync.world import World, without_group
 
 
@@ -108,6 +111,7 @@ class Replica:
         self.periodic = PeriodicProgress()
         self.round_start = RoundStart()
         self.steps = WorldSteps(config.train.steps)
+        self.wants_copies = False  # A second rank is to keep each part of a divided model.
 
     @property
     def sync(self) -> GradientSync:
@@ -116,6 +120,11 @@ class Replica:
     @property
     def outer(self) -> OuterSync:
         return self.exchanges.outer
+
+    @property
+    def shards(self) -> ShardedSync | None:
+        """The exchange of gradients where each rank sums, keeps and updates a part of the model."""
+        return self.sync if isinstance(self.sync, ShardedSync) else None
 
     @property
     def model(self) -> nn.Module:
@@ -196,9 +205,29 @@ class Replica:
         if self.initial.is_copy:
             self.initial = InitialState()
 
+    # The gradients of a step.
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the model has its gradients until the update: they are not exchanged during the step."""
+        return self.config.sync.shard_level < 2
+
+    def check_gradients(self, only: Collection[Tensor] | None) -> None:
+        """Raise `UnusedParameters` if backward has left out a parameter, or one of `only` these."""
+        if self.shards is None:
+            check_gradients(self.model, only)
+        else:
+            self.shards.check_gradients(only)
+
+    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the norm of all ranks' summed gradients of what this rank updates."""
+        return gradient_norm(parameters) if self.shards is None else self.shards.gradient_norm(parameters)
+
     # What a lost peer undoes.
 
     def drop_gradients(self) -> None:
+        if self.shards is not None:
+            self.shards.drop_gradients()
         for parameter in self.state.all_parameters:
             parameter.grad = None
 
@@ -252,6 +281,10 @@ class Replica:
 
     def connect(self) -> None:
         """Make the exchanges with the ranks of this world."""
+        if self.config.sync.is_sharded and self.state.divided is None:
+            self.wants_copies |= wants_copies(self.config.sync, self.world.size)
+            layout = agree_on_layout(self.config.sync, self.state, self.world, self.wants_copies)
+            self.state.divided = divide(self.config.sync, self.state, layout, self.world)
         self.exchanges = make_exchanges(self.config, self.state, self.world, self.plan)
         self.mark_round_start()
 

@@ -24,11 +24,10 @@ from shoal.engine.misuse import LoopGuard
 from shoal.engine.parts import PartUpdates, parameters_of
 from shoal.engine.refusal import StepResult, explain_refusal
 from shoal.engine.replica import Replica, UnsettledStep
-from shoal.engine.update import StepNumbers, can_decide_on_gpu, clip_gradients, gradient_norm, update_if_finite
+from shoal.engine.update import StepNumbers, can_decide_on_gpu, clip_gradients, set_found_inf, update_if_finite
 from shoal.errors import UsageError
 from shoal.host.node_stats import NodeStats, NodeWatch
 from shoal.sync.gather import GatheredRows, gather_rows
-from shoal.sync.gradients import check_gradients
 from shoal.sync.outer import NonFiniteExchange
 from shoal.sync.step_stats import CommTimes, OwnTimes, StepStats, StepTimer, StopKind
 from shoal.units import join_words
@@ -215,7 +214,8 @@ class TrainingStep:
         replica, step = self._replica, self._replica.progress.step + 1
         optimizers = self.parts.rest(only)
         chosen = None if len(optimizers) == len(replica.state.optimizers) else parameters_of(optimizers)
-        self.guard.check_gradients_kept(step)
+        if replica.keeps_gradients:
+            self.guard.check_gradients_kept(step)
         self._check_complete(step, chosen)
         comm = self._finish_exchange(chosen)
         # The exchange of this step has succeeded: every rank had applied the step before it.
@@ -295,7 +295,7 @@ class TrainingStep:
         if not self._has_checked_gradients and not self.parts.current:
             # Some exchanges would fill in zeros, others wait forever.
             if not replica.config.train.unused_parameters:
-                check_gradients(replica.model, only if self.parts.updated else None)
+                replica.check_gradients(only if self.parts.updated else None)
             self._has_checked_gradients = True
 
     def _too_many_backwards(self, count: int) -> UsageError:
@@ -325,13 +325,13 @@ class TrainingStep:
         first = replica.progress.cursor + replica.plan.offset(replica.world.rank)
         own_samples = (first, first + replica.share)
         can_queue = can_queue and self._can_queue_update
-        is_whole = len(optimizers) == len(replica.state.optimizers)
-        parameters: Sequence[Tensor] = replica.state.all_parameters if is_whole else parameters_of(optimizers)
+        parameters = replica.state.updated_by(optimizers)
         with self.timer.phase("optimizer"), self.guard.session_at_work():
             if replica.scaler is not None:
-                for optimizer in optimizers:
-                    replica.scaler.unscale_(optimizer)
-            norm = gradient_norm(parameters)
+                with replica.state.updating():
+                    for optimizer in optimizers:
+                        replica.scaler.unscale_(optimizer)
+            norm = replica.gradient_norm(parameters)
             numbers = StepNumbers(work.loss_sum, norm)
             if can_queue:
                 with replica.fence.apply_step(replica.outer.common_step(step)):
@@ -339,6 +339,9 @@ class TrainingStep:
                     self._advance(step)
                 replica.drop_gradients()
             loss_sum, norm_value = numbers.read()
+            if replica.shards is not None and replica.scaler is not None:
+                # Each rank has looked at its own part.
+                set_found_inf(replica.scaler, optimizers, not math.isfinite(norm_value))
             if not can_queue:
                 clip_gradients(parameters, norm_value, math.inf if clip is None else clip)
         return StepResult(step, loss_sum / max(1, work.terms), norm_value, own_samples), can_queue
@@ -352,6 +355,7 @@ class TrainingStep:
         """
         replica, world = self._replica, self._replica.world
         can_wait = world.device.type == "cuda" and world.gpu_group is None and "cpu" not in world.devices
+        can_wait &= replica.shards is None
         is_sound = replica.scaler is None and replica.steps.nonfinite is None
         return can_wait and is_sound and can_decide_on_gpu(replica.state.optimizers)
 
@@ -405,8 +409,9 @@ class TrainingStep:
         with self.timer.phase("optimizer"):
             with replica.fence.apply_step(replica.outer.common_step(step)), self.guard.session_at_work():
                 if replica.steps.nonfinite is None:
-                    for optimizer in optimizers:
-                        optimizer.step() if scaler is None else scaler.step(optimizer)
+                    with replica.state.updating():
+                        for optimizer in optimizers:
+                            optimizer.step() if scaler is None else scaler.step(optimizer)
                     if scaler is not None:
                         scaler.update()
                 self._advance(step, after)

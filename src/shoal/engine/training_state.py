@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shoal.engine.sharded_state import DividedOptimizers
 from shoal.errors import CheckpointError, UsageError
 from shoal.sync.replicas import flat_bytes
 
@@ -177,6 +179,8 @@ class TrainingState:
         self.epoch_schedulers = list(epoch_schedulers)  # Those of the others that take a step with every epoch.
         # Kept: walking through the modules takes a millisecond for 150 parameters, and a step needs them five times.
         self.all_parameters = list(self.model.parameters())
+        # The optimizers' states, where they are divided among the ranks; their parameters then have pieces of this rank.
+        self.divided: DividedOptimizers | None = None
         saved = self.model.state_dict().keys()
         self._buffer_names = [name for name, _ in self.model.named_buffers() if name in saved]
 
@@ -194,7 +198,7 @@ class TrainingState:
         return parameters | self.buffers()
 
     def optimizer_state(self) -> StateTree:
-        """Return the states of the optimizers and of the other objects."""
+        """Return the states of the optimizers and of the other objects; of divided ones what all ranks have in common."""
         tensors: dict[str, Tensor] = {}
         values = []
         for label, state in self._states():
@@ -202,6 +206,17 @@ class TrainingState:
             tensors |= tree.tensors
             values.append(tree.values)
         return StateTree(tensors, values)
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Inside, the optimizers have what this rank updates."""
+        return nullcontext() if self.divided is None else self.divided.updating()
+
+    def updated_by(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
+        """Return the tensors that the updates of these optimizers change on this rank."""
+        if self.divided is None and len(optimizers) == len(self.optimizers):
+            return list(self.all_parameters)
+        with self.updating():
+            return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
     def copy_schedule(self) -> StateTree:
         """Return a copy of the optimizers' options, such as the rate, and of the states of the other objects."""
@@ -236,6 +251,10 @@ class TrainingState:
             )
         for target, values in zip(objects, state.values, strict=True):
             document = unflatten(values, state.tensors)
+            if isinstance(target, Optimizer) and self.divided is not None:
+                self._number_parameters(target, document)  # Refuses a state of other parameters.
+                self.divided.load(target, document)
+                continue
             if isinstance(target, Optimizer):
                 document = self._number_parameters(target, document)
             target.load_state_dict(document)
@@ -252,7 +271,10 @@ class TrainingState:
     def _states(self) -> Iterator[tuple[str, Any]]:
         for index, optimizer in enumerate(self.optimizers):
             label = "optimizer" if index == 0 else f"optimizer{index}"
-            yield label, self._name_parameters(optimizer, optimizer.state_dict())
+            if self.divided is not None:
+                yield label, self.divided.common_state(optimizer)
+            else:
+                yield label, self._name_parameters(optimizer, optimizer.state_dict())
         for index, other in enumerate(self.others):
             yield f"{type(other).__name__.lower()}{index}", other.state_dict()
 

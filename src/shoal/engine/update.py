@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 # What torch adds to a norm before it divides by it.
@@ -74,3 +75,11 @@ def update_if_finite(optimizers: Sequence[Optimizer], loss_sum: Tensor, norm: Te
             optimizer.step()
         finally:
             del guarded.grad_scale, guarded.found_inf
+
+
+def set_found_inf(scaler: GradScaler, optimizers: Sequence[Optimizer], is_found: bool) -> None:
+    """Let a scaler take for found what the ranks have found together, not only in the part of this one."""
+    for optimizer in optimizers:
+        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {
+            torch.device("cpu"): torch.tensor(float(is_found))
+        }

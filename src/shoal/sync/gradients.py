@@ -97,7 +97,7 @@ def make_gradient_sync(
     return sync
 
 
-class _SyncDefaults:
+class SyncDefaults:
     inside: InsideChoice = GLOO
     can_leave_out = False
     extra_bytes = 0
@@ -115,7 +115,7 @@ class _SyncDefaults:
         pass
 
 
-class _DDPSync(_SyncDefaults):
+class _DDPSync(SyncDefaults):
     """The common part of both DDP variants: gradients travel only with the last micro-batch of a step.
 
     Only the reducer of DDP is used. `DistributedDataParallel.forward` would prepare it for every backward; here
@@ -292,7 +292,7 @@ class StockDDP(_DDPSync, NoState):
         self._ready_at = time.perf_counter()
 
 
-class AfterBackward(_SyncDefaults, CompressorState):
+class AfterBackward(SyncDefaults, CompressorState):
     """Exchanges gradients when backward has ended, of all parameters or of some: of those with one on any rank.
 
     For steps with several updates or with parameters that a loss leaves out, where DDP's reducer would wait for
@@ -369,7 +369,7 @@ class AfterBackward(_SyncDefaults, CompressorState):
             yield bucket
 
 
-class NoExchange(_SyncDefaults, NoState):
+class NoExchange(SyncDefaults, NoState):
     """No gradient exchange. DDP would copy every gradient into its buckets and hold both: 496 MB for GPT-2 124M."""
 
     can_leave_out = True

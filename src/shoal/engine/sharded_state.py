@@ -1,0 +1,199 @@
+"""Optimizers whose state is divided among the ranks.
+
+An optimizer of torch updates whole parameters and keeps moments of their size. Here it gets the *pieces* of them that
+this rank keeps, for the time of its update: one-dimensional views of the same memory, with moments of their own size.
+Everywhere else it has its parameters, as the program has given them. That is exact for every optimizer that treats each
+element by itself; others are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.errors import UsageError
+from shoal.sync.sharded.exchange import Part
+from shoal.sync.sharded.held import HeldPiece, flat, hold_pieces, shaped_like
+from shoal.sync.sharded.layout import Piece, ShardLayout
+
+# Optimizers of torch that update each element by itself. A program's own class says so with `elementwise = True`.
+_ELEMENTWISE = {
+    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+}  # fmt: skip
+# Stands for a tensor of which every rank has its pieces, in the part of a state that all ranks have in common.
+_DIVIDED = "divided:"
+# How often a parameter was updated: without dimensions, as the moments of a parameter without dimensions are.
+_COUNT = "step"
+
+
+def check_elementwise(optimizers: Sequence[Optimizer], mode: str) -> None:
+    """Refuse an optimizer for which a part of a parameter is not enough."""
+    for optimizer in optimizers:
+        kind = type(optimizer)
+        is_torch = kind.__module__.startswith("torch.optim")
+        if getattr(kind, "elementwise", is_torch and kind.__name__ in _ELEMENTWISE):
+            continue
+        raise UsageError(
+            f"sync.mode={mode} cannot divide the optimizer {kind.__name__}",
+            why="each rank updates its part of every parameter, and this optimizer may need whole parameters"
+            if not is_torch
+            else "it needs whole parameters, and each rank updates its part of them",
+            fix="use AdamW or another optimizer that treats each element by itself, or --sync ddp"
+            + ("" if is_torch else f"; if {kind.__name__} does, say so: class {kind.__name__}: elementwise = True"),
+        )
+
+
+class DividedOptimizers:
+    """The optimizers of a training, with the pieces that this rank keeps."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        parameters: Mapping[str, nn.Parameter],
+        layout: ShardLayout,
+        rank: int,
+        numbers: Callable[[int, int, Piece], Tensor] | None = None,
+        exact: Mapping[tuple[int, int], Part] | None = None,
+    ) -> None:
+        """`parameters` are those of the layout, in its order. `numbers` has the memory of the pieces: by default the
+        parameters themselves, otherwise that of the parts `exact`."""
+        self.exact = exact or {}
+        self.layout = layout
+        self.rank = rank
+        self._optimizers = list(optimizers)
+        self.parameters = dict(parameters)
+        values = list(parameters.values())
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        if numbers is None:
+            flats = [flat(parameter) for parameter in values]
+
+            def numbers(bucket: int, owner: int, place: Piece) -> Tensor:
+                return flats[place.parameter][place.of_parameter]
+
+        self.held: list[HeldPiece] = hold_pieces(layout, rank, numbers)
+        self._pieces: dict[nn.Parameter, list[HeldPiece]] = {}
+        for piece in self.held:
+            self._pieces.setdefault(values[piece.parameter], []).append(piece)
+        self._index = {
+            parameter: number
+            for number, optimizer in enumerate(self._optimizers)
+            for parameter in _parameters_of(optimizer)
+        }
+        # Of a whole state that is there already.
+        for optimizer in self._optimizers:
+            for parameter in [key for key in optimizer.state if key in self._names]:
+                state = optimizer.state.pop(parameter)
+                self._set_state(optimizer, parameter, state)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Inside, the optimizers have the pieces in place of their parameters."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        whole = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = [piece.weight for p in group["params"] for piece in self._pieces.get(p, ())]
+        try:
+            yield
+        finally:
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
+
+    # The state as all ranks have it in common: numbers, and the names and types of what is divided.
+
+    def common_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state as `state_dict` does, by names, with marks for the tensors that are divided."""
+        empty: dict[Any, Any] = {}
+        kept, optimizer.state = optimizer.state, empty  # type: ignore[assignment]
+        try:
+            document = optimizer.state_dict()
+        finally:
+            optimizer.state = kept
+        state = {
+            self._names[parameter]: self._describe(optimizer, self._pieces[parameter][0])
+            for parameter in _parameters_of(optimizer)
+            if parameter in self._pieces and self._pieces[parameter][0].weight in optimizer.state
+        }
+        return {**document, "state": state}
+
+    def _describe(self, optimizer: Optimizer, piece: HeldPiece) -> dict[str, Any]:
+        state = optimizer.state[piece.weight]
+        return {
+            key: _DIVIDED + str(value.dtype).removeprefix("torch.") if _is_divided(value, piece.weight) else value
+            for key, value in state.items()
+        }
+
+    def divided_keys(self) -> dict[str, dict[str, torch.dtype]]:
+        """Return the tensors that are divided, by name of the parameter: the same on all ranks that have a state."""
+        keys: dict[str, dict[str, torch.dtype]] = {}
+        for piece in self.held:
+            parameter = list(self.parameters.values())[piece.parameter]
+            state = self._state_of(parameter, piece)
+            named = keys.setdefault(self._names[parameter], {})
+            named |= {key: value.dtype for key, value in state.items() if _is_divided(value, piece.weight)}
+        return keys
+
+    def load(self, optimizer: Optimizer, document: Mapping[str, Any]) -> None:
+        """Load a state by names: whole tensors are divided; of those that are only marked, zeros are made."""
+        for group, saved in zip(optimizer.param_groups, document["param_groups"], strict=True):
+            for name, value in saved.items():
+                if name != "params":
+                    group[name] = value
+        for piece in self.held:
+            optimizer.state.pop(piece.weight, None)
+        for name, state in document["state"].items():
+            self._set_state(optimizer, self.parameters[name], state)
+
+    def tensor_of(self, piece: HeldPiece, key: str) -> Tensor:
+        """Return a divided tensor of the state of a piece; one that is missing is made, of zeros."""
+        parameter = list(self.parameters.values())[piece.parameter]
+        state = self._state_of(parameter, piece)
+        if key not in state:
+            state[key] = torch.zeros_like(piece.weight)
+        tensor: Tensor = state[key]
+        return tensor
+
+    def clear(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+
+    def _state_of(self, parameter: nn.Parameter, piece: HeldPiece) -> dict[str, Any]:
+        state: dict[str, Any] = self._optimizers[self._index[parameter]].state[piece.weight]
+        return state
+
+    def _set_state(self, optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        for piece in self._pieces.get(parameter, ()):
+            optimizer.state[piece.weight] = {
+                key: _own_part(key, value, parameter, piece) for key, value in state.items()
+            }
+
+
+def _own_part(key: str, value: Any, parameter: nn.Parameter, piece: HeldPiece) -> Any:
+    if isinstance(value, str) and value.startswith(_DIVIDED):
+        dtype = getattr(torch, value.removeprefix(_DIVIDED))
+        return torch.zeros(piece.place.count, dtype=dtype, device=piece.weight.device)
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == parameter.shape and key != _COUNT:
+        whole = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        return flat(whole)[piece.place.of_parameter].clone()
+    return value.clone()
+
+
+def _is_divided(value: Any, piece: nn.Parameter) -> bool:
+    return isinstance(value, Tensor) and value.shape == piece.shape and value.dim() > 0
+
+
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def join(parameter: nn.Parameter, numbers: Tensor) -> Tensor:
+    """Return the whole state of a parameter from its elements in the order of its memory."""
+    assert numbers.numel() == math.prod(parameter.shape)  # noqa: S101 - the caller has joined all pieces
+    return shaped_like(numbers, parameter).contiguous()

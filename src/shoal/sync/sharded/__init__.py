@@ -1,0 +1,1 @@
+"""ZeRO: moments, gradients and weights divided among the ranks."""

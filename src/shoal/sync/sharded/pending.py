@@ -1,0 +1,72 @@
+"""Weights that are still on their way: whoever uses one waits for it, and nobody else does.
+
+After a step its new weights travel while the next one begins. A program may use a weight anywhere: in the forward of a
+module, of another module that shares it, or in a line of its own that prints it. So each call of torch that gets one of
+these weights is intercepted, and waits first until this weight has arrived. That costs a few microseconds a call, and
+ends with the backward of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+
+def can_intercept(model: nn.Module) -> bool:
+    """Return whether every use of a weight can be intercepted: not inside compiled code."""
+    is_compiled = any(
+        isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
+    return not is_compiled and all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
+class PendingWeights(TorchFunctionMode):
+    """Intercepts the uses of weights that have not arrived yet, between `begin` and `end`."""
+
+    def __init__(self, await_bucket: Callable[[int], None]) -> None:
+        super().__init__()
+        self._await_bucket = await_bucket
+        self._buckets: dict[int, int] = {}  # By the identity of a weight that is on its way.
+        self._is_entered = False
+
+    def begin(self, buckets: Mapping[Tensor, int]) -> bool:
+        """Begin to intercept; return False where the program intercepts calls itself.
+
+        A block of its own that ends before ours would take ours off instead.
+        """
+        if _get_current_function_mode_stack():
+            return False
+        self._buckets = {id(weight): bucket for weight, bucket in buckets.items()}
+        self.__enter__()
+        self._is_entered = True
+        return True
+
+    def end(self) -> None:
+        """Stop intercepting; inside a block of the program that began later, only pass calls on."""
+        self._buckets = {}
+        if self._is_entered and (stack := _get_current_function_mode_stack()) and stack[-1] is self:
+            self.__exit__(None, None, None)
+            self._is_entered = False
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._buckets:
+            self._await_all_of(args)
+            if kwargs:
+                self._await_all_of(kwargs.values())
+        return function(*args, **(kwargs or {}))
+
+    def _await_all_of(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                bucket = self._buckets.pop(id(value), None)
+                if bucket is not None:
+                    self._await_bucket(bucket)
+            elif isinstance(value, list | tuple):
+                self._await_all_of(value)
