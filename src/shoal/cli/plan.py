@@ -98,7 +98,7 @@ class PlanCommand(PlanRequest, Request):
     tokens=Option("Tokens per step, over all ranks.", "train.global_batch"),
     accumulate=replace(SETTINGS["accumulate"], shown="1"),
     wire=replace(SETTINGS["wire"], help=f"Number format of sent gradients: {join_or(WIRE_USAGES)}."),
-    sync=replace(SETTINGS["sync"], help=f"{', '.join(PLAN_USAGES)}.", shown=""),
+    sync=replace(SETTINGS["sync"], help=f"{', '.join(PLAN_USAGES)}; zero… divide memory.", shown=""),
     on=replace(
         SETTINGS["on"],
         help="Where the printed command would run; shoal plan does not look there.",

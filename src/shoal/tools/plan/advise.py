@@ -604,7 +604,7 @@ def _compare_steps(verb: str, other: Prediction, own: Prediction) -> str:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineCost:
     """What pipeline parallelism would send and wait for: arithmetic only, it is not in shoal."""
 
     activation_bytes: float  # of one micro-batch at a cut between two stages
@@ -616,13 +616,13 @@ class Pipeline:
         return {**asdict(self), "available": False}
 
 
-def pipeline_of(plan: Plan) -> Pipeline:
+def pipeline_of(plan: Plan) -> PipelineCost:
     """Compute with a stage on each node, and the batch of a step cut into micro-batches."""
     row, workload = plan.rows[-1], plan.workload
     batch_plan = row.prediction.batch_plan
     sequence_bytes = workload.gradient_bytes * workload.seq_len * workload.shape.width
     micro_batches = max(1, batch_plan.global_batch // batch_plan.micro_batch)
-    return Pipeline(
+    return PipelineCost(
         activation_bytes=sequence_bytes * batch_plan.micro_batch,
         wire_bytes=2.0 * sequence_bytes * batch_plan.global_batch,
         gradient_bytes=float(workload.gradient_bytes * workload.parameters),
