@@ -44,6 +44,7 @@ from shoal.units import (
 
 if TYPE_CHECKING:
     from shoal.config.profile import Profile
+    from shoal.cost.predict import Prediction
     from shoal.cost.strategy import SyncStrategy
     from shoal.cost.workload import Workload
     from shoal.tools.plan.advise import Advice, Plan, PlanOption, PlanRow
@@ -97,7 +98,7 @@ class PlanCommand(PlanRequest, Request):
     tokens=Option("Tokens per step, over all ranks.", "train.global_batch"),
     accumulate=replace(SETTINGS["accumulate"], shown="1"),
     wire=replace(SETTINGS["wire"], help=f"Number format of sent gradients: {join_or(WIRE_USAGES)}."),
-    sync=replace(SETTINGS["sync"], help=f"{', '.join(PLAN_USAGES)}.", shown=""),
+    sync=replace(SETTINGS["sync"], help=f"{', '.join(PLAN_USAGES)}; zero… divide memory.", shown=""),
     on=replace(
         SETTINGS["on"],
         help="Where the printed command would run; shoal plan does not look there.",
@@ -132,10 +133,11 @@ def plan(request: PlanCommand) -> None:
 def _make_plan(
     request: PlanRequest, workload: Workload, strategy: SyncStrategy, basis: Basis, counts: list[int]
 ) -> Plan:
-    from shoal.tools.plan.advise import make_plan
+    from shoal.tools.plan.advise import divided_plan, make_plan
 
     try:
-        return make_plan(workload, strategy, basis.setting, counts)
+        made = make_plan(workload, strategy, basis.setting, counts)
+        return made if request.sync else divided_plan(made)
     except ConfigError as error:
         if request.params is not None:
             # The error suggests --set, but a model given by --params has flags only.
@@ -147,7 +149,9 @@ def _assumptions(made: Plan, basis: Basis) -> Iterator[str]:
     """Yield what a reader of the table must know about nodes that differ or were not measured."""
     if basis.known and max(row.nodes for row in made.rows) > basis.known:
         yield f"nodes beyond the {basis.known} {basis.how} ones are assumed to equal the last of them"
-    if len(set(made.setting.node_names)) > 1:
+    if not made.rows[-1].base_fits:
+        yield "speed-ups are against one machine that had the memory for it: none has"
+    elif len(set(made.setting.node_names)) > 1:
         base = made.rows[-1]
         yield f"speed-ups are against {base.base} alone, which trains {format_speed(base.base_tokens_per_s)}"
 
@@ -178,7 +182,7 @@ def _show(made: Plan, notes: list[str], request: PlanCommand, basis: Basis) -> N
     from shoal.tools.plan.advise import advise
 
     advice = advise(made)
-    choices = (*advice.options, advice.best, advice.other_training)
+    choices = (*advice.options, *advice.fitting, advice.best, advice.other_training)
     commands = {
         (option.strategy, option.row.nodes): _command_to_train(request, basis, made, option)
         for option in choices
@@ -248,7 +252,7 @@ def _print_command(console: Console, label: str, option: PlanOption | None, comm
 
 
 def _plan_document(plan: Plan, advice: Advice, notes: Sequence[str], commands: Commands) -> dict[str, Any]:
-    from shoal.tools.plan.advise import explain_plan
+    from shoal.tools.plan.advise import explain_plan, pipeline_of
 
     workload = plan.workload
     return {
@@ -269,7 +273,9 @@ def _plan_document(plan: Plan, advice: Advice, notes: Sequence[str], commands: C
             "other_training": advice.other_training and _option_document(advice.other_training, commands),
             "sentences": explain_plan(plan, advice),
             "strategies": [_option_document(option, commands) for option in advice.options],
+            "fitting": [_option_document(option, commands) for option in advice.fitting],
         },
+        "pipeline": pipeline_of(plan).as_dict() if plan.distributed_rows else None,
     }
 
 
@@ -279,6 +285,7 @@ def _describe(workload: Workload, strategy: SyncStrategy, last: PlanRow) -> str:
 
     sent = bytes_per_parameter(strategy, workload) * workload.parameters
     sequences = last.prediction.batch_plan.global_batch
+    strategy = strategy.in_world(last.prediction.world_size)
     size = "" if workload.model is None else f"{format_count(workload.parameters)} parameters, "
     return (
         f"{workload.name}: {size}{format_si(sent, 'B')} of gradients ({strategy}); "
@@ -311,10 +318,9 @@ def _rows(plan: Plan, titles: Sequence[str]) -> Table:
 
 def _row(row: PlanRow) -> tuple[str, ...]:
     step, prediction = row.prediction.step, row.prediction
-    memory = format_si(prediction.memory.total, "B")
     return (
         str(row.nodes),
-        f"{row.payload_factor:.2f}",
+        f"{prediction.payload:.2f}",
         _time(step.comm_s),
         _time(step.compute_s),
         _time(step.exposed_s),
@@ -323,7 +329,7 @@ def _row(row: PlanRow) -> tuple[str, ...]:
         f"{prediction.tokens_per_s:,.0f}",
         f"[{'green' if row.speedup > 1 else 'red'}]{row.speedup:.2f}×[/]" if row.nodes > 1 else f"{row.speedup:.2f}×",
         format_percent(row.efficiency),
-        memory if prediction.fits else f"[red]{memory}![/]",
+        _memory(prediction),
     )
 
 
@@ -331,17 +337,31 @@ def _options(advice: Advice) -> Table:
     """Return all strategies on the most nodes, and those that the sentences recommend for fewer nodes."""
     most = advice.options[0].row.nodes
     recommended = (advice.best, advice.larger_batch, advice.other_training)
-    fewer = [option for option in recommended if option is not None and option.row.nodes < most]
-    table = _table((f"strategy, on {most} nodes", *_OPTION_TITLES[1:]), (1, 2))
+    known = {(option.strategy, option.row.nodes) for option in advice.options}
+    fewer = [option for option in recommended if option and (option.strategy, option.row.nodes) not in known]
+    has_memory = any(option.strategy.shard_level for option in advice.options)
+    titles = (
+        f"strategy, on {most} nodes",
+        *_OPTION_TITLES[1:3],
+        *(["memory"] if has_memory else []),
+        _OPTION_TITLES[3],
+    )
+    table = _table(titles, range(1, len(titles) - 1))
     for option in sorted((*advice.options, *fewer), key=lambda option: option.tokens_per_s, reverse=True):
-        table.add_row(*_option_row(option, most), style=None if option.is_possible else "dim")
+        table.add_row(*_option_row(option, most, has_memory), style=None if option.is_possible else "dim")
     return table
 
 
-def _option_row(option: PlanOption, most: int) -> tuple[str, ...]:
+def _option_row(option: PlanOption, most: int, has_memory: bool) -> tuple[str, ...]:
     name = str(option.strategy) + ("" if option.strategy.is_available else " *")
     name += f" ({option.row.nodes} nodes)" if option.row.nodes < most else ""
-    return escape(name), f"{option.tokens_per_s:,.0f}", f"{option.row.speedup:.2f}×", escape(option.costs)
+    memory = [_memory(option.row.prediction)] if has_memory else []
+    return escape(name), f"{option.tokens_per_s:,.0f}", f"{option.row.speedup:.2f}×", *memory, escape(option.costs)
+
+
+def _memory(prediction: Prediction) -> str:
+    memory = format_si(prediction.memory.total, "B")
+    return memory if prediction.fits else f"[red]{memory}![/]"
 
 
 def _option_document(option: PlanOption, commands: Commands) -> dict[str, Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 from shoal.config.schema import Config
 from shoal.config.sync_choice import SYNC_METHODS
 from shoal.cost.batch_plan import half_micro_batch, micro_batch, rank_weights
-from shoal.cost.model_size import activation_bytes
-from shoal.cost.strategy import SyncStrategy
+from shoal.cost.model_size import activation_bytes, head_elements
+from shoal.cost.sharding import held_fractions, part_shares
+from shoal.cost.strategy import SyncStrategy, is_encoded
 from shoal.cost.workload import Workload
 from shoal.errors import ConfigError
 
@@ -29,32 +32,80 @@ class MemoryNeed:
     weights: float
     gradients: float
     moments: float
-    copies: float  # error feedback, an fp32 copy of 16-bit weights, the outer optimizer's parameters
+    buffers: float  # error feedback, fp32 copies of weights, the outer optimizer's parameters, gathered layers
     activations: float
 
-    @property
+    @cached_property
     def total(self) -> float:
         return PROCESS_BYTES + sum(float(getattr(self, field.name)) for field in fields(self))
 
 
-def needed(workload: Workload, strategy: SyncStrategy, micro_batch: int, world_size: int) -> MemoryNeed:
-    """Return what a rank needs. With DDP every rank keeps everything; only sharding divides it."""
+@dataclass(frozen=True)
+class RankMemory:
+    """What a rank needs, and what it has."""
+
+    need: MemoryNeed
+    available_bytes: float
+    part: float  # of the divided state that the rank owns; 1 where nothing is divided
+
+    @property
+    def fits(self) -> bool:
+        return fits(self.need, self.available_bytes)
+
+    @property
+    def filled(self) -> float:
+        return self.need.total / self.available_bytes
+
+
+def needed(
+    workload: Workload, strategy: SyncStrategy, micro_batch: int, world_size: int, held: float | None = None
+) -> MemoryNeed:
+    """Return what a rank needs. With DDP every rank keeps everything; sharded methods divide it.
+
+    `held` is the fraction of the divided state that the rank keeps, copies included; None: all parts are equal.
+    """
     size, element = workload.parameters, workload.gradient_bytes
-    is_sharded = strategy.sync == "sharded"
-    share = 1 / world_size if is_sharded else 1.0
-    master_bytes = _FLOAT_BYTES if element < _FLOAT_BYTES else 0
-    gathered = 0.0
-    if is_sharded:
-        # Two layers with all their weights and gradients: the current one, and the one that is fetched meanwhile.
-        largest = max(gradient.parameters for gradient in workload.gradients())
-        gathered = 2.0 * element * max(largest, size / workload.shape.layers)
+    level = strategy.in_world(world_size).shard_level
+    if held is None:
+        held = (1 + strategy.copies_in(world_size)) / world_size
+    moments, gradients, weights = (held if level >= least else 1.0 for least in (1, 2, 3))
+    buffers = float(copied_bytes(strategy))
+    if element < _FLOAT_BYTES or (level in (1, 2) and is_encoded(strategy, workload)):
+        # An update needs exact weights, and not those that were rounded for computing or for sending.
+        buffers += moments * _FLOAT_BYTES
     return MemoryNeed(
-        weights=share * element * size,
-        gradients=share * element * size,
-        moments=share * 2 * _FLOAT_BYTES * size,
-        copies=share * (copied_bytes(strategy) + master_bytes) * size + gathered,
+        weights=weights * element * size,
+        gradients=gradients * element * size,
+        moments=moments * 2 * _FLOAT_BYTES * size,
+        buffers=buffers * size + (gathered_bytes(workload) if level == 3 else 0.0),
         activations=activation_bytes(workload.shape, micro_batch, element),
     )
+
+
+def gathered_bytes(workload: Workload) -> float:
+    """Return what `zero3` holds of other ranks' parts: weights and gradients of the current layer and of the one that
+    is fetched meanwhile, and the weights of the largest unit. A tied embedding stays from forward to backward."""
+    embedding = head_elements(workload.shape)
+    layer = max(0.0, (workload.parameters - embedding) / workload.shape.layers)
+    return workload.gradient_bytes * (2 * 2 * layer + max(layer, embedding))
+
+
+def rank_memories(
+    workload: Workload, strategy: SyncStrategy, micro_batch: int, available: Sequence[float], copy_shift: int = 1
+) -> tuple[RankMemory, ...]:
+    """Return the memory of every rank, given what each of them has. Parts follow it where it is short."""
+    world_size = len(available)
+    if not strategy.in_world(world_size).shard_level:
+        need = needed(workload, strategy, micro_batch, world_size)
+        known = {size: RankMemory(need, size, 1.0) for size in set(available)}
+        return tuple(known[size] for size in available)
+    copies = strategy.copies_in(world_size)
+    nothing, whole = (needed(workload, strategy, micro_batch, world_size, held).total for held in (0.0, 1.0))
+    free = [USABLE * size for size in available]
+    shares = part_shares(free, nothing, (1 + copies) * (whole - nothing))
+    held = held_fractions(shares, copies, copy_shift)
+    needs = {part: needed(workload, strategy, micro_batch, world_size, part) for part in set(held)}
+    return tuple(RankMemory(needs[part], *own) for part, *own in zip(held, available, shares, strict=True))
 
 
 def copied_bytes(strategy: SyncStrategy) -> int:
@@ -67,14 +118,14 @@ def fits(memory: MemoryNeed, available_bytes: float) -> bool:
     return memory.total <= USABLE * available_bytes
 
 
-def largest_micro_batch(workload: Workload, strategy: SyncStrategy, world_size: int, available_bytes: float) -> int:
-    """Return how many sequences at once a rank has room for; 0 where not even the model fits."""
+def largest_micro_batch(workload: Workload, strategy: SyncStrategy, available: Sequence[float]) -> int:
+    """Return how many sequences at once every rank has room for; 0 where not even the model fits."""
 
     def is_too_much(sequences: int) -> bool:
-        return not fits(needed(workload, strategy, sequences, world_size), available_bytes)
+        return not all(memory.fits for memory in rank_memories(workload, strategy, sequences, available))
 
-    one, two = (needed(workload, strategy, sequences, world_size).total for sequences in (1, 2))
-    most = 1 + int(available_bytes / (two - one))
+    one, two = (activation_bytes(workload.shape, sequences, workload.gradient_bytes) for sequences in (1, 2))
+    most = 1 + int(min(available) / (two - one))
     return max(0, bisect_left(range(1, most + 1), True, key=is_too_much))
 
 

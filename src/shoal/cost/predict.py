@@ -6,14 +6,15 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 from shoal.config.schema import SyncConfig
 from shoal.cost.batch_plan import MICRO_BATCH_CAP, BatchPlan
 from shoal.cost.buckets import BucketCost, bucket_mb_for, fill_buckets, split_tied, touches_few_rows
 from shoal.cost.machines import Speed, rank_kinds
-from shoal.cost.memory import MemoryNeed, fits, largest_micro_batch, needed
+from shoal.cost.memory import MemoryNeed, RankMemory, largest_micro_batch, rank_memories
 from shoal.cost.network import ExchangeCost, Network, payload_factor
+from shoal.cost.sharding import held_fractions, payload
 from shoal.cost.strategy import SyncStrategy, bytes_per_parameter, element_bytes, is_encoded
 from shoal.cost.workload import RankWork, StepTime, Workload, exposed_s
 
@@ -41,9 +42,22 @@ class Prediction:
     step: StepTime
     batch_plan: BatchPlan
     tokens: int
+    payload: float  # times the gradients' bytes that each rank sends in an exchange
     wire_bytes: float  # that each rank sends, on average over steps
-    memory: MemoryNeed
-    fits: bool
+    memories: tuple[RankMemory, ...]  # of every rank
+
+    @cached_property
+    def tightest(self) -> RankMemory:
+        return max(self.memories, key=lambda memory: memory.filled)
+
+    @property
+    def memory(self) -> MemoryNeed:
+        """Of the rank that has least room."""
+        return self.tightest.need
+
+    @property
+    def fits(self) -> bool:
+        return self.tightest.fits
 
     @property
     def tokens_per_s(self) -> float:
@@ -74,25 +88,33 @@ def predict(
     follows_speed = weights is None and strategy.balanced
     if weights is None:
         weights = speeds(workload, speed, world_size) if strategy.balanced else (1.0,) * world_size
+    strategy = strategy.in_world(world_size)
     kinds = rank_kinds(speed, world_size)
-    available = min(speed.memory_bytes(rank) for rank in _one_of_each(kinds))
+    available = [speed.memory_bytes(rank) for rank in range(world_size)]
     most = MICRO_BATCH_CAP
     if workload.model is None:
         # A training of shoal takes its micro-batch whatever the memory; for other programs one that fits is assumed.
-        most = max(1, min(most, largest_micro_batch(workload, strategy, world_size, available)))
+        most = max(1, min(most, largest_micro_batch(workload, strategy, available)))
     batch_plan = workload.divide_batch(weights, most, follows_speed)
     works = _works(workload, speed, batch_plan, kinds)
+    copy_shift = setting.ranks_per_node if world_size > setting.ranks_per_node else 1
+    memories = rank_memories(workload, strategy, batch_plan.micro_batch, available, copy_shift)
+    if strategy.shard_level:
+        held = held_fractions([memory.part for memory in memories], strategy.copies_in(world_size), copy_shift)
+        works = [replace(work, optimizer_s=part * work.optimizer_s) for work, part in zip(works, held, strict=True)]
     slowest = max(range(world_size), key=lambda rank: _busy_s(works[rank]))
     exchange = _exchange_time(workload, strategy, setting, batch_plan, works[slowest], slowest)
-    memory = needed(workload, strategy, batch_plan.micro_batch, world_size)
+    sent = payload_factor(world_size)
+    if strategy.shard_level:
+        sent = payload(strategy.shard_level, world_size, batch_plan.counts[slowest], strategy.copies_in(world_size))
     return Prediction(
         world_size=world_size,
         step=_step_time(works, works[slowest], exchange, strategy),
         batch_plan=batch_plan,
         tokens=workload.seq_len * batch_plan.global_batch,
-        wire_bytes=wire_bytes(workload, strategy, world_size, batch_plan.counts[slowest]),
-        memory=memory,
-        fits=fits(memory, available),
+        payload=sent,
+        wire_bytes=sent * bytes_per_parameter(strategy, workload) * workload.parameters / strategy.every,
+        memories=memories,
     )
 
 
@@ -102,11 +124,6 @@ def speeds(workload: Workload, speed: Speed, world_size: int) -> tuple[float, ..
     times = {kinds[rank]: speed.work(workload, rank, 1, 1).compute_s for rank in _one_of_each(kinds)}
     fastest = min(times.values())
     return tuple(max(0.01, round(fastest / times[kind], 2)) for kind in kinds)
-
-
-def wire_bytes(workload: Workload, strategy: SyncStrategy, world_size: int, micro_batches: int) -> float:
-    all_bytes = payload_factor(world_size) * bytes_per_parameter(strategy, workload) * workload.parameters
-    return all_bytes * 1.5 * micro_batches if strategy.sync == "sharded" else all_bytes / strategy.every
 
 
 def _one_of_each(kinds: Sequence[int]) -> list[int]:
@@ -165,7 +182,9 @@ def _exchange_time(
 
     buckets = _buckets(workload, strategy, batch_plan.micro_batch * workload.seq_len, world_size)
     encode_s = setting.speed.encode_s(strategy, rank, workload.parameters) if is_encoded(strategy, workload) else 0.0
-    model = {"ddp": _ddp, "sharded": _sharded, "streaming": _streaming}.get(strategy.sync, _blocking)
+    if strategy.shard_level:
+        return _sharded(strategy, work, buckets, exchange, encode_s, world_size)
+    model = {"ddp": _ddp, "streaming": _streaming}.get(strategy.sync, _blocking)
     return replace(model(strategy, work, buckets, exchange), encode_s=encode_s / strategy.every)
 
 
@@ -184,21 +203,47 @@ def _ddp(strategy: SyncStrategy, work: RankWork, buckets: Sequence[BucketCost], 
 
 
 def _sharded(
-    strategy: SyncStrategy, work: RankWork, buckets: Sequence[BucketCost], exchange: Exchange
+    strategy: SyncStrategy,
+    work: RankWork,
+    buckets: Sequence[BucketCost],
+    exchange: Exchange,
+    encode_s: float,
+    world_size: int,
 ) -> _ExchangeTime:
-    """Weights are gathered for forward and again for backward, which scatters the gradients: an all-gather and a
-    reduce-scatter are the two halves of an all-reduce. Each micro-batch repeats this, because no rank can keep them."""
+    """Gradients are scattered behind a backward, and weights gathered behind a forward: each is half an all-reduce.
 
-    def gather(bucket: BucketCost) -> ExchangeCost:
-        return exchange(bucket).times(0.5)
+    Forward needs the weights in the order opposite to that in which backward completes the gradients, so it waits as
+    long as a backward that begins where it ends.
+    """
+    to_copy = strategy.copies_in(world_size) / (2 * (world_size - 1))
+    gather, times = 0.5 - to_copy, work.micro_batches
+    # How often, behind what, and the fraction of an all-reduce.
+    phases = [(1, work.backward_s, 0.5 + to_copy), (1, work.forward_s, gather)]
+    if strategy.shard_level == 2:
+        phases += [(times - 1, work.backward_s, 0.5)]
+    elif strategy.shard_level == 3:
+        # No rank can keep all weights: forward gathers them, and so does backward.
+        phases = [
+            (times, work.forward_s, gather),
+            (times - 1, work.backward_s, gather + 0.5),
+            (1, work.backward_s, gather + 0.5 + to_copy),
+        ]
+    total = _ExchangeTime(0.0, 0.0)
+    for count, behind_s, fraction in phases:
+        part = _behind(strategy, replace(work, backward_s=behind_s), buckets, exchange, fraction)
+        total = _ExchangeTime(
+            total.comm_s + count * part.comm_s,
+            total.exposed_s + count * part.exposed_s,
+            total.latency_s + count * part.latency_s,
+            total.encode_s + count * fraction * encode_s,
+        )
+    return total
 
-    backward = _ddp(strategy, work, buckets, exchange)
-    forward = _ddp(strategy, replace(work, backward_s=work.forward_s), _ready_at_once(buckets), gather)
-    return _ExchangeTime(
-        work.micro_batches * (forward.comm_s + backward.comm_s),
-        work.micro_batches * (forward.exposed_s + backward.exposed_s),
-        work.micro_batches * (forward.latency_s + backward.latency_s),
-    )
+
+def _behind(
+    strategy: SyncStrategy, work: RankWork, buckets: Sequence[BucketCost], exchange: Exchange, fraction: float
+) -> _ExchangeTime:
+    return _ddp(strategy, work, buckets, lambda bucket: exchange(bucket).times(fraction))
 
 
 def _blocking(

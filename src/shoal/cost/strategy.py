@@ -15,6 +15,7 @@ from shoal.config.sync_choice import (
     parse_wire,
 )
 from shoal.cost.buckets import STOCK_FIRST_MB, STOCK_MB
+from shoal.cost.sharding import copies_in
 from shoal.cost.workload import Workload
 
 
@@ -32,6 +33,7 @@ class SyncStrategy:
     overlap: bool = True  # off with `sync.measure=barrier`
     hierarchical: bool = False  # all-reduce inside each node before the exchange between nodes
     balanced: bool = False  # divide a batch by speed instead of evenly
+    copies: int | None = None  # of each part of a sharded method; unset: as many as `copies_in`
 
     def with_(self, **changes: object) -> SyncStrategy:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -52,6 +54,17 @@ class SyncStrategy:
         return not SYNC_METHODS[self.sync].is_outer and self.format.keeps_training
 
     @property
+    def shard_level(self) -> int:
+        return SYNC_METHODS[self.sync].shard_level
+
+    def in_world(self, world_size: int) -> SyncStrategy:
+        """Return what it is with this many ranks: one rank alone divides nothing."""
+        return self.with_(sync="ddp") if self.shard_level and world_size == 1 else self
+
+    def copies_in(self, world_size: int) -> int:
+        return copies_in(world_size, self.copies) if self.shard_level else 0
+
+    @property
     def is_available(self) -> bool:
         return self.format.is_available
 
@@ -60,6 +73,8 @@ class SyncStrategy:
         words = [self.sync if self.every == 1 else f"{self.sync} every {self.every} steps"]
         if self.wire != "fp32":
             words.append(f"{self.wire} rank {self.rank}" if self.format.is_low_rank else self.wire)
+        if self.shard_level and self.copies is not None:
+            words.append("with copies" if self.copies else "no copies")
         if self.accumulation > 1:
             words.append(f"batch ×{self.accumulation}")
         words += [name for name in ("balanced", "hierarchical") if getattr(self, name)]
@@ -71,7 +86,10 @@ def strategy_of_config(sync: SyncConfig) -> SyncStrategy:
     if sync.mode == "stock":
         return SyncStrategy(bucket_mb=STOCK_MB, first_bucket_mb=STOCK_FIRST_MB, accumulation=sync.accumulate)
     return strategy_of_choice(sync.expected_choice).with_(
-        accumulation=sync.accumulate, bucket_mb=sync.bucket_mb, overlap=sync.measure != "barrier"
+        accumulation=sync.accumulate,
+        bucket_mb=sync.bucket_mb,
+        overlap=sync.measure != "barrier",
+        copies=sync.copies,
     )
 
 

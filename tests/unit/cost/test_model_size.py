@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.config.load import build_config
 from shoal.config.schema import DataConfig, ModelConfig, TrainConfig
-from shoal.cost.memory import fits, largest_micro_batch, needed
+from shoal.config.sync_choice import SHARDED_METHODS
+from shoal.cost.memory import USABLE, fits, gathered_bytes, largest_micro_batch, needed, rank_memories
 from shoal.cost.model_size import activation_bytes, flops_per_token, head_elements, parameter_count, saved_elements
 from shoal.cost.strategy import SyncStrategy, bytes_per_parameter, is_encoded
 from shoal.cost.workload import Workload, assumed_shape, assumed_vocabulary, bare_workload, workload_of
@@ -26,6 +27,7 @@ SHAPES = [
     ModelConfig(layers=3, heads=2, width=128, seq_len=64, vocab_size=100),
 ]
 GPT2 = workload_of(build_config("gpt2-124m"))
+GPT2_LARGE = workload_of(build_config("gpt2-760m"))
 
 
 def loss_of(model: GPT, sequences: int) -> Tensor:
@@ -149,11 +151,69 @@ def test_low_rank_factors_are_counted_matrix_by_matrix() -> None:
 
 def test_ddp_replicates_the_state_and_sharding_divides_it() -> None:
     alone, eight = (needed(GPT2, SyncStrategy(), 1, world) for world in (1, 8))
-    sharded = needed(GPT2, SyncStrategy(sync="sharded"), 1, 8)
     assert alone == eight
     assert alone.weights + alone.gradients + alone.moments == 16 * GPT2.parameters
-    assert sharded.moments == alone.moments / 8
-    assert sharded.activations == alone.activations
+    for sync in SHARDED_METHODS:
+        assert needed(GPT2, SyncStrategy(sync=sync), 1, 1) == alone
+        assert needed(GPT2, SyncStrategy(sync=sync), 1, 8).activations == alone.activations
+
+
+# Bytes a parameter of weights, gradients and moments.
+@pytest.mark.parametrize(
+    ("sync", "copies", "two", "three"),
+    [
+        ("ddp", None, 16, 16),
+        ("zero1", 0, 8 + 8 / 2, 8 + 8 / 3),
+        ("zero1", None, 8 + 8 / 2, 8 + 16 / 3),
+        ("zero2", 0, 4 + 12 / 2, 4 + 12 / 3),
+        ("zero2", None, 4 + 12 / 2, 4 + 24 / 3),
+        ("zero3", 0, 16 / 2, 16 / 3),
+        ("zero3", None, 16 / 2, 32 / 3),
+        ("zero1", 1, 16, 8 + 16 / 3),
+    ],
+)
+def test_a_level_divides_what_its_table_says(sync: str, copies: int | None, two: float, three: float) -> None:
+    memories = (needed(GPT2, SyncStrategy(sync=sync, copies=copies), 1, world) for world in (2, 3))
+    held = [(memory.weights + memory.gradients + memory.moments) / GPT2.parameters for memory in memories]
+    assert held == pytest.approx([two, three])
+
+
+@pytest.mark.parametrize(
+    ("sync", "two", "three"),
+    [("ddp", 15.6e9, 15.6e9), ("zero1", 12.5e9, 11.5e9), ("zero2", 11.0e9, 9.5e9), ("zero3", 10.28e9, 8.25e9)],
+)
+def test_the_memory_of_760_million_parameters_has_known_sizes(sync: str, two: float, three: float) -> None:
+    """Without copies, one sequence at a time: 2.84 GB of activations and 0.6 GB of the process are in all of them."""
+    totals = [needed(GPT2_LARGE, SyncStrategy(sync=sync, copies=0), 1, world).total for world in (2, 3)]
+    assert totals == pytest.approx([two, three], rel=0.005)
+
+
+def test_zero3_gathers_two_layers_and_the_embedding() -> None:
+    layer, embedding = 12 * 1536**2 + 13 * 1536, 50_257 * 1536
+    assert gathered_bytes(GPT2_LARGE) == pytest.approx(2 * 8 * layer + 4 * embedding, rel=0.01)
+    small, large = (needed(GPT2_LARGE, SyncStrategy(sync=sync, copies=0), 1, 2).buffers for sync in ("zero2", "zero3"))
+    assert (small, large) == (0, gathered_bytes(GPT2_LARGE))
+
+
+@pytest.mark.parametrize(
+    ("sync", "wire", "bytes_a_parameter"),
+    [("zero1", "fp16", 4 / 2), ("zero2", "bf16", 4 / 2), ("zero1", "int8", 4 + 4 / 2), ("zero3", "int8", 4)],
+)
+def test_a_lossy_wire_keeps_the_own_part_exact(sync: str, wire: str, bytes_a_parameter: float) -> None:
+    exact, lossy = (needed(GPT2, SyncStrategy(sync=sync, wire=name), 1, 2).buffers for name in ("fp32", wire))
+    assert lossy - exact == pytest.approx(bytes_a_parameter * GPT2.parameters)
+
+
+def test_parts_follow_the_memory_of_the_machines() -> None:
+    equal = rank_memories(GPT2_LARGE, SyncStrategy(sync="zero1"), 1, [16e9, 16e9])
+    assert [memory.part for memory in equal] == [0.5, 0.5]
+    large, small = rank_memories(GPT2_LARGE, SyncStrategy(sync="zero1"), 1, [32e9, 13e9])
+    assert large.part + small.part == 1
+    assert small.part < 0.25
+    assert large.fits
+    assert small.fits
+    assert not needed(GPT2_LARGE, SyncStrategy(sync="zero1"), 1, 2).total <= USABLE * 13e9
+    assert {memory.part for memory in rank_memories(GPT2_LARGE, SyncStrategy(), 1, [32e9, 13e9])} == {1.0}
 
 
 @pytest.mark.parametrize(
@@ -174,11 +234,11 @@ def test_a_lever_needs_its_extra_memory(strategy: SyncStrategy, more: int) -> No
 
 def test_bf16_training_needs_sixteen_bytes_per_parameter() -> None:
     memory = needed(bare_workload(10**9, 1024, TrainConfig(), "bf16"), SyncStrategy(), 0, 1)
-    assert memory.weights + memory.gradients + memory.moments + memory.copies == 16e9
+    assert memory.weights + memory.gradients + memory.moments + memory.buffers == 16e9
 
 
 @pytest.mark.parametrize("available", [1e9, 4e9, 16e9, 80e9])
 def test_the_largest_micro_batch_fits_and_one_more_does_not(available: float) -> None:
-    most = largest_micro_batch(GPT2, SyncStrategy(), 2, available)
+    most = largest_micro_batch(GPT2, SyncStrategy(), [available, available])
     assert fits(needed(GPT2, SyncStrategy(), most, 2), available) == (available > 3e9)
     assert not fits(needed(GPT2, SyncStrategy(), most + 1, 2), available)

@@ -179,11 +179,34 @@ def test_streaming_cannot_hide_what_takes_longer_than_computing() -> None:
     assert slow.exposed_s == pytest.approx(slow.comm_s - busy_s, rel=0.01)
 
 
-def test_sharding_sends_half_as_much_again_for_every_micro_batch() -> None:
-    ddp, sharded = (predict(GPT2, SyncStrategy(sync=sync), setting(), 2) for sync in ("ddp", "sharded"))
+@pytest.mark.parametrize(("sync", "times"), [("zero1", 1.0), ("zero2", 1.5), ("zero3", 3.0)])
+def test_sharding_sends_what_its_table_says(sync: str, times: float) -> None:
+    """Against an all-reduce, with two micro-batches: one, (K + 1)/2 and 3K/2."""
+    ddp, sharded = (predict(GPT2, SyncStrategy(sync=name), setting(), 2) for name in ("ddp", sync))
     assert sharded.batch_plan.counts == (2, 2)
-    assert sharded.step.comm_s == pytest.approx(2 * 1.5 * ddp.step.comm_s, rel=0.01)
-    assert sharded.wire_bytes == pytest.approx(3 * ddp.wire_bytes)
+    assert sharded.step.comm_s == pytest.approx(times * ddp.step.comm_s, rel=0.01)
+    assert sharded.wire_bytes == pytest.approx(times * ddp.wire_bytes)
+    assert sharded.payload == times
+
+
+@pytest.mark.parametrize("copies", [0, 1])
+@pytest.mark.parametrize("sync", ["zero1", "zero2", "zero3"])
+def test_the_time_of_an_exchange_is_that_of_its_bytes(sync: str, copies: int) -> None:
+    network = RingNetwork(1e8, 0.0)
+    cluster = ClusterModel(setting().speed, network)
+    prediction = predict(GPT2.with_batch(6), SyncStrategy(sync=sync, copies=copies), cluster, 3)
+    assert prediction.step.comm_s == pytest.approx(prediction.wire_bytes / 1e8)
+
+
+def test_zero1_hides_its_gather_behind_forward_and_divides_the_update() -> None:
+    ddp, zero1 = (predict(GPT2, SyncStrategy(sync=sync), setting(), 2).step for sync in ("ddp", "zero1"))
+    assert zero1.step_s == pytest.approx(ddp.step_s, rel=0.1)
+    assert zero1.exposed_s < zero1.comm_s / 2
+    assert zero1.optimizer_s == pytest.approx(ddp.optimizer_s / 2)
+    three, copied = (predict(GPT2, SyncStrategy(sync="zero1", copies=count), setting(), 3).step for count in (0, 1))
+    assert three.optimizer_s == pytest.approx(ddp.optimizer_s / 3)
+    assert copied.optimizer_s == pytest.approx(ddp.optimizer_s * 2 / 3)
+    assert copied.comm_s == pytest.approx(three.comm_s)
 
 
 def test_powersgd_sends_two_messages_for_each_bucket() -> None:
@@ -194,7 +217,7 @@ def test_powersgd_sends_two_messages_for_each_bucket() -> None:
     assert low_rank.comm_s == pytest.approx(2 * plain.comm_s)
 
 
-@pytest.mark.parametrize("sync", ["ddp", "local", "diloco", "streaming", "sharded"])
+@pytest.mark.parametrize("sync", ["ddp", "local", "diloco", "streaming", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("wire", WIRE_FORMATS)
 def test_one_rank_exchanges_nothing(sync: str, wire: str) -> None:
     prediction = predict(GPT2, SyncStrategy().with_(sync=sync, wire=wire), setting(), 1)
@@ -208,7 +231,7 @@ def test_one_rank_exchanges_nothing(sync: str, wire: str) -> None:
 
 @given(
     st.integers(1, 64),
-    st.sampled_from(["ddp", "local", "diloco", "streaming", "sharded"]),
+    st.sampled_from(["ddp", "local", "diloco", "streaming", "zero1", "zero2", "zero3"]),
     st.sampled_from(sorted(LINKS)),
     st.sampled_from(sorted(MACHINES)),
 )
@@ -229,10 +252,11 @@ def test_a_number_of_four_bits_is_half_a_byte(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_lever_names_all_its_parts() -> None:
-    strategy = SyncStrategy("sharded", "int8", 2, hierarchical=True, balanced=True)
-    assert SyncStrategy(wire="fp16", accumulation=4, balanced=True).is_available
-    assert not strategy.is_available
-    assert str(strategy) == "sharded, int8, batch ×2, balanced, hierarchical"
+    strategy = SyncStrategy("zero1", "int8", 2, hierarchical=True, balanced=True)
+    assert str(strategy) == "zero1, int8, batch ×2, balanced, hierarchical"
+    assert str(strategy.with_(copies=0, accumulation=1)) == "zero1, int8, no copies, balanced, hierarchical"
+    assert strategy.in_world(1).sync == "ddp"
+    assert strategy.in_world(2) == strategy
 
 
 # Machines

@@ -99,7 +99,11 @@ _FLAGS = {
 # Options that do not apply to a model given by --params.
 _NOT_BARE = ("preset", "config", "depth", "set_", "seq_len")
 # Settings that a plan decides itself.
-_PLANNED = ("train.global_batch", "sync.mode", "sync.every", "sync.accumulate", "sync.wire", "run.on")
+_PLANNED = (
+    "train.global_batch",
+    *(f"sync.{name}" for name in ("mode", "every", "accumulate", "wire", "copies")),
+    "run.on",
+)
 
 
 def parse_nodes(text: str) -> list[int]:
@@ -244,7 +248,7 @@ def is_batch_stated(workload: Workload, request: PlanRequest) -> bool:
 
 
 def parse_strategy(request: PlanRequest) -> SyncStrategy:
-    """Return the sync method of all settings together; `sharded` is one that shoal cannot train with yet."""
+    """Return the sync method of all settings together."""
     from shoal.config.load import build_config, refuse_without_effect, typed_settings
     from shoal.cost.strategy import strategy_of_config
 
@@ -254,8 +258,7 @@ def parse_strategy(request: PlanRequest) -> SyncStrategy:
         overrides: Overrides = {"sync": _sync_overrides(request)}
         config = build_config(flags=overrides)
         refuse_without_effect(config, typed_settings(overrides, ()))
-    strategy = strategy_of_config(config.sync)
-    return strategy.with_(sync="sharded") if _is_sharded(request) else strategy
+    return strategy_of_config(config.sync)
 
 
 def _sync_overrides(request: PlanRequest) -> dict[str, Any]:
@@ -268,14 +271,8 @@ def _sync_overrides(request: PlanRequest) -> dict[str, Any]:
         overrides["wire"] = f"{name}:{number}" if number else name
     if request.sync is not None:
         name, number = _named("--sync", request.sync, PLAN_METHODS)
-        # `sharded` exchanges in every step, as ddp does.
-        overrides["mode"] = "ddp" if name == "sharded" else name
-        overrides |= {"every": number} if number else {}
+        overrides |= {"mode": name, **({"every": number} if number else {})}
     return overrides
-
-
-def _is_sharded(request: PlanRequest) -> bool:
-    return request.sync is not None and _named("--sync", request.sync, PLAN_METHODS)[0] == "sharded"
 
 
 def _named(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, int]:
@@ -324,6 +321,8 @@ def train_words(request: PlanRequest, made_from: Basis, plan: Plan, option: Plan
     words += ["--every", str(strategy.every)] if SYNC_METHODS[strategy.sync].is_outer else []
     words += ["--accumulate", "1"] if has_file else []
     words += ["--wire", strategy.wire_setting] if has_file or strategy.wire != "fp32" else []
+    if strategy.shard_level and strategy.copies is not None:
+        settings.append(f"sync.copies={strategy.copies}")
     world_size = option.row.prediction.world_size
     if strategy.balanced:
         weights = speeds(plan.workload, plan.setting.speed, world_size)
