@@ -93,9 +93,10 @@ class BestValue:
 @dataclass(frozen=True)
 class Checkpoint:
     progress: Progress
-    model: dict[str, Tensor]
+    model: Mapping[str, Tensor]
     optimizer: StateTree  # Of the optimizers and other objects; in outer modes that of the outer optimizer.
     shards: RankShards | None = None
+    is_joined: bool = False  # The optimizers' tensors are in the folder already: they were written piece by piece.
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -180,6 +181,10 @@ class CheckpointFolder:
 
     def unfinished(self, step: int) -> Path:
         return self.path / f".step-{step:08d}.tmp"
+
+    def unfinished_optimizer(self, step: int) -> Path:
+        """Return the file into which the tensors of divided optimizers are written."""
+        return self.unfinished(step) / _OPTIMIZER
 
     def load_latest(
         self, set_aside: bool = False, on_error: Callable[[CheckpointError], None] = lambda error: None
@@ -283,8 +288,29 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     with _as_checkpoint_error(folder):
         state: dict[str, Any] = json.loads((folder / _STATE).read_text())
         shards = _parse_counts(RankShards, state.pop("parts")) if "parts" in state else None
-        optimizer = StateTree(load_file(folder / _OPTIMIZER), state.pop("values"))
-        return Checkpoint(read_progress(state), load_file(folder / _MODEL), optimizer, shards)
+        optimizer = StateTree(TensorsOfFile(folder / _OPTIMIZER), state.pop("values"))
+        return Checkpoint(read_progress(state), TensorsOfFile(folder / _MODEL), optimizer, shards)
+
+
+class TensorsOfFile(Mapping[str, Tensor]):
+    """The tensors of a file, each read when it is asked for: a rank may have no room for all of them."""
+
+    def __init__(self, path: Path) -> None:
+        opened: Any = safe_open(path, framework="pt")
+        self._file = opened
+        self._names: list[str] = list(opened.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def check_sums(folder: Path) -> None:
@@ -354,7 +380,8 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
 
 def _write(folder: Path, checkpoint: Checkpoint, ledger: FileMark | None, best: BestValue | None = None) -> None:
     save_file(savable(checkpoint.model), folder / _MODEL)
-    save_file(savable(checkpoint.optimizer.tensors), folder / _OPTIMIZER)
+    if not checkpoint.is_joined:
+        save_file(savable(checkpoint.optimizer.tensors), folder / _OPTIMIZER)
     shards = {"parts": asdict(checkpoint.shards)} if checkpoint.shards else {}
     values = {"values": checkpoint.optimizer.values}
     (folder / _STATE).write_text(json.dumps(asdict(checkpoint.progress) | shards | values))

@@ -35,6 +35,7 @@ from shoal.errors import ShoalError
 from shoal.sync.fence import Fence, OpenFence, StepBoundary
 from shoal.sync.gradients import GradientSync, NoExchange, check_gradients, make_gradient_sync
 from shoal.sync.outer import OuterSync
+from shoal.sync.sharded.exchange import PartExchange
 from shoal.sync.sharded.sync import ShardedSync
 from shoal.sync.world import World, without_group
 
@@ -125,6 +126,11 @@ class Replica:
     def shards(self) -> ShardedSync | None:
         """The exchange of gradients where each rank sums, keeps and updates a part of the model."""
         return self.sync if isinstance(self.sync, ShardedSync) else None
+
+    @property
+    def part_exchange(self) -> PartExchange | None:
+        """What gathers the parts of a divided model; None for a single rank, or where nothing is divided."""
+        return None if self.shards is None else self.shards.exchange
 
     @property
     def model(self) -> nn.Module:

@@ -24,6 +24,7 @@ from shoal.engine.exchanges import exchange_timeout_s
 from shoal.engine.recorder import Recorder
 from shoal.engine.replica import Replica
 from shoal.engine.saving import WRITE_TIMEOUT_S, Saver, load_own_state, optimizer_of_shard, schedule_of_shard
+from shoal.engine.sharded_checkpoint import load_joined
 from shoal.engine.state_transfer import broadcast_json, broadcast_state, gather_json
 from shoal.engine.training_state import StateTree, fill
 from shoal.errors import CheckpointError
@@ -226,7 +227,9 @@ def _load_common(replica: Replica, source: int, checkpoint: Checkpoint | None, i
     if checkpoint is not None:
         fill(outer_state, checkpoint.optimizer.tensors)
     broadcast_tensors(replica.world, source, outer_state.values())
-    if info.has_moments:
+    if info.has_moments and state.divided is not None:
+        load_joined(state, replica.world, source, checkpoint.optimizer if checkpoint is not None else None)
+    elif info.has_moments:
         tree = broadcast_state(replica.world, source, checkpoint.optimizer if checkpoint is not None else None)
         state.load_optimizer_state(tree)
 

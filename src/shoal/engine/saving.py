@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from shoal.engine.checkpoint import Checkpoint, CheckpointFolder, RankShards, write_shard
 from shoal.engine.replica import Replica
+from shoal.engine.sharded_checkpoint import write_joined
 from shoal.engine.training_state import StateTree
 from shoal.errors import CheckpointError, ShoalError
 from shoal.events import FLUSH_S, FileMark
@@ -109,6 +111,7 @@ class Saver:
         self._saved_step = saved_step
         self._add_disk_time = add_disk_time  # Receives how long this rank wrote.
         self._ledger: FileMark | None = None
+        self._joined_values: Any = None  # Of the optimizers of all ranks; their tensors are in the file.
 
     def save(self, must: bool = False) -> None:
         """Save the current step, unless all ranks have saved it. Without `must` a full disk is only a warning."""
@@ -127,6 +130,8 @@ class Saver:
     def _write(self, own: StateTree, shards: RankShards | None, must: bool) -> None:
         replica, step = self._replica, self._replica.progress.step
         stages: list[Callable[[], object]] = [lambda: self._begin(step, must)]
+        if replica.state.divided is not None:
+            stages.append(self._join)
         if shards is not None:
             folder, rank, mark = self._folder.unfinished(step), replica.world.rank, shards.mark
             stages.append(lambda: write_shard(folder, rank, own, mark))
@@ -153,6 +158,14 @@ class Saver:
             with contextlib.suppress(CheckpointError):
                 recorder.secure()
 
+    def _join(self) -> None:
+        """Write what the optimizers of all ranks know, which no rank has as a whole."""
+        replica = self._replica
+        path: Path | None = self._folder.unfinished_optimizer(replica.progress.step)
+        if path is not None and not (replica.world.keeps_files and path.parent.is_dir()):
+            path = None
+        self._joined_values = write_joined(replica.state, replica.world, replica.part_exchange, path)
+
     def _complete(self, shards: RankShards | None, must: bool) -> None:
         if not self._replica.world.keeps_files:
             return
@@ -160,22 +173,25 @@ class Saver:
         def write() -> None:
             # Writing may take minutes: a rank that was suspended must not put an old state in place of a newer one.
             fence, state = self._replica.fence, _common_state(self._replica, shards)
-            if not self._folder.unfinished(state.progress.step).is_dir():
+            if self._replica.state.divided is not None:
+                state = replace(state, optimizer=StateTree({}, self._joined_values), is_joined=True)
+            elif not self._folder.unfinished(state.progress.step).is_dir():
                 self._folder.begin(state.progress.step)
             best = self._replica.periodic.best
             self._folder.complete(state, before_rename=fence.await_lease, ledger=self._ledger, best=best)
 
         # A failed attempt removes the folder, and with it the shards of other ranks: retry only without shards.
-        write_patiently(write, FLUSH_S if must and shards is None else 0.0)
+        can_retry = must and shards is None and self._replica.state.divided is None
+        write_patiently(write, FLUSH_S if can_retry else 0.0)
 
     def _run_stages(self, stages: list[Callable[[], object]]) -> CheckpointError | None:
-        """Run the stages with a barrier between them. After a local failure skip the work but join every barrier."""
+        """Run the stages with a barrier between them. After a local failure skip the work but join every exchange."""
         problem: CheckpointError | None = None
         for number, stage in enumerate(stages):
             if number and len(stages) > 2:
                 barrier(self._replica.world, timeout_s=WRITE_TIMEOUT_S)
             try:
-                if problem is None:
+                if problem is None or stage == self._join:
                     began = time.perf_counter()
                     stage()
                     # Not the barriers: only this rank's own writing.

@@ -29,7 +29,7 @@ _ELEMENTWISE = {
 # Stands for a tensor of which every rank has its pieces, in the part of a state that all ranks have in common.
 _DIVIDED = "divided:"
 # How often a parameter was updated: without dimensions, as the moments of a parameter without dimensions are.
-_COUNT = "step"
+COUNT = "step"
 
 
 def check_elementwise(optimizers: Sequence[Optimizer], mode: str) -> None:
@@ -68,7 +68,7 @@ class DividedOptimizers:
         self.rank = rank
         self._optimizers = list(optimizers)
         self.parameters = dict(parameters)
-        values = list(parameters.values())
+        self._whole = values = list(parameters.values())
         self._names = {parameter: name for name, parameter in parameters.items()}
         if numbers is None:
             flats = [flat(parameter) for parameter in values]
@@ -87,9 +87,9 @@ class DividedOptimizers:
         }
         # Of a whole state that is there already.
         for optimizer in self._optimizers:
-            for parameter in [key for key in optimizer.state if key in self._names]:
-                state = optimizer.state.pop(parameter)
-                self._set_state(optimizer, parameter, state)
+            for parameter in values:
+                if (state := optimizer.state.pop(parameter, None)) is not None:
+                    self._set_state(optimizer, parameter, state)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -124,7 +124,7 @@ class DividedOptimizers:
     def _describe(self, optimizer: Optimizer, piece: HeldPiece) -> dict[str, Any]:
         state = optimizer.state[piece.weight]
         return {
-            key: _DIVIDED + str(value.dtype).removeprefix("torch.") if _is_divided(value, piece.weight) else value
+            key: divided_mark(value.dtype) if _is_divided(value, piece.weight) else value
             for key, value in state.items()
         }
 
@@ -132,7 +132,7 @@ class DividedOptimizers:
         """Return the tensors that are divided, by name of the parameter: the same on all ranks that have a state."""
         keys: dict[str, dict[str, torch.dtype]] = {}
         for piece in self.held:
-            parameter = list(self.parameters.values())[piece.parameter]
+            parameter = self._parameter(piece)
             state = self._state_of(parameter, piece)
             named = keys.setdefault(self._names[parameter], {})
             named |= {key: value.dtype for key, value in state.items() if _is_divided(value, piece.weight)}
@@ -151,16 +151,27 @@ class DividedOptimizers:
 
     def tensor_of(self, piece: HeldPiece, key: str) -> Tensor:
         """Return a divided tensor of the state of a piece; one that is missing is made, of zeros."""
-        parameter = list(self.parameters.values())[piece.parameter]
-        state = self._state_of(parameter, piece)
+        state = self._state_of(self._parameter(piece), piece)
         if key not in state:
             state[key] = torch.zeros_like(piece.weight)
         tensor: Tensor = state[key]
         return tensor
 
+    def has(self, piece: HeldPiece, key: str) -> bool:
+        """Return whether the state of a piece has a divided tensor of this name."""
+        return key in self._state_of(self._parameter(piece), piece)
+
+    def fill(self, parameter: nn.Parameter, key: str, numbers: Tensor) -> None:
+        """Take this rank's pieces of a whole tensor, given in the order of the parameter's memory."""
+        for piece in self._pieces[parameter]:
+            self.tensor_of(piece, key).copy_(numbers[piece.place.of_parameter])
+
     def clear(self) -> None:
         for optimizer in self._optimizers:
             optimizer.state.clear()
+
+    def _parameter(self, piece: HeldPiece) -> nn.Parameter:
+        return self._whole[piece.parameter]
 
     def _state_of(self, parameter: nn.Parameter, piece: HeldPiece) -> dict[str, Any]:
         state: dict[str, Any] = self._optimizers[self._index[parameter]].state[piece.weight]
@@ -173,13 +184,24 @@ class DividedOptimizers:
             }
 
 
+def divided_mark(dtype: torch.dtype) -> str:
+    return _DIVIDED + str(dtype).removeprefix("torch.")
+
+
+def dtype_of_mark(value: Any) -> torch.dtype | None:
+    """Return the type of the tensor that a mark stands for; None for any other value."""
+    if not isinstance(value, str) or not value.startswith(_DIVIDED):
+        return None
+    dtype: torch.dtype = getattr(torch, value.removeprefix(_DIVIDED))
+    return dtype
+
+
 def _own_part(key: str, value: Any, parameter: nn.Parameter, piece: HeldPiece) -> Any:
-    if isinstance(value, str) and value.startswith(_DIVIDED):
-        dtype = getattr(torch, value.removeprefix(_DIVIDED))
+    if (dtype := dtype_of_mark(value)) is not None:
         return torch.zeros(piece.place.count, dtype=dtype, device=piece.weight.device)
     if not isinstance(value, Tensor):
         return value
-    if value.shape == parameter.shape and key != _COUNT:
+    if value.shape == parameter.shape and key != COUNT:
         whole = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         return flat(whole)[piece.place.of_parameter].clone()
     return value.clone()

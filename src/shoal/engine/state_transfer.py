@@ -177,7 +177,7 @@ class Transfer:
         with _as_memory_error():
             weights, outer_momentum, optimizer = own.weights, own.outer_momentum, own.optimizer
             if takes_common:
-                outer_momentum = allocate(shape.outer_momentum, self.world.device).tensors
+                outer_momentum = dict(allocate(shape.outer_momentum, self.world.device).tensors)
                 if has_state:
                     weights = {name: torch.empty_like(tensor) for name, tensor in own.weights.items()}
             if takes_optimizer:

@@ -39,7 +39,7 @@ class Stateful(Protocol):
 class StateTree:
     """A nested state, taken apart. Its tensors are those in use, not copies."""
 
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     values: Any  # The nested state as JSON; where a tensor was, its name.
 
     @property
@@ -89,6 +89,11 @@ def described_bytes(description: Mapping[str, Any]) -> int:
     return sum(math.prod(shape) * getattr(torch, dtype).itemsize for _, shape, dtype in description["tensors"])
 
 
+def tensor_at(path: str) -> dict[str, str]:
+    """Return what stands for a tensor in the values of a `StateTree`."""
+    return {_TENSOR: path}
+
+
 def flatten(name: str, state: Any) -> StateTree:
     """Take a nested state apart. Raise `UsageError` for a value that is neither a tensor nor plain data."""
     tensors: dict[str, Tensor] = {}
@@ -116,7 +121,7 @@ def _flatten(path: str, state: Any, tensors: dict[str, Tensor]) -> Any:
     match state:
         case Tensor():
             tensors[path] = state.detach()
-            return {_TENSOR: path}
+            return tensor_at(path)
         case bool() | int() | float() | str() | None:
             return state
         case np.generic():
@@ -179,7 +184,7 @@ class TrainingState:
         self.epoch_schedulers = list(epoch_schedulers)  # Those of the others that take a step with every epoch.
         # Kept: walking through the modules takes a millisecond for 150 parameters, and a step needs them five times.
         self.all_parameters = list(self.model.parameters())
-        # The optimizers' states, where they are divided among the ranks; their parameters then have pieces of this rank.
+        # The optimizers with this rank's pieces of the model, where it is divided among the ranks.
         self.divided: DividedOptimizers | None = None
         saved = self.model.state_dict().keys()
         self._buffer_names = [name for name, _ in self.model.named_buffers() if name in saved]
@@ -198,7 +203,7 @@ class TrainingState:
         return parameters | self.buffers()
 
     def optimizer_state(self) -> StateTree:
-        """Return the states of the optimizers and of the other objects; of divided ones what all ranks have in common."""
+        """Return the states of the optimizers and of the other objects: what is divided is only marked."""
         tensors: dict[str, Tensor] = {}
         values = []
         for label, state in self._states():

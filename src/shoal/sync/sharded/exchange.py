@@ -273,7 +273,7 @@ class PartExchange:
             yield Chunk(_except(rank, sent), _except(rank, received), fill, take)
 
     def _gather_lossy(self, bucket: int, own: Numbers, weights: Spread, codec: Codec) -> Iterator[Chunk]:
-        """Send how far the exact weights are from the common ones, and move the common ones as far as all ranks know."""
+        """Send how far the exact weights are from the common ones, and move the common ones by what was sent."""
         rank = self._world.rank
         for spans in self._chunks(bucket, codec):
 

@@ -34,7 +34,7 @@ class PendingWeights(TorchFunctionMode):
         self._buckets: dict[int, int] = {}  # By the identity of a weight that is on its way.
         self._is_entered = False
 
-    def begin(self, buckets: Mapping[Tensor, int]) -> bool:
+    def begin(self, buckets: Mapping[nn.Parameter, int]) -> bool:
         """Begin to intercept; return False where the program intercepts calls itself.
 
         A block of its own that ends before ours would take ours off instead.
@@ -42,7 +42,7 @@ class PendingWeights(TorchFunctionMode):
         if _get_current_function_mode_stack():
             return False
         self._buckets = {id(weight): bucket for weight, bucket in buckets.items()}
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
         self._is_entered = True
         return True
 

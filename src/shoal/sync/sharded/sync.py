@@ -55,7 +55,7 @@ class ShardedSync(SyncDefaults):
         self._parameters = parameters  # In the order of the layout.
         self._held = held
         self._own = {id(piece.weight) for piece in held if piece.owner == world.rank}
-        self._exchange = exchange  # None for a single rank.
+        self.exchange = exchange  # None for a single rank.
         self._buckets = [_GradientBucket(index, layout, parameters) for index in range(len(layout.buckets))]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._keeps_gradients = level == 1
@@ -101,7 +101,7 @@ class ShardedSync(SyncDefaults):
             check_gradients(self.module, only)
 
     def state(self) -> dict[str, Tensor]:
-        residuals = self._exchange.residuals if self._exchange is not None else []
+        residuals = self.exchange.residuals if self.exchange is not None else []
         return {f"residual.{number}": tensor for number, tensor in enumerate(residuals) if len(tensor)}
 
     def load_state(self, state: State) -> None:
@@ -117,12 +117,12 @@ class ShardedSync(SyncDefaults):
             hook.remove()
         if self.weights is not None:
             self.weights.close()
-        if self._exchange is not None:
-            self._exchange.close()
+        if self.exchange is not None:
+            self.exchange.close()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         """Move a gradient that backward has made into its bucket, and send full buckets."""
-        if self._exchange is None:
+        if self.exchange is None:
             return
         bucket = self._bucket_of[parameter]
         bucket.take(parameter)
@@ -136,14 +136,14 @@ class ShardedSync(SyncDefaults):
 
     def _finish_round(self, is_final: bool) -> None:
         """Send what is left of a micro-batch: buckets with parameters that the loss did not use."""
-        while self._exchange is not None and self._next < len(self._buckets):
+        while self.exchange is not None and self._next < len(self._buckets):
             self._buckets[self._next].fill_in_zeros()
             self._send_next(is_final)
         self._next = 0
         self._round += 1
 
     def _send_next(self, is_final: bool) -> None:
-        assert self._exchange is not None  # noqa: S101 - only a rank with others sends
+        assert self.exchange is not None  # noqa: S101 - only a rank with others sends
         bucket = self._buckets[self._next]
         is_last = self._next == len(self._buckets) - 1
         if not self._keeps_gradients and self._next % _BUCKET_GROUP == 0:
@@ -160,7 +160,7 @@ class ShardedSync(SyncDefaults):
                 own.numbers.zero_()
         bucket.start_round(keep=self._keeps_gradients)
         ends_group = not self._keeps_gradients and self._next % _BUCKET_GROUP == 0
-        done = self._exchange.reduce_scatter(bucket.index, gradients, sums, copy, is_last or ends_group)
+        done = self.exchange.reduce_scatter(bucket.index, gradients, sums, copy, is_last or ends_group)
         self._sent.append((time.perf_counter(), done))
 
     def _set_sums(self) -> None:
@@ -168,7 +168,7 @@ class ShardedSync(SyncDefaults):
         for piece in self._held:
             place, bucket = piece.place, self._buckets[piece.bucket]
             begin, end = place.offset, place.offset + place.count
-            if self._exchange is None:
+            if self.exchange is None:
                 gradient = self._parameters[place.parameter].grad
                 piece.weight.grad = None if gradient is None else flat(gradient)[place.of_parameter]
             elif self._keeps_gradients:
