@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shoal.config.schema import LoopConfig
-from shoal.engine.replica import Replica
 from shoal.errors import UsageError
 
 if TYPE_CHECKING:
+    from shoal.engine.replica import Replica
     from shoal.engine.session import Session, Step
 
 

@@ -27,6 +27,8 @@ from shoal.engine.checkpoint import CheckpointFolder
 from shoal.engine.replica import Replica
 from shoal.engine.resume import find_newest
 from shoal.engine.saving import WRITE_TIMEOUT_S, replica_state
+from shoal.engine.sharded_recovery import complete_weights, finish_update, move_parts
+from shoal.engine.sharded_state import DividedOptimizers
 from shoal.engine.start_training import ResumeContext, start_training
 from shoal.engine.state_transfer import (
     CopiedState,
@@ -177,6 +179,8 @@ class GenerationChanger:
         has either its old state or the new one, whole. What follows it (exchanges, ledger) only adds to the new one.
         """
         replica = self.replica
+        if replica.config.sync.is_sharded:
+            self._finish_update(world, enter)
         plan = agree_on_source(world, self._describe_state(enter))
         if plan.step < enter.state.step:
             raise RunFailed(
@@ -190,9 +194,14 @@ class GenerationChanger:
         pending = share_pending(replica, self.run.commits, self._state_step, world, plan)
         # The state of a joining node belongs to another training: no generation continues from it.
         self.has_state &= enter.has_state
+        if replica.config.sync.is_sharded:
+            self._complete_weights(world, plan)
         received = self._receive(world, plan, info)
+        divided = None
+        if replica.config.sync.is_sharded:
+            divided = move_parts(replica, world, plan, received.optimizer)
         with self.member.fence.replace_state(plan.step):
-            self._adopt(world, plan, info, received)
+            self._adopt(world, plan, info, received, divided)
             replica.set_history(info.history)
             replica.recorder.hold(pending)
         del received
@@ -205,6 +214,22 @@ class GenerationChanger:
         self._has_released_group = False
         return bool(plan.behind)
 
+    def _finish_update(self, world: World, enter: EnterGeneration) -> None:
+        """Apply the step that other ranks have applied already, if this rank waited only for its norm."""
+        has_state = self.has_state and enter.has_state
+        self._state_step = finish_update(self.replica, world, has_state, self._state_step)
+        if has_state:
+            self.member.fence.set_step(self._state_step)
+
+    def _complete_weights(self, world: World, plan: TransferPlan) -> None:
+        try:
+            complete_weights(self.replica, world, self.has_state, plan)
+        except NoSurvivingState:
+            # All ranks raise it: none of them has a state that the others could continue from.
+            self.member.fence.mark_overwritten()
+            self.has_state = False
+            raise
+
     def _describe_state(self, enter: EnterGeneration) -> ReplicaState:
         """Return what the other ranks need to know of this rank's state, with a digest of what all replicas share.
 
@@ -215,7 +240,9 @@ class GenerationChanger:
         replica = self.replica
         is_outer = replica.config.sync.is_outer
         optimizer_state = self._outer_momentum if is_outer else replica.state.optimizer_state().tensors
-        digest = combine_digests(tensor_digests({**replica.state.weights(), **optimizer_state}))
+        # The weights of a divided model may not all have arrived before the loss.
+        weights = {} if replica.config.sync.is_sharded else replica.state.weights()
+        digest = combine_digests(tensor_digests({**weights, **optimizer_state}))
         unsettled = sum(step.began.step < self._state_step for step in replica.steps.unsettled)
         return ReplicaState(True, self._state_step, digest, unsettled)
 
@@ -285,7 +312,14 @@ class GenerationChanger:
             )
         )
 
-    def _adopt(self, world: World, plan: TransferPlan, info: JoinerInfo, received: CopiedState) -> None:
+    def _adopt(
+        self,
+        world: World,
+        plan: TransferPlan,
+        info: JoinerInfo,
+        received: CopiedState,
+        divided: DividedOptimizers | None = None,
+    ) -> None:
         """Replace this rank's state and settings by the received ones. Local: no other rank can interrupt it."""
         replica = self.replica
         self.has_state = False
@@ -293,6 +327,8 @@ class GenerationChanger:
             replica.recorder.forget_committed()
             self._is_ledger_behind = True
             replica.state.load_weights(received.weights)
+        if divided is not None:
+            replica.adopt_parts(divided)
         self._outer_momentum = received.outer_momentum
         if plan.behind or self.chooser.preview(info.sync).is_outer:
             replica.state.load_optimizer_state(received.optimizer)
@@ -406,6 +442,7 @@ class GenerationChanger:
         replica.division.balance.adopt({})
         self.chooser.reset()
         replica.set_sync(self.chooser.initial_sync)
+        replica.forget_parts()
         if replica.initial.reset is not None:
             replica.initial.reset()
 

@@ -20,14 +20,17 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.config.schema import EngineConfig, SyncConfig
 from shoal.cost.batch_plan import BatchPlan
 from shoal.engine.checkpoint import BestValue, Progress, Shares
 from shoal.engine.division import BatchDivision
+from shoal.engine.epochs import ends_epoch
 from shoal.engine.exchanges import Exchanges, make_exchanges, no_exchanges
 from shoal.engine.recorder import Recorder
 from shoal.engine.refusal import StepResult
+from shoal.engine.sharded_state import DividedOptimizers, WaitingUpdate
 from shoal.engine.sharding import agree_on_layout, divide, wants_copies
 from shoal.engine.training_state import StateTree, TrainingState
 from shoal.engine.update import gradient_norm
@@ -112,7 +115,11 @@ class Replica:
         self.periodic = PeriodicProgress()
         self.round_start = RoundStart()
         self.steps = WorldSteps(config.train.steps)
-        self.wants_copies = False  # A second rank is to keep each part of a divided model.
+        # Of a divided model: whether a second rank is to keep each part, whether this rank has all weights of its last
+        # step, and which ranks of a new world keep each part of the layout before.
+        self.wants_copies = False
+        self.has_whole_weights = True
+        self.part_holders: list[list[int]] = []
 
     @property
     def sync(self) -> GradientSync:
@@ -229,11 +236,35 @@ class Replica:
         """Return the norm of all ranks' summed gradients of what this rank updates."""
         return gradient_norm(parameters) if self.shards is None else self.shards.gradient_norm(parameters)
 
+    def await_update(self, update: WaitingUpdate | None) -> None:
+        """Note a step whose sums are complete; None when a step is begun, also one that is begun anew."""
+        if self.state.divided is not None:
+            self.state.divided.waiting = update
+
+    def note_update(self, norm: float) -> None:
+        """Note that this rank has applied a step, whose gradients had this norm."""
+        if self.state.divided is not None:
+            self.state.divided.waiting, self.state.divided.last_norm = None, norm
+
+    def advance(self, step: int, after: Callable[[], object] | None = None) -> None:
+        """Advance everything that goes with an update to `step`."""
+        cursor = self.progress.cursor + self.global_batch
+        if self.steps.nonfinite is None:
+            for other in self.state.others:
+                is_due = other not in self.state.epoch_schedulers or ends_epoch(self, cursor)
+                if isinstance(other, LRScheduler) and not isinstance(other, ReduceLROnPlateau) and is_due:
+                    other.step()
+            if after is not None:
+                after()
+        self.steps.unsettled.append(UnsettledStep(self.progress, self.plan))
+        self.move_to(step, cursor)
+
     # What a lost peer undoes.
 
     def drop_gradients(self) -> None:
-        if self.shards is not None:
-            self.shards.drop_gradients()
+        divided = self.state.divided
+        if divided is not None and divided.waiting is None:
+            divided.drop_gradients()
         for parameter in self.state.all_parameters:
             parameter.grad = None
 
@@ -270,6 +301,8 @@ class Replica:
 
     def leave_world(self) -> None:
         """Release every reference to the process group of a world that has ended."""
+        if self.shards is not None and self.shards.weights is not None:
+            self.has_whole_weights = self.shards.weights.is_complete
         with suppress(OSError, RuntimeError, ShoalError):
             self.sync.close()
         self.exchanges = no_exchanges(self.model, self.world, self.exchanges.steps)
@@ -289,7 +322,7 @@ class Replica:
         """Make the exchanges with the ranks of this world."""
         if self.config.sync.is_sharded and self.state.divided is None:
             self.wants_copies |= wants_copies(self.config.sync, self.world.size)
-            layout = agree_on_layout(self.config.sync, self.state, self.world, self.wants_copies)
+            layout, self.wants_copies = agree_on_layout(self.config.sync, self.state, self.world, self.wants_copies)
             self.state.divided = divide(self.config.sync, self.state, layout, self.world)
         self.exchanges = make_exchanges(self.config, self.state, self.world, self.plan)
         self.mark_round_start()
@@ -318,6 +351,18 @@ class Replica:
         sync = make_gradient_sync(self.config.sync, self.model, self.world, after_backward=True)
         sync.load_state(residuals)
         self.exchanges = replace(self.exchanges, sync=sync)
+
+    def adopt_parts(self, divided: DividedOptimizers) -> None:
+        """Take other parts of a divided model in place of those that this rank has kept."""
+        if self.state.divided is not None:
+            self.state.divided.release()
+        self.state.divided = divided
+
+    def forget_parts(self) -> None:
+        """Forget how the model was divided, and what this rank knows of its parts."""
+        if self.state.divided is not None:
+            self.state.divided.release()
+            self.state.divided = None
 
     # The division of the batch.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import UsageError
-from shoal.sync.sharded.exchange import Part
+from shoal.sync.sharded.exchange import Part, Spread
 from shoal.sync.sharded.held import HeldPiece, flat, hold_pieces, shaped_like
 from shoal.sync.sharded.layout import Piece, ShardLayout
 
@@ -49,6 +50,16 @@ def check_elementwise(optimizers: Sequence[Optimizer], mode: str) -> None:
         )
 
 
+@dataclass
+class WaitingUpdate:
+    """A step whose sums are complete on this rank, and which it has not applied yet."""
+
+    step: int
+    clip: float | None
+    optimizers: Sequence[Optimizer]
+    is_clipped: bool = False
+
+
 class DividedOptimizers:
     """The optimizers of a training, with the pieces that this rank keeps."""
 
@@ -64,6 +75,8 @@ class DividedOptimizers:
         """`parameters` are those of the layout, in its order. `numbers` has the memory of the pieces: by default the
         parameters themselves, otherwise that of the parts `exact`."""
         self.exact = exact or {}
+        self.waiting: WaitingUpdate | None = None
+        self.last_norm = -1.0  # Of the step that was applied last.
         self.layout = layout
         self.rank = rank
         self._optimizers = list(optimizers)
@@ -103,6 +116,10 @@ class DividedOptimizers:
         finally:
             for group, parameters in zip(groups, whole, strict=True):
                 group["params"] = parameters
+
+    def drop_gradients(self) -> None:
+        for piece in self.held:
+            piece.weight.grad = None
 
     # The state as all ranks have it in common: numbers, and the names and types of what is divided.
 
@@ -144,10 +161,58 @@ class DividedOptimizers:
             for name, value in saved.items():
                 if name != "params":
                     group[name] = value
-        for piece in self.held:
-            optimizer.state.pop(piece.weight, None)
+        known = {piece: optimizer.state.pop(piece.weight, {}) for piece in self.held}
         for name, state in document["state"].items():
-            self._set_state(optimizer, self.parameters[name], state)
+            parameter = self.parameters[name]
+            self._set_state(optimizer, parameter, state)
+            for piece in self._pieces[parameter]:
+                # What is only marked stays where it is known.
+                marked = [key for key, value in state.items() if dtype_of_mark(value) is not None]
+                optimizer.state[piece.weight] |= {key: known[piece][key] for key in marked if key in known[piece]}
+
+    def release(self) -> None:
+        """Forget the moments of these pieces: others have taken their place."""
+        for optimizer in self._optimizers:
+            for piece in self.held:
+                optimizer.state.pop(piece.weight, None)
+
+    # The numbers of a bucket, from place to place.
+
+    def read(self, bucket: int, key: str, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+        """Return the moments of a range that this rank keeps; zeros for parameters without them."""
+        numbers = torch.zeros(end - begin, dtype=dtype)
+        for piece, own, there in self._within(bucket, begin, end):
+            if self.has(piece, key):
+                numbers[there].copy_(self.tensor_of(piece, key)[own])
+        return numbers
+
+    def write(self, bucket: int, key: str, begin: int, numbers: Tensor) -> None:
+        for piece, own, there in self._within(bucket, begin, begin + len(numbers)):
+            if self.has(piece, key):
+                self.tensor_of(piece, key)[own].copy_(numbers[there])
+
+    def _within(self, bucket: int, begin: int, end: int) -> Iterator[tuple[HeldPiece, slice, slice]]:
+        """Yield the pieces in a range of a bucket, with the places in the piece and in the range."""
+        for piece in self.held:
+            first = piece.place.offset
+            low, high = max(begin, first), min(end, first + piece.place.count)
+            if piece.bucket == bucket and low < high:
+                yield piece, slice(low - first, high - first), slice(low - begin, high - begin)
+
+    def publish(self, bucket: int, owner: int, weights: Spread) -> None:
+        """Make the exact weights of a part those that all ranks have in common."""
+        if (part := self.exact.get((bucket, owner))) is not None:
+            weights.write(part.begin, part.begin + len(part.numbers), part.numbers)
+
+    def moments_of(self, owner: int) -> dict[str, Tensor]:
+        """Return the divided tensors of a part, by name and place."""
+        return {
+            f"{self._names[self._parameter(piece)]}.{key}.{piece.place.start}": value
+            for piece in self.held
+            if piece.owner == owner and piece.place.count
+            for key, value in self._state_of(self._parameter(piece), piece).items()
+            if _is_divided(value, piece.weight)
+        }
 
     def tensor_of(self, piece: HeldPiece, key: str) -> Tensor:
         """Return a divided tensor of the state of a piece; one that is missing is made, of zeros."""

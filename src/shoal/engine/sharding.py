@@ -29,8 +29,10 @@ def divided_parameters(state: TrainingState) -> dict[str, nn.Parameter]:
     return {names[parameter]: parameter for parameter in in_backward_order(state.model)}
 
 
-def agree_on_layout(config: SyncConfig, state: TrainingState, world: World, wants_copies: bool) -> ShardLayout:
-    """Divide the model over the ranks of a world. All of them call this."""
+def agree_on_layout(
+    config: SyncConfig, state: TrainingState, world: World, wants_copies: bool
+) -> tuple[ShardLayout, bool]:
+    """Divide the model over the ranks of a world, and return whether any rank wants copies. All of them call this."""
     parameters = list(divided_parameters(state).values())
     sizes = [parameter.numel() for parameter in parameters]
     bucket_mb = config.bucket_mb or bucket_mb_for(sum(parameter.nbytes for parameter in parameters))
@@ -38,7 +40,7 @@ def agree_on_layout(config: SyncConfig, state: TrainingState, world: World, want
     buckets = fill_buckets(sizes, kinds, bucket_mb * 2**20 / parameters[0].itemsize)
     [has_copies] = map(max, zip(*gather_integers(world, [wants_copies]), strict=True))
     shift = choose_copy_shift(world.nodes or [world.node] * world.size) if has_copies and world.size > 1 else 0
-    return lay_out_parts(sizes, buckets, [1 / world.size] * world.size, shift)
+    return lay_out_parts(sizes, buckets, [1 / world.size] * world.size, shift), bool(has_copies)
 
 
 def wants_copies(config: SyncConfig, ranks: int) -> bool:

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from shoal.engine.epochs import ends_epoch
 from shoal.engine.loss_terms import LossTerms
 from shoal.engine.misuse import LoopGuard
 from shoal.engine.parts import PartUpdates, parameters_of
 from shoal.engine.refusal import StepResult, explain_refusal
-from shoal.engine.replica import Replica, UnsettledStep
+from shoal.engine.replica import Replica
+from shoal.engine.sharded_state import WaitingUpdate
 from shoal.engine.update import StepNumbers, can_decide_on_gpu, clip_gradients, set_found_inf, update_if_finite
 from shoal.errors import UsageError
 from shoal.host.node_stats import NodeStats, NodeWatch
@@ -107,6 +106,7 @@ class TrainingStep:
         self.guard.begin_step()
         self.parts.begin_step()
         self._work = StepWork()
+        replica.await_update(None)
         if self._seeds:
             # A function of rank and step instead of a running generator: resuming is exact without saving its state.
             seed = replica.config.train.seed + replica.world.rank
@@ -225,8 +225,10 @@ class TrainingStep:
         self._send_statistics(result, comm, total_terms)
         self._judge(result, is_queued)
         if not is_queued:
-            self._apply(step, optimizers, after)
+            self._apply(result, optimizers, None if replica.shards else after)
         outer_times = self._outer_step(step)
+        if replica.shards and after is not None:
+            self._call_with_weights(step, after)
         replica.fence.set_step(replica.outer.common_step(step))
         try:
             stats = replica.exchanges.steps.finish()
@@ -331,12 +333,14 @@ class TrainingStep:
                 with replica.state.updating():
                     for optimizer in optimizers:
                         replica.scaler.unscale_(optimizer)
+            waiting = WaitingUpdate(step, clip, optimizers)
+            replica.await_update(waiting)
             norm = replica.gradient_norm(parameters)
             numbers = StepNumbers(work.loss_sum, norm)
             if can_queue:
                 with replica.fence.apply_step(replica.outer.common_step(step)):
                     update_if_finite(optimizers, work.loss_sum, norm, clip)
-                    self._advance(step)
+                    replica.advance(step)
                 replica.drop_gradients()
             loss_sum, norm_value = numbers.read()
             if replica.shards is not None and replica.scaler is not None:
@@ -344,6 +348,7 @@ class TrainingStep:
                 set_found_inf(replica.scaler, optimizers, not math.isfinite(norm_value))
             if not can_queue:
                 clip_gradients(parameters, norm_value, math.inf if clip is None else clip)
+                waiting.is_clipped = True
         return StepResult(step, loss_sum / max(1, work.terms), norm_value, own_samples), can_queue
 
     @property
@@ -403,9 +408,9 @@ class TrainingStep:
                 replica.fence.set_step(began.step)
             self._refuse()
 
-    def _apply(self, step: int, optimizers: Sequence[Optimizer], after: Callable[[], object] | None) -> None:
+    def _apply(self, result: StepResult, optimizers: Sequence[Optimizer], after: Callable[[], object] | None) -> None:
         """Apply the step, unless a result was not finite."""
-        replica, scaler = self._replica, self._replica.scaler
+        replica, scaler, step = self._replica, self._replica.scaler, result.step
         with self.timer.phase("optimizer"):
             with replica.fence.apply_step(replica.outer.common_step(step)), self.guard.session_at_work():
                 if replica.steps.nonfinite is None:
@@ -414,22 +419,16 @@ class TrainingStep:
                             optimizer.step() if scaler is None else scaler.step(optimizer)
                     if scaler is not None:
                         scaler.update()
-                self._advance(step, after)
+                replica.advance(step, after)
+                replica.note_update(result.norm)
             replica.drop_gradients()
 
-    def _advance(self, step: int, after: Callable[[], object] | None = None) -> None:
-        """Advance everything that goes with an update."""
+    def _call_with_weights(self, step: int, after: Callable[[], object]) -> None:
+        """Call what goes with an update of a divided model, when all of its weights have arrived."""
         replica = self._replica
-        cursor = replica.progress.cursor + replica.global_batch
-        if replica.steps.nonfinite is None:
-            for other in replica.state.others:
-                is_due = other not in replica.state.epoch_schedulers or ends_epoch(replica, cursor)
-                if isinstance(other, LRScheduler) and not isinstance(other, ReduceLROnPlateau) and is_due:
-                    other.step()
-            if after is not None:
+        with replica.outer.common(), replica.fence.apply_step(step), self.guard.session_at_work():
+            if replica.steps.nonfinite is None:
                 after()
-        replica.steps.unsettled.append(UnsettledStep(replica.progress, replica.plan))
-        replica.move_to(step, cursor)
 
     def _outer_step(self, step: int) -> CommTimes:
         """Average parameters, at the end of a round of local steps."""
