@@ -1,0 +1,32 @@
+"""A rank of FSDP2, by block: weights, gradients and moments are divided among the ranks, as in ZeRO-3."""
+
+import sys
+
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+
+from rivals.sharded_rank import CLIP, Meter, make_model, make_tokens, mean_loss, micro_batches, read_task
+
+task = read_task(sys.argv[1])
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+meter = Meter(task, rank)
+meter.start()
+tokens = make_tokens(task)
+model = make_model(task)
+for block in model.blocks:
+    fully_shard(block)
+fully_shard(model)
+optimizer = AdamW(model.parameters(), lr=1e-3, fused=True)
+for step in range(task.warm_up + task.steps):
+    batches = micro_batches(task, tokens, step, rank, world)
+    for rows in batches:
+        (mean_loss(model, rows) / len(batches)).backward()
+    clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    optimizer.zero_grad()
+    meter.step_done()
+dist.barrier()
+dist.destroy_process_group()
