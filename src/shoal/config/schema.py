@@ -424,6 +424,13 @@ class SyncConfig(Section):
     Take 0 when memory is short, and a return to the newest checkpoint after a loss does no harm.
     """
 
+    units: str | None = None
+    """Modules whose weights `zero3` gathers together, by their names in the model, with commas between them. Unset:
+    the repeated blocks of the model.
+
+    Name them when a model has no list of blocks, or too large ones.
+    """
+
     planned: str | None = None
     """The choice that a plan expected of `auto`; written by `shoal train --plan`.
 

@@ -129,7 +129,7 @@ SYNC_METHODS = {
             "moments, gradients and weights divided among the ranks",
             "half as many bytes again, for every micro-batch",
             shard_level=3,
-            settings=_SHARDED_SETTINGS,
+            settings=("copies", "units"),
             is_choice=True,
         ),
     )

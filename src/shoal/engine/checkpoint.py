@@ -96,7 +96,9 @@ class Checkpoint:
     model: Mapping[str, Tensor]
     optimizer: StateTree  # Of the optimizers and other objects; in outer modes that of the outer optimizer.
     shards: RankShards | None = None
-    is_joined: bool = False  # The optimizers' tensors are in the folder already: they were written piece by piece.
+    # What is in the folder already, because it was written piece by piece.
+    has_weights_file: bool = False
+    has_optimizer_file: bool = False
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -182,9 +184,9 @@ class CheckpointFolder:
     def unfinished(self, step: int) -> Path:
         return self.path / f".step-{step:08d}.tmp"
 
-    def unfinished_optimizer(self, step: int) -> Path:
-        """Return the file into which the tensors of divided optimizers are written."""
-        return self.unfinished(step) / _OPTIMIZER
+    def unfinished_files(self, step: int) -> tuple[Path, Path]:
+        """Return the files into which divided weights, and the tensors of divided optimizers, are written."""
+        return self.unfinished(step) / _MODEL, self.unfinished(step) / _OPTIMIZER
 
     def load_latest(
         self, set_aside: bool = False, on_error: Callable[[CheckpointError], None] = lambda error: None
@@ -379,8 +381,9 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
 
 
 def _write(folder: Path, checkpoint: Checkpoint, ledger: FileMark | None, best: BestValue | None = None) -> None:
-    save_file(savable(checkpoint.model), folder / _MODEL)
-    if not checkpoint.is_joined:
+    if not checkpoint.has_weights_file:
+        save_file(savable(checkpoint.model), folder / _MODEL)
+    if not checkpoint.has_optimizer_file:
         save_file(savable(checkpoint.optimizer.tensors), folder / _OPTIMIZER)
     shards = {"parts": asdict(checkpoint.shards)} if checkpoint.shards else {}
     values = {"values": checkpoint.optimizer.values}

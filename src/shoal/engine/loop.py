@@ -173,7 +173,7 @@ class Loop:
 
     def _run_task(self, task: Task) -> None:
         periodic = self._replica.periodic
-        with self._replica.outer.common():
+        with self._replica.whole_weights():
             periodic.running = task.name
             try:
                 task.function()
@@ -204,6 +204,7 @@ class Loop:
         replica.recorder.finish()
         if self.is_finished:
             self._save_state(step)
+        replica.end_parts()
         barrier(replica.world, timeout_s=WRITE_TIMEOUT_S)
         status = "finished" if self.is_finished else "interrupted"
         is_early = self.is_finished and step < replica.config.train.steps

@@ -180,6 +180,7 @@ class GenerationChanger:
         """
         replica = self.replica
         if replica.config.sync.is_sharded:
+            replica.state.are_weights_divided = replica.config.sync.shard_level == 3
             self._finish_update(world, enter)
         plan = agree_on_source(world, self._describe_state(enter))
         if plan.step < enter.state.step:

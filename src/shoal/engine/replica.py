@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ from shoal.sync.fence import Fence, OpenFence, StepBoundary
 from shoal.sync.gradients import GradientSync, NoExchange, check_gradients, make_gradient_sync
 from shoal.sync.outer import OuterSync
 from shoal.sync.sharded.exchange import PartExchange
+from shoal.sync.sharded.held import give_memory
 from shoal.sync.sharded.sync import ShardedSync
 from shoal.sync.world import World, without_group
 
@@ -171,6 +172,13 @@ class Replica:
     def is_at_common_step(self) -> bool:
         """Whether all replicas are equal after the present step: no round of outer steps is under way."""
         return self.outer.common_step(self.progress.step) == self.progress.step
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Inside, the model holds the weights that all ranks have in common, all of them."""
+        units = None if self.shards is None else self.shards.units
+        with self.outer.common(), nullcontext() if units is None else units.whole():
+            yield
 
     def common_weights(self) -> dict[str, Tensor]:
         """Return the weights that all ranks have in common. Call it inside `outer.common()`."""
@@ -358,11 +366,17 @@ class Replica:
             self.state.divided.release()
         self.state.divided = divided
 
+    def end_parts(self) -> None:
+        """Give the model all its weights, for what the program does with it after the training."""
+        if self.shards is not None and self.shards.units is not None:
+            self.shards.units.keep_whole()
+
     def forget_parts(self) -> None:
         """Forget how the model was divided, and what this rank knows of its parts."""
         if self.state.divided is not None:
             self.state.divided.release()
-            self.state.divided = None
+            self.state.divided, self.state.are_weights_divided = None, False
+        give_memory(self.state.all_parameters)
 
     # The division of the batch.
 

@@ -24,7 +24,7 @@ from shoal.engine.exchanges import exchange_timeout_s
 from shoal.engine.recorder import Recorder
 from shoal.engine.replica import Replica
 from shoal.engine.saving import WRITE_TIMEOUT_S, Saver, load_own_state, optimizer_of_shard, schedule_of_shard
-from shoal.engine.sharded_checkpoint import load_joined
+from shoal.engine.sharded_checkpoint import load_joined, load_joined_weights
 from shoal.engine.state_transfer import broadcast_json, broadcast_state, gather_json
 from shoal.engine.training_state import StateTree, fill
 from shoal.errors import CheckpointError
@@ -220,6 +220,8 @@ def _load_common(replica: Replica, source: int, checkpoint: Checkpoint | None, i
     if checkpoint is not None:
         state.load_weights(checkpoint.model)
     broadcast_tensors(replica.world, source, state.weights().values())
+    if state.are_weights_divided:
+        load_joined_weights(state, replica.world, source, checkpoint.model if checkpoint is not None else None)
     replica.exchanges.totals.adopt()
     common_step, in_flight = (info.shards.step, info.shards.in_flight) if info.shards else (info.step, 0)
     outer.rewind(common_step, in_flight)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.engine.checkpoint import Checkpoint, CheckpointFolder, RankShards, write_shard
 from shoal.engine.replica import Replica
-from shoal.engine.sharded_checkpoint import write_joined
+from shoal.engine.sharded_checkpoint import write_joined, write_joined_weights
 from shoal.engine.training_state import StateTree
 from shoal.errors import CheckpointError, ShoalError
 from shoal.events import FLUSH_S, FileMark
@@ -161,10 +161,12 @@ class Saver:
     def _join(self) -> None:
         """Write what the optimizers of all ranks know, which no rank has as a whole."""
         replica = self._replica
-        path: Path | None = self._folder.unfinished_optimizer(replica.progress.step)
-        if path is not None and not (replica.world.keeps_files and path.parent.is_dir()):
-            path = None
-        self._joined_values = write_joined(replica.state, replica.world, replica.part_exchange, path)
+        files: tuple[Path | None, Path | None] = self._folder.unfinished_files(replica.progress.step)
+        if not (replica.world.keeps_files and self._folder.unfinished(replica.progress.step).is_dir()):
+            files = (None, None)
+        self._joined_values = write_joined(replica.state, replica.part_exchange, files[1])
+        if replica.state.are_weights_divided:
+            write_joined_weights(replica.state, replica.part_exchange, files[0])
 
     def _complete(self, shards: RankShards | None, must: bool) -> None:
         if not self._replica.world.keeps_files:
@@ -174,7 +176,8 @@ class Saver:
             # Writing may take minutes: a rank that was suspended must not put an old state in place of a newer one.
             fence, state = self._replica.fence, _common_state(self._replica, shards)
             if self._replica.state.divided is not None:
-                state = replace(state, optimizer=StateTree({}, self._joined_values), is_joined=True)
+                state = replace(state, optimizer=StateTree({}, self._joined_values), has_optimizer_file=True)
+                state = replace(state, has_weights_file=self._replica.state.are_weights_divided)
             elif not self._folder.unfinished(state.progress.step).is_dir():
                 self._folder.begin(state.progress.step)
             best = self._replica.periodic.best

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from shoal.engine.sharded_state import COUNT, DividedOptimizers, divided_mark, dtype_of_mark, join
-from shoal.engine.training_state import StateTree, TrainingState, tensor_at
+from shoal.engine.sharded_state import COUNT, WEIGHT, DividedOptimizers, divided_mark, dtype_of_mark, join
+from shoal.engine.training_state import StateTree, TrainingState, take, tensor_at, weight_name
 from shoal.errors import CheckpointError
 from shoal.sync.replicas import broadcast_tensors, flat_bytes
 from shoal.sync.sharded.exchange import Part, PartExchange
@@ -106,7 +106,7 @@ class JoinedWriter:
             ) from self._error
 
 
-def write_joined(state: TrainingState, world: World, exchange: PartExchange | None, path: Path | None) -> Any:
+def write_joined(state: TrainingState, exchange: PartExchange | None, path: Path | None) -> Any:
     """Write the whole state of the optimizers to a file, on the ranks that give one; return its values.
 
     All ranks of the world call it. The ranks without a file only send.
@@ -124,6 +124,36 @@ def write_joined(state: TrainingState, world: World, exchange: PartExchange | No
         writer.write(place.path, tensor)
     writer.close()
     return values
+
+
+def write_joined_weights(state: TrainingState, exchange: PartExchange | None, path: Path | None) -> None:
+    """Write all weights to a file, on the ranks that give one, where weights are divided. All ranks call it."""
+    divided = state.divided
+    assert divided is not None  # noqa: S101 - the caller asks only for divided weights
+    common = state.weights()
+    shapes = {name: TensorShape(tensor.dtype, tuple(tensor.shape)) for name, tensor in common.items()}
+    whole = [
+        _WholeTensor(weight_name(name), name, WEIGHT, TensorShape(parameter.dtype, tuple(parameter.shape)))
+        for name, parameter in divided.parameters.items()
+    ]
+    writer = JoinedWriter(path, shapes | {tensor.path: tensor.shape for tensor in whole})
+    for name, tensor in common.items():
+        writer.write(name, tensor)
+    for place, tensor in _joined(divided, whole, exchange):
+        writer.write(place.path, tensor)
+    writer.close()
+
+
+def load_joined_weights(state: TrainingState, world: World, source: int, weights: Mapping[str, Tensor] | None) -> None:
+    """Load the divided weights that rank `source` has, on all ranks, each what it keeps."""
+    divided = state.divided
+    assert divided is not None  # noqa: S101 - the caller asks only for divided weights
+    for name, parameter in divided.parameters.items():
+        tensor = torch.empty(parameter.shape, dtype=parameter.dtype)
+        if weights is not None:
+            tensor = take(weights, weight_name(name), tensor).contiguous()
+        broadcast_tensors(world, source, [tensor])
+        divided.fill(parameter, WEIGHT, flat(torch.empty_like(parameter).copy_(tensor)))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.engine.replica import Replica
-from shoal.engine.sharded_state import DividedOptimizers
+from shoal.engine.sharded_state import WEIGHT, DividedOptimizers
 from shoal.engine.sharding import agree_on_layout, divide, divided_parameters
 from shoal.engine.state_transfer import NoSurvivingState, TransferPlan, broadcast_json
 from shoal.engine.training_state import StateTree, unflatten
@@ -73,12 +73,14 @@ def complete_weights(replica: Replica, world: World, has_state: bool, plan: Tran
             fix="the run returns to its newest checkpoint; to lose no step next time: --set sync.copies=1",
         )
     replica.part_holders = holders
+    if replica.config.sync.shard_level == 3:
+        return
     digest = combine_digests(tensor_digests(replica.state.weights())) if is_at_step else 0
     rows = gather_integers(world, [is_at_step, replica.has_whole_weights, digest])
     present = [row for row in rows if row[0]]
     if all(is_whole for _, is_whole, _ in present) and len({digest for *_, digest in present}) == 1:
         return
-    flats = [flat(parameter) for parameter in divided_parameters(replica.state).values()]
+    flats = [flat(parameter) for parameter in divided_parameters(replica.config.sync, replica.state).values()]
     for index, bucket in enumerate(layout.buckets):
         weights = Spread(bucket, [flats[number] for number in bucket.parameters])
         for owner, ranks in enumerate(holders):
@@ -98,7 +100,9 @@ def move_parts(replica: Replica, world: World, plan: TransferPlan, common: State
     sync, old = replica.config.sync, replica.state.divided
     old_layout = _broadcast_layout(world, plan.source, old.layout if old is not None else None)
     holders = replica.part_holders
-    keys = broadcast_json(world, plan.source, _keys_as_json(old) if world.rank == plan.source and old else {})
+    keys = broadcast_json(
+        world, plan.source, _keys_as_json(old, sync.shard_level) if world.rank == plan.source and old else {}
+    )
     layout, replica.wants_copies = agree_on_layout(sync, replica.state, world, replica.wants_copies)
     new = divide(sync, replica.state, layout, world)
     new.last_norm = old.last_norm if old is not None else -1.0
@@ -177,10 +181,13 @@ def _find_holders(world: World, layout: ShardLayout, divided: DividedOptimizers 
     return holders
 
 
-def _keys_as_json(divided: DividedOptimizers) -> Mapping[str, list[tuple[str, str]]]:
+def _keys_as_json(divided: DividedOptimizers, level: int) -> Mapping[str, list[tuple[str, str]]]:
+    """Return the names and types of what is divided, by parameter."""
+    named = divided.divided_keys()
+    if level == 3:
+        named = {name: {WEIGHT: divided.parameters[name].dtype, **keys} for name, keys in named.items()}
     return {
-        name: [(key, str(dtype).removeprefix("torch.")) for key, dtype in keys.items()]
-        for name, keys in divided.divided_keys().items()
+        name: [(key, str(dtype).removeprefix("torch.")) for key, dtype in keys.items()] for name, keys in named.items()
     }
 
 

@@ -29,6 +29,8 @@ _ELEMENTWISE = {
 }  # fmt: skip
 # Stands for a tensor of which every rank has its pieces, in the part of a state that all ranks have in common.
 _DIVIDED = "divided:"
+# Stands for the weight itself among the names of a state, where weights are divided too.
+WEIGHT = "weight"
 # How often a parameter was updated: without dimensions, as the moments of a parameter without dimensions are.
 COUNT = "step"
 
@@ -216,6 +218,8 @@ class DividedOptimizers:
 
     def tensor_of(self, piece: HeldPiece, key: str) -> Tensor:
         """Return a divided tensor of the state of a piece; one that is missing is made, of zeros."""
+        if key == WEIGHT:
+            return piece.weight.detach()
         state = self._state_of(self._parameter(piece), piece)
         if key not in state:
             state[key] = torch.zeros_like(piece.weight)
@@ -224,7 +228,7 @@ class DividedOptimizers:
 
     def has(self, piece: HeldPiece, key: str) -> bool:
         """Return whether the state of a piece has a divided tensor of this name."""
-        return key in self._state_of(self._parameter(piece), piece)
+        return key == WEIGHT or key in self._state_of(self._parameter(piece), piece)
 
     def fill(self, parameter: nn.Parameter, key: str, numbers: Tensor) -> None:
         """Take this rank's pieces of a whole tensor, given in the order of the parameter's memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,28 +16,44 @@ from shoal.engine.training_state import TrainingState
 from shoal.sync.outer import EveryStep, OuterSync
 from shoal.sync.replicas import gather_integers
 from shoal.sync.sharded.exchange import Part, PartExchange, Spread, make_codecs
-from shoal.sync.sharded.held import flat
+from shoal.sync.sharded.held import flat, give_memory, own_memory
 from shoal.sync.sharded.layout import Piece, ShardLayout, choose_copy_shift, fill_buckets, lay_out_parts
+from shoal.sync.sharded.modules import UnitWeights
 from shoal.sync.sharded.sync import ShardedSync, UpdatedWeights
+from shoal.sync.sharded.units import Unit, find_units
 from shoal.sync.shared_memory.ddp import in_backward_order
 from shoal.sync.world import World, with_second_group
 
 
-def divided_parameters(state: TrainingState) -> dict[str, nn.Parameter]:
-    """Return the trained parameters in the order of backward, by name."""
+def divided_parameters(config: SyncConfig, state: TrainingState) -> dict[str, nn.Parameter]:
+    """Return the trained parameters in the order of backward, by name; with ZeRO-3 one unit after the other."""
     names = {parameter: name for name, parameter in state.model.named_parameters()}
+    if config.shard_level == 3:
+        return {names[p]: p for unit in _units(config, state) for p in unit.parameters}
     return {names[parameter]: parameter for parameter in in_backward_order(state.model)}
+
+
+def _units(config: SyncConfig, state: TrainingState) -> list[Unit]:
+    return find_units(state.model, config.units.split(",") if config.units else ())
+
+
+def _buckets(config: SyncConfig, state: TrainingState, parameters: Sequence[nn.Parameter]) -> list[list[int]]:
+    """Return the buckets as numbers of parameters: the units of ZeRO-3, otherwise what fills a bucket."""
+    if config.shard_level == 3:
+        numbers = iter(range(len(parameters)))
+        return [[next(numbers) for _ in unit.parameters] for unit in _units(config, state)]
+    sizes = [parameter.numel() for parameter in parameters]
+    bucket_mb = config.bucket_mb or bucket_mb_for(sum(parameter.nbytes for parameter in parameters))
+    kinds = [parameter.dtype for parameter in parameters]
+    return fill_buckets(sizes, kinds, bucket_mb * 2**20 / parameters[0].itemsize)
 
 
 def agree_on_layout(
     config: SyncConfig, state: TrainingState, world: World, wants_copies: bool
 ) -> tuple[ShardLayout, bool]:
     """Divide the model over the ranks of a world, and return whether any rank wants copies. All of them call this."""
-    parameters = list(divided_parameters(state).values())
-    sizes = [parameter.numel() for parameter in parameters]
-    bucket_mb = config.bucket_mb or bucket_mb_for(sum(parameter.nbytes for parameter in parameters))
-    kinds = [parameter.dtype for parameter in parameters]
-    buckets = fill_buckets(sizes, kinds, bucket_mb * 2**20 / parameters[0].itemsize)
+    parameters = list(divided_parameters(config, state).values())
+    sizes, buckets = [parameter.numel() for parameter in parameters], _buckets(config, state, parameters)
     [has_copies] = map(max, zip(*gather_integers(world, [wants_copies]), strict=True))
     shift = choose_copy_shift(world.nodes or [world.node] * world.size) if has_copies and world.size > 1 else 0
     return lay_out_parts(sizes, buckets, [1 / world.size] * world.size, shift), bool(has_copies)
@@ -54,27 +70,35 @@ def wants_copies(config: SyncConfig, ranks: int) -> bool:
 def divide(config: SyncConfig, state: TrainingState, layout: ShardLayout, world: World) -> DividedOptimizers:
     """Return the optimizers with this rank's pieces of the model. What they know already is divided with them."""
     check_elementwise(state.optimizers, config.mode)
-    parameters = divided_parameters(state)
-    if world.size == 1 or not make_codecs(config.wire).is_lossy:
-        return DividedOptimizers(state.optimizers, parameters, layout, world.rank)
-    exact = _copy_parts(layout, world.rank, list(parameters.values()))
+    named = divided_parameters(config, state)
+    parameters = list(named.values())
+    has_parts = config.shard_level == 3 or make_codecs(config.wire, config.shard_level).is_lossy
+    if world.size == 1 or not has_parts:
+        # It was taken away, if weights were divided in the world before.
+        give_memory(parameters)
+        return DividedOptimizers(state.optimizers, named, layout, world.rank)
+    if config.shard_level == 3:
+        own_memory(parameters)
+    parts = _copy_parts(layout, world.rank, parameters)
 
     def numbers(bucket: int, owner: int, place: Piece) -> Tensor:
-        return exact[bucket, owner].view(place.offset, place.offset + place.count)
+        return parts[bucket, owner].view(place.offset, place.offset + place.count)
 
-    return DividedOptimizers(state.optimizers, parameters, layout, world.rank, numbers, exact)
+    return DividedOptimizers(state.optimizers, named, layout, world.rank, numbers, parts)
 
 
-def _copy_parts(layout: ShardLayout, rank: int, parameters: Sequence[nn.Parameter]) -> Mapping[tuple[int, int], Part]:
-    """Copy the parts that this rank keeps: exact weights, where all ranks have rounded ones."""
-    flats = [flat(parameter) for parameter in parameters]
+def _copy_parts(layout: ShardLayout, rank: int, parameters: Sequence[nn.Parameter]) -> dict[tuple[int, int], Part]:
+    """Copy the parts that this rank keeps; without their weights, where those are divided already."""
     parts = {}
     for index, bucket in enumerate(layout.buckets):
-        spread = Spread(bucket, [flats[number] for number in bucket.parameters])
-        like = flats[bucket.parameters[0]]
+        own = [parameters[number] for number in bucket.parameters]
+        is_there = all(parameter.untyped_storage().nbytes() for parameter in own)
         for owner in layout.held_by(rank):
             begin, end = bucket.part(owner)
-            parts[index, owner] = Part(begin, spread.read(begin, end, like.new_empty(end - begin)))
+            numbers = torch.zeros(end - begin, dtype=own[0].dtype, device=own[0].device)
+            if is_there:
+                Spread(bucket, [flat(parameter) for parameter in own]).read(begin, end, numbers)
+            parts[index, owner] = Part(begin, numbers)
     return parts
 
 
@@ -84,15 +108,17 @@ def make_sharded_exchanges(
     divided = state.divided
     assert divided is not None  # noqa: S101 - the replica has divided the model before
     layout, parameters = divided.layout, list(divided.parameters.values())
-    exchange = None
+    exchange = units = None
     if world.size > 1:
         dtypes = [parameters[bucket.parameters[0]].dtype for bucket in layout.buckets]
-        exchange = PartExchange(
-            with_second_group(world, config.timeout_s), layout, config.wire, _are_alike(world), dtypes
-        )
-    sync = ShardedSync(state.model, world, layout, parameters, divided.held, exchange, config.shard_level)
+        codecs = make_codecs(config.wire, config.shard_level)
+        exchange = PartExchange(with_second_group(world, config.timeout_s), layout, codecs, _are_alike(world), dtypes)
+        if config.shard_level == 3:
+            units = UnitWeights(_units(config, state), layout, world.rank, divided.exact, exchange)
+    state.are_weights_divided = units is not None
+    sync = ShardedSync(state.model, world, layout, parameters, divided.held, exchange, config.shard_level, units)
     sync.rounds = rounds
-    if exchange is None:
+    if exchange is None or units is not None:
         return sync, EveryStep()
     sync.weights = UpdatedWeights(state.model, world, layout, parameters, exchange, divided.exact)
     return sync, sync.weights

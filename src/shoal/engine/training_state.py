@@ -167,6 +167,11 @@ def fill(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         target.copy_(take(tensors, name, target))
 
 
+def weight_name(parameter: str) -> str:
+    """Return the name of a parameter in checkpoint files and digests."""
+    return f"model.{parameter}"
+
+
 class TrainingState:
     """The model, the optimizers and the other objects of one replica."""
 
@@ -186,6 +191,7 @@ class TrainingState:
         self.all_parameters = list(self.model.parameters())
         # The optimizers with this rank's pieces of the model, where it is divided among the ranks.
         self.divided: DividedOptimizers | None = None
+        self.are_weights_divided = False  # The weights too: the model has them only while they are in use.
         saved = self.model.state_dict().keys()
         self._buffer_names = [name for name, _ in self.model.named_buffers() if name in saved]
 
@@ -198,8 +204,12 @@ class TrainingState:
         return {f"model.{name}": self.model.get_buffer(name) for name in self._buffer_names}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return parameters and buffers by the names that checkpoint files and digests use."""
-        parameters = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
+        """Return parameters and buffers by the names that checkpoint files and digests use, without divided ones."""
+        parameters = {
+            weight_name(name): parameter.detach()
+            for name, parameter in self.model.named_parameters()
+            if not (self.are_weights_divided and parameter.requires_grad)
+        }
         return parameters | self.buffers()
 
     def optimizer_state(self) -> StateTree:

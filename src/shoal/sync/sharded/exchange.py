@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.config.sync_choice import BLOCK_NUMBERS, parse_wire
-from shoal.cost.model_size import RECORD_BYTES, blocks_of
+from shoal.cost.model_size import blocks_of
 from shoal.sync.compression.base import from_half, to_half
 from shoal.sync.compression.codecs import bf16_codec, int8_codec
 from shoal.sync.compression.native import load_kernels
@@ -63,11 +63,17 @@ class Codecs:
         return self.weights is not None
 
 
-def make_codecs(wire: str) -> Codecs:
+def make_codecs(wire: str, level: int) -> Codecs:
     """Return the codecs of a wire format.
 
-    With fp16 weights travel in bf16: updates of small rates are below what fp16 can express.
+    With fp16 weights travel in bf16: updates of small rates are below what fp16 can express. With ZeRO-3 weights travel
+    as they are: no rank has those of the step before, to which an update could be added.
     """
+    codecs = _make_codecs(wire)
+    return replace(codecs, weights=None) if level == 3 else codecs
+
+
+def _make_codecs(wire: str) -> Codecs:
     name, kernels = parse_wire(wire).name, load_kernels()
     match name:
         case "fp16":
@@ -77,11 +83,6 @@ def make_codecs(wire: str) -> Codecs:
         case "int8":
             return Codecs(int8_codec(kernels), int8_codec(kernels))
     return Codecs()
-
-
-def payload_bytes(elements: int, wire: str, itemsize: int) -> float:
-    """Return the bytes of so many numbers, as they travel."""
-    return elements * itemsize if wire == "fp32" else blocks_of(elements) * RECORD_BYTES[wire]
 
 
 class Spread:
@@ -142,12 +143,12 @@ class PartExchange:
     """The exchanges of all buckets, in the order in which they are called: the same on all ranks."""
 
     def __init__(
-        self, world: World, layout: ShardLayout, wire: str, are_alike: bool, dtypes: Sequence[torch.dtype]
+        self, world: World, layout: ShardLayout, codecs: Codecs, are_alike: bool, dtypes: Sequence[torch.dtype]
     ) -> None:
         self._world = world
         self._layout = layout
         self._dtypes = dtypes  # By bucket.
-        self._codecs = make_codecs(wire)
+        self._codecs = codecs
         # Ranks that compute alike make the same update of a copy: it needs not be sent to them.
         self._is_copy_sent = self._codecs.is_lossy or not are_alike
         self._pipeline = ChunkPipeline(world)

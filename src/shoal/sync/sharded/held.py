@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,22 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def give_memory(parameters: Iterable[Tensor]) -> None:
+    """Give parameters whose memory was taken away memory again, with any contents."""
+    for parameter in parameters:
+        storage = parameter.untyped_storage()
+        if storage.nbytes() < parameter.nbytes:
+            storage.resize_(parameter.nbytes)
+
+
+def own_memory(parameters: Iterable[Tensor]) -> None:
+    """Move parameters to memory of their own, which can be taken away, unless they have it."""
+    for parameter in parameters:
+        storage = parameter.untyped_storage()
+        if not storage.resizable() or storage.nbytes() > parameter.nbytes:
+            parameter.data = parameter.data.clone()
 
 
 def shaped_like(numbers: Tensor, parameter: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""ZeRO-1 and ZeRO-2: every rank sums, keeps and updates its part; every rank has all weights. See docs/sharded.md.
+"""ZeRO: every rank sums, keeps and updates its part of the model. See docs/sharded.md.
 
-    ShardedSync      sums gradients: with ZeRO-1 once a step, with ZeRO-2 after every micro-batch
-    UpdatedWeights   sends the new weights to all ranks, behind the forward of the next step
+    ShardedSync      sums gradients: with ZeRO-1 once a step, with ZeRO-2 and ZeRO-3 after every micro-batch
+    UpdatedWeights   with ZeRO-1 and ZeRO-2: sends the new weights to all ranks, behind the forward of the next step
+    UnitWeights      with ZeRO-3: gathers the weights of a module while it computes (`modules.py`)
 
 Both use one `PartExchange`, whose thread does one exchange after the other, and a process group of its own: the ranks
 do other collectives at the same time.
@@ -25,6 +26,7 @@ from shoal.sync.outer import OuterSync
 from shoal.sync.sharded.exchange import Part, PartExchange, Spread
 from shoal.sync.sharded.held import HeldPiece, flat, shaped_like, squares_of
 from shoal.sync.sharded.layout import ShardLayout
+from shoal.sync.sharded.modules import GRADIENTS, WEIGHTS, UnitWeights
 from shoal.sync.sharded.pending import PendingWeights, can_intercept
 from shoal.sync.step_stats import CommTimes, covered
 from shoal.sync.world import World
@@ -45,8 +47,10 @@ class ShardedSync(SyncDefaults):
         held: Sequence[HeldPiece],
         exchange: PartExchange | None,
         level: int,
+        units: UnitWeights | None = None,
     ) -> None:
         self.module = module
+        self.units = units  # Gathers and frees weights, where they are divided too.
         self.weights: UpdatedWeights | None = None
         self.rounds = 1  # Micro-batches of the rank that has most.
         self.has_contributed = False  # The sums are complete, and this rank's part of their norm was sent.
@@ -63,23 +67,26 @@ class ShardedSync(SyncDefaults):
         self._is_last = True
         self._round = 0  # Micro-batches of this step that were exchanged, where each is.
         self._next = 0  # The bucket that is sent next.
+        self._operations: list[tuple[str, int]] = []  # Of the last micro-batch, see `UnitWeights`.
         self._sent: list[tuple[float, Future[float]]] = []
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in parameters]
 
     def backward(self, loss: Tensor, last: bool) -> None:
         if self.weights is not None:
             self.weights.complete()
-        if not self._keeps_gradients and self._next:
-            self._finish_round(is_final=False)
         self._is_last = last
         loss.backward()
+        if not last and not self._keeps_gradients:
+            self._finish_round(is_final=False)
 
     def finish(self, only: Collection[Tensor] | None = None) -> CommTimes:
         self._is_last = True
         self._finish_round(is_final=self._keeps_gradients or self._round + 1 == self.rounds)
         while not self._keeps_gradients and self._round < self.rounds:
             # Another rank has more micro-batches than this one.
-            self._finish_round(is_final=self._round + 1 == self.rounds)
+            self._repeat_round(is_final=self._round + 1 == self.rounds)
+        if self.units is not None:
+            self.units.know_order()
         spans = [[begin, done.result()] for begin, done in self._sent]
         self._set_sums()
         now = time.perf_counter()
@@ -117,6 +124,8 @@ class ShardedSync(SyncDefaults):
             hook.remove()
         if self.weights is not None:
             self.weights.close()
+        if self.units is not None:
+            self.units.close()
         if self.exchange is not None:
             self.exchange.close()
 
@@ -130,6 +139,8 @@ class ShardedSync(SyncDefaults):
             parameter.grad = None
         if self._is_last or not self._keeps_gradients:
             bucket.missing.discard(parameter)
+            if self.units is not None and not bucket.missing:
+                self.units.done(bucket.index)
             # In the order of the buckets, whichever is full first: all ranks must send in the same order.
             while self._next < len(self._buckets) and not self._buckets[self._next].missing:
                 self._send_next(self._keeps_gradients or self._round + 1 == self.rounds)
@@ -141,6 +152,19 @@ class ShardedSync(SyncDefaults):
             self._send_next(is_final)
         self._next = 0
         self._round += 1
+        if self.units is not None:
+            self._operations, self.units.operations = self.units.operations, []
+            self.units.free_unused()
+
+    def _repeat_round(self, is_final: bool) -> None:
+        """Take part in the exchanges of a micro-batch that only other ranks have, in the order of the last one."""
+        for kind, index in self._operations:
+            if self.units is not None and kind == WEIGHTS:
+                self.units.repeat(index)
+            else:
+                self._buckets[index].fill_in_zeros()
+                self._send_next(is_final)
+        self._finish_round(is_final)
 
     def _send_next(self, is_final: bool) -> None:
         assert self.exchange is not None  # noqa: S101 - only a rank with others sends
@@ -150,6 +174,8 @@ class ShardedSync(SyncDefaults):
             for _, done in self._sent[-2 * _BUCKET_GROUP : -_BUCKET_GROUP]:
                 done.result()
         self._next += 1
+        if self.units is not None:
+            self.units.operations.append((GRADIENTS, bucket.index))
         gradients, sums, copy = Part(0, bucket.flat), None, None
         if self._keeps_gradients:
             copy = gradients if self._layout.copy_shift else None
