@@ -35,8 +35,17 @@ def train(run: Path, *options: str) -> list[dict[str, object]]:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "options",
-    [(), ("--inside", "gloo"), ("--wire", "int8", "--inside", "gloo"), ("--sync", "diloco", "--every", "4")],
-    ids=["shared memory", "gloo", "int8", "diloco"],
+    [
+        (),
+        ("--inside", "gloo"),
+        ("--wire", "int8", "--inside", "gloo"),
+        ("--sync", "diloco", "--every", "4"),
+        ("--sync", "zero1"),
+        ("--sync", "zero1", "--wire", "int8"),
+        ("--sync", "zero2"),
+        ("--sync", "zero3", "--set", "train.compile=off"),
+    ],
+    ids=["shared memory", "gloo", "int8", "diloco", "zero1", "zero1 in int8", "zero2", "zero3"],
 )
 def test_two_ranks_share_a_gpu(options: tuple[str, ...], tmp_path: Path) -> None:
     need_gpu()
@@ -55,6 +64,27 @@ def test_ranks_with_and_without_a_gpu_train_together(weights: str, shares: list[
     assert [start["share"] for start in starts] == shares
     # They round differently, which is no fault of a machine.
     assert not events_of(tmp_path / "run", "divergence")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["zero1", "zero2", "zero3"])
+def test_a_model_is_divided_over_ranks_with_and_without_a_gpu(level: str, tmp_path: Path) -> None:
+    need_gpu()
+    devices = set_flags("run.devices=cuda/cpu/cpu", "run.weights=2/1/1", "train.compile=off")
+    starts = train(tmp_path / "run", "--on", "local:3", "--sync", level, *devices)
+    assert [start["device"] for start in starts] == ["cuda:0", "cpu", "cpu"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["zero1", "zero2", "zero3"])
+def test_one_gpu_alone_keeps_all_parts(level: str, tmp_path: Path) -> None:
+    need_gpu()
+    losses = []
+    for sync in ("ddp", level):
+        run = tmp_path / sync
+        train(run, "--on", "local:1", "--device", "cuda", "--sync", sync, *set_flags("train.compile=off"))
+        losses.append([record["loss"] for record in read_jsonl(run / "commits.jsonl")])
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.gpu
