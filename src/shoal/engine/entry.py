@@ -216,7 +216,8 @@ class ElasticEntry(Entry):
     def begin(self) -> None:
         start, member = self.start, self.membership.member
         if not start.resume:
-            self.hooks.before_joining()
+            with self.step.guard.session_at_work():
+                self.hooks.before_joining()
         batch = start.config.sync.accumulate * world_batch(start.config.train, start.placement.world_size)
         member.send_ready(last_step(start.run.commits, start.placement.rank), max_ranks=batch)
         enter = member.await_enter()
