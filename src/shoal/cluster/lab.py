@@ -36,7 +36,7 @@ from shoal_lab.state import LabState
 
 __all__ = ["LabCluster", "LabNode", "LabSpec", "LabTemplate", "ShoalLab"]
 
-_KEYS = ("link", "delay", "loss", "cpu", "slots", "profile", "name")
+_KEYS = ("link", "delay", "loss", "cpu", "memory", "slots", "profile", "name")
 _ON_FIX = "write for example: --on lab:3,link=1gbit,cpu=1/1/0.5"
 
 
@@ -84,7 +84,7 @@ def can_limit_cpu() -> bool:
 
 
 def parse_lab(text: str) -> LabSpec:
-    """Parse `lab:3`, or `lab:3,link=1gbit,delay=2ms,cpu=1/1/0.5,slots=2,profile=wifi,sshd`, of `--on`."""
+    """Parse `lab:3`, or `lab:3,link=1gbit,delay=2ms,cpu=1/1/0.5,memory=2gb,slots=2,profile=wifi,sshd`, of `--on`."""
     kind, _, rest = text.strip().partition(":")
     count, *settings = rest.split(",")
     if kind != "lab" or not re.fullmatch(r"-?\d{1,9}", count):
