@@ -182,7 +182,18 @@ class LaunchedRanks:
         ranks, log = self.of_node(node)[event.name].ranks, str(self._run.log(node, event.name))
         order = len(self.ends)
         self.ends.append(
-            ProcessEnd(event.name, node, ranks, event.code, order, event.by_agent, log, event.out_of_memory, lost)
+            ProcessEnd(
+                event.name,
+                node,
+                ranks,
+                event.code,
+                order,
+                event.by_agent,
+                log,
+                event.out_of_memory,
+                event.memory_limit_bytes,
+                lost,
+            )
         )
 
     def lose_node(self, node: str, how: str) -> None:
