@@ -356,7 +356,8 @@ class RankEnvironment:
         last = read_last_events(self._run.events(ended.start.ranks[0]), _LAST_BYTES)[-1:]
         faults = [event for event in last if event["event"] == "fault" and event.get("error") in _OUT_OF_MEMORY]
         for event in faults:
-            self.note(f"{event['seen']} ({event['fix']})")
+            advice = str(event["fix"]).replace("\n", ", ")
+            self.note(f"{event['seen']} ({advice})")
         return bool(faults)
 
     def pending_abandon(self) -> AbandonCommits | None:
