@@ -103,7 +103,7 @@ def _quote(path: Path) -> str:
     return shlex.quote(str(path))
 
 
-# Control groups limit a node's CPU (quota) and freeze it: version 1, version 2, or both side by side.
+# Control groups limit a node's CPU (quota) and memory, and freeze it: version 1, version 2, or both side by side.
 
 # A node at 0.3 cores stands still 70% of each period. Short periods look like a slow machine, long ones like one that
 # stutters; the kernel takes no quota below 1 ms.
@@ -132,10 +132,11 @@ class ControlGroups:
 
     cpu: ControlGroup | None = None
     freezer: ControlGroup | None = None
+    memory: ControlGroup | None = None
 
     def all(self) -> list[ControlGroup]:
-        """Return the distinct places: in version 2 both controllers are in one."""
-        return list(dict.fromkeys(group for group in (self.cpu, self.freezer) if group))
+        """Return the distinct places: in version 2 all controllers are in one."""
+        return list(dict.fromkeys(group for group in (self.cpu, self.freezer, self.memory) if group))
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,11 @@ def lab_group_steps(site: LabSite) -> list[Step]:
     steps: list[Step] = []
     for group in site.groups.all():
         steps.append(RunCommand(("mkdir", "-p", str(group.of_lab(site.name)))))
-        if group.version == 2 and group == site.groups.cpu:
-            folders = (group.parent, group.of_lab(site.name))
-            steps += [WriteFile(folder / "cgroup.subtree_control", "+cpu") for folder in folders]
+        if group.version == 2:
+            controllers = {"+cpu": site.groups.cpu, "+memory": site.groups.memory}
+            enabled = " ".join(name for name, place in controllers.items() if place == group)
+            folders = (group.parent, group.of_lab(site.name)) if enabled else ()
+            steps += [WriteFile(folder / "cgroup.subtree_control", enabled) for folder in folders]
     return steps
 
 
@@ -189,6 +192,23 @@ def cpu_steps(node: NodeSpec, site: LabSite) -> list[Step]:
         WriteFile(folder / "cpu.cfs_period_us", str(period_us)),
         WriteFile(folder / "cpu.cfs_quota_us", str(-1 if quota_us is None else quota_us)),
     ]
+
+
+def memory_steps(node: NodeSpec, site: LabSite) -> list[Step]:
+    """Limit a node's memory, without swap: a process above it would be slow for minutes before it is killed."""
+    if site.groups.memory is None:
+        return []
+    folder, limit = site.groups.memory.of_node(site.name, node.name), node.memory_bytes
+    if site.groups.memory.version == 2:
+        # A kernel without swap has no such file.
+        swap = _quote(folder / "memory.swap.max")
+        script = f"test ! -e {swap} || echo {'max' if limit is None else 0} > {swap}"
+        return [
+            RunCommand(("sh", "-c", script)),
+            WriteFile(folder / "memory.max", "max" if limit is None else str(limit)),
+        ]
+    no_swap = WriteFile(folder / "memory.swappiness", "60" if limit is None else "0")
+    return [no_swap, WriteFile(folder / "memory.limit_in_bytes", str(-1 if limit is None else limit))]
 
 
 def freeze(node: str, site: LabSite, frozen: bool) -> list[Step]:
@@ -248,6 +268,7 @@ def node_steps(node: NodeSpec, site: LabSite) -> list[Step]:
     veth = f"ip link add {node.name} type veth peer name {INTERFACE} address {hardware} netns"
     return [
         *(cpu_steps(node, site) if node.cpu is not None else []),
+        *(memory_steps(node, site) if node.memory_bytes is not None else []),
         RunCommand(_in_control_groups(start, node.name, site), log=site.log(node.name)),
         WaitForFile(site.pid(node.name).file, site.log(node.name)),
         RunCommand((*site.inside(SWITCH, "--net"), *veth.split(), site.pid(node.name))),

@@ -185,8 +185,9 @@ def read_groups() -> ControlGroups:
     """Return the controllers that are mounted here and in which this user can make groups."""
     mounted = find_groups(Path("/proc/self/mounts").read_text(encoding="utf-8"), os.geteuid())
     return ControlGroups(
-        cpu=mounted.cpu if _has_cpu(mounted.cpu) and _is_usable(mounted.cpu) else None,
+        cpu=mounted.cpu if _has_controller(mounted.cpu, "cpu") and _is_usable(mounted.cpu) else None,
         freezer=mounted.freezer if _is_usable(mounted.freezer) else None,
+        memory=mounted.memory if _has_controller(mounted.memory, "memory") and _is_usable(mounted.memory) else None,
     )
 
 
@@ -201,7 +202,7 @@ def find_groups(mounts: str, uid: int) -> ControlGroups:
             # systemd delegates this group to an ordinary user.
             delegated = Path() if uid == 0 else Path(f"user.slice/user-{uid}.slice/user@{uid}.service")
             v2 = ControlGroup(parent=Path(fields[1]) / delegated, version=2)
-    return ControlGroups(cpu=v1.get("cpu", v2), freezer=v1.get("freezer", v2))
+    return ControlGroups(*(v1.get(name, v2) for name in ("cpu", "freezer", "memory")))
 
 
 def _is_usable(group: ControlGroup | None) -> bool:
@@ -218,12 +219,12 @@ def _is_usable(group: ControlGroup | None) -> bool:
     return True
 
 
-def _has_cpu(group: ControlGroup | None) -> bool:
-    """A version 2 place without the cpu controller can still freeze."""
+def _has_controller(group: ControlGroup | None, name: str) -> bool:
+    """A version 2 place without the controller can still freeze."""
     if group is None or group.version == 1:
         return group is not None
     try:
-        return "cpu" in (group.parent / "cgroup.controllers").read_text(encoding="utf-8").split()
+        return name in (group.parent / "cgroup.controllers").read_text(encoding="utf-8").split()
     except OSError:
         return False
 
@@ -248,10 +249,15 @@ def lacks(spec: LabSpec, features: Features) -> tuple[str, ...]:
         notes.append("no delay: this kernel has no netem (sch_netem) and allows no packet sockets")
     if not features.can_drop and any(node.link.loss for node in spec.nodes):
         notes.append("no loss: neither netem nor nft")
-    if features.groups.cpu is None and any(node.cpu for node in spec.nodes):
-        why = "no control group with a cpu controller can be made here"
-        why = "without root no control group can be changed; run as root for them" if features.rootless else why
-        notes.append(f"no CPU limits: {why}")
+    limits = (
+        ("CPU", "cpu", features.groups.cpu, any(node.cpu for node in spec.nodes)),
+        ("memory", "memory", features.groups.memory, any(node.memory_bytes for node in spec.nodes)),
+    )
+    for kind, controller, group, is_wanted in limits:
+        if group is None and is_wanted:
+            why = f"no control group with a {controller} controller can be made here"
+            why = "without root no control group can be changed; run as root for them" if features.rootless else why
+            notes.append(f"no {kind} limits: {why}")
     if spec.sshd and not features.can_serve_ssh:
         notes.append("no SSH servers: they need root" if features.sshd else "no SSH servers: openssh-server is missing")
     return tuple(notes)
@@ -264,7 +270,8 @@ def possible(spec: LabSpec, features: Features) -> LabSpec:
         delay_s = node.link.delay_s if features.can_delay else 0.0
         loss = node.link.loss if features.can_drop else 0.0
         cpu = node.cpu if features.groups.cpu else None
-        return replace(node, link=replace(node.link, delay_s=delay_s, loss=loss), cpu=cpu)
+        memory_bytes = node.memory_bytes if features.groups.memory else None
+        return replace(node, link=replace(node.link, delay_s=delay_s, loss=loss), cpu=cpu, memory_bytes=memory_bytes)
 
     nodes = tuple(reduced(node) for node in spec.nodes)
     return replace(spec, nodes=nodes, sshd=spec.sshd and features.can_serve_ssh)

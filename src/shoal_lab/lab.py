@@ -215,6 +215,10 @@ class Node:
         """Limit how many cores the node can keep busy; None: as many as the machine has."""
         self.lab.perform(lambda view: view.set_cpu(self.name, cores))
 
+    def set_memory(self, memory_bytes: int | None) -> None:
+        """Limit the memory of all processes together: above it the kernel kills one of them. None: no limit."""
+        self.lab.perform(lambda view: view.set_memory(self.name, memory_bytes))
+
     def freeze(self) -> None:
         """Freeze all processes, as when a laptop's lid is closed. Nothing can be started there until `thaw`."""
         self.lab.perform(lambda view: view.set_frozen(self.name, frozen=True))

@@ -20,6 +20,9 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)bit(?:/s)?", re.IGNORECASE)
 _RATE_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(us|µs|ms|s)", re.IGNORECASE)
 _TIME_SCALES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([mg])(i?)b", re.IGNORECASE)
+# Python with a few modules has this much; with less, not even a shell starts reliably.
+_LEAST_MEMORY_BYTES = 32e6
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class NodeSpec:
     address: str
     link: Link
     cpu: float | None = None  # cores it may keep busy; None: unlimited
+    memory_bytes: int | None = None  # above it the kernel kills a process of the node; None: unlimited
     slots: int = 1  # how many processes of a distributed program it takes; the lab itself does not use it
 
 
@@ -84,11 +88,12 @@ def make_spec(
     delay: str | None = None,
     loss: str | None = None,
     cpu: str | None = None,
+    memory: str | None = None,
     slots: str | None = None,
     profile: str | None = None,
     sshd: bool = False,
 ) -> LabSpec:
-    """Make a spec from command line words. `link`, `cpu` and `slots` take one value for all nodes or one a node."""
+    """Make a spec from command line words. `link`, `cpu`, `memory` and `slots` take one value, or one for each node."""
     if not 1 <= count <= MOST_NODES:
         raise LabUsageError(
             f"a lab of {count} nodes", why=f"a lab has 1 to {MOST_NODES} nodes", fix="write for example: shoal lab up 3"
@@ -96,11 +101,12 @@ def make_spec(
     base = profile_link(profile or DEFAULT_PROFILE)
     base = change_link(base, delay=delay, loss=loss)
     shares = [None] * count if cpu is None else [parse_cpu(word) for word in per_node("--cpu", cpu, count)]
+    sizes = [None] * count if memory is None else [parse_memory(word) for word in per_node("--memory", memory, count)]
     ranks = [1] * count if slots is None else [_slots(word) for word in per_node("--slots", slots, count)]
     links = [base] * count if link is None else [change_link(base, word) for word in per_node("--link", link, count)]
     nodes = tuple(
-        NodeSpec(name=f"node{i}", address=f"{NETWORK}.{i}", link=node_link, cpu=share, slots=rank_count)
-        for i, (node_link, share, rank_count) in enumerate(zip(links, shares, ranks, strict=True), start=1)
+        NodeSpec(f"node{i}", f"{NETWORK}.{i}", node_link, cpu=share, memory_bytes=size, slots=rank_count)
+        for i, (node_link, share, size, rank_count) in enumerate(zip(links, shares, sizes, ranks, strict=True), start=1)
     )
     return LabSpec(name=check_name(name), nodes=nodes, sshd=sshd)
 
@@ -202,6 +208,28 @@ def parse_cpu(text: str) -> float | None:
             fix="write for example: 0.5, or none for no limit",
         )
     return share
+
+
+def parse_memory(text: str) -> int | None:
+    """Return bytes from `2gb`, `512mb` or `2gib`, None for `none`. `2g` is refused: programs disagree on it."""
+    if text.strip() == "none":
+        return None
+    match = _SIZE.fullmatch(text.strip())
+    base = 1024 if match and match[3] else 1000
+    size_bytes = float(match[1]) * base ** {"m": 2, "g": 3}[match[2].lower()] if match else 0.0
+    if size_bytes < _LEAST_MEMORY_BYTES:
+        raise LabUsageError(
+            f"{text!r} is not a size of memory",
+            why=f"a size is a number with its unit, mb, gb, mib or gib, from {_LEAST_MEMORY_BYTES / 1e6:.0f}mb up",
+            fix="write for example: 2gb, 512mb, or none for no limit",
+        )
+    return round(size_bytes)
+
+
+def format_memory(size_bytes: int) -> str:
+    """Return `2gb` for `2e9`, as `parse_memory` reads it."""
+    scale, unit = (1e9, "gb") if size_bytes >= 1e9 else (1e6, "mb")
+    return f"{size_bytes / scale:.6g}{unit}"
 
 
 def _slots(word: str) -> int:

@@ -99,6 +99,16 @@ class LabView:
         node = replace(self._running(name), cpu=cpu)
         return self._with_node(node), commands.cpu_steps(node, self.site)
 
+    def set_memory(self, name: str, memory_bytes: int | None) -> Outcome:
+        if self.site.groups.memory is None:
+            raise LabUsageError(
+                "this lab cannot limit memory",
+                why="no control group with a memory controller can be made here, or not without root",
+                fix="run the lab as root; one that an older shoal has made: shoal lab down, then shoal lab up",
+            )
+        node = replace(self._running(name), memory_bytes=memory_bytes)
+        return self._with_node(node), commands.memory_steps(node, self.site)
+
     def kill_node(self, name: str, silent: bool) -> Outcome:
         node = self._running(name)
         state, thaw = self.set_frozen(name, frozen=False) if name in self.state.frozen else (self.state, [])

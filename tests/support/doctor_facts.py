@@ -27,7 +27,7 @@ def machine(**other: Any) -> dict[str, Any]:
         "shoal": "0.1.0",
         "is_root": False,
         "cores": cores(),
-        "memory": {"total": 16e9, "available": 8e9, "swap_used": 0},
+        "memory": {"total": 16e9, "available": 8e9, "available_with_swap": 9e9, "swap_used": 0},
         "disks": [disk()],
         **other,
     }

@@ -111,12 +111,17 @@ def assert_gone(traces: Traces) -> None:
 
 @contextlib.contextmanager
 def running_lab(
-    count: int, link: str | None = "1gbit", cpu: str | None = None, sshd: bool = False, delay: str | None = None
+    count: int,
+    link: str | None = "1gbit",
+    cpu: str | None = None,
+    sshd: bool = False,
+    delay: str | None = None,
+    memory: str | None = None,
 ) -> Iterator[Lab]:
     """Run a lab and check afterwards that it is gone, including its interfaces on the host."""
     need_lab()
     before = interfaces()
-    lab = Lab.build(make_spec(count, name=new_name(), link=link, delay=delay, cpu=cpu, sshd=sshd))
+    lab = Lab.build(make_spec(count, name=new_name(), link=link, delay=delay, cpu=cpu, memory=memory, sshd=sshd))
     traces = Traces(lab.name)
     traces.note()
     own = {SWITCH, *(node.name for node in lab.nodes)}

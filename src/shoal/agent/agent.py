@@ -69,6 +69,7 @@ from shoal.control.rank_messages import RankReady, ToAgent
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
 from shoal.host.facts import boot_clock, interface_for, this_machine_is_cpu_only
+from shoal.host.memory import available_bytes
 from shoal.host.topology import this_topology
 from shoal.run_folder import RunFolder
 from shoal.units import format_duration
@@ -93,7 +94,8 @@ class AgentJournal:
         self.write(AgentNote(text))
 
     def write_exit(self, ended: RankExit) -> None:
-        self.write(RankEnded(ended.start.name, ended.code, ended.by_agent, ended.out_of_memory))
+        limit_bytes = ended.memory_limit_bytes
+        self.write(RankEnded(ended.start.name, ended.code, ended.by_agent, ended.out_of_memory, limit_bytes))
 
     def retry(self) -> None:
         """Write what could not be written before."""
@@ -570,6 +572,7 @@ async def get_ready(orders: MeetOrder, run: RunFolder, mesh: Mesh) -> tuple[Agen
         cores=this_topology().usable,
         core_speeds=this_topology().core_speeds,
         cpu_only=this_machine_is_cpu_only(),
+        free_memory_bytes=available_bytes(with_swap=True),
         incarnation=orders.life,
         highest_generation=VoteFile(run.votes(orders.node)).load().highest,
     )

@@ -35,8 +35,10 @@ from shoal.control.rank_stacks import RankStacks, ask_for_stacks, read_stacks
 from shoal.cost.memory import OUT_OF_MEMORY_ADVICE
 from shoal.errors import ControlError, RunFailed
 from shoal.events import Event, read_events, read_last_events
+from shoal.host.memory import count_oom_kills, memory_limit_bytes
 from shoal.host.proc import unix_sockets_of
 from shoal.run_folder import RunFolder
+from shoal.units import format_si
 
 # The error names in the last event of a rank that ran out of memory.
 _OUT_OF_MEMORY = ("OutOfMemory", "MemoryError")
@@ -49,6 +51,7 @@ class RankExit:
     code: int
     by_agent: bool  # the agent killed it
     out_of_memory: bool  # the kernel killed a process for lack of memory while this one ran
+    memory_limit_bytes: int | None = None  # of the control group in which it ran out of memory
 
 
 @dataclass
@@ -131,7 +134,8 @@ class RankProcesses:
                 _kill(running.process)
                 self._orphaned.append(running.process.pid)
                 out_of_memory = code == -signal.SIGKILL and count_oom_kills() > running.oom_kills_before
-                yield RankExit(running.start, code, running.by_agent, out_of_memory)
+                limit_bytes = memory_limit_bytes() if out_of_memory else None
+                yield RankExit(running.start, code, running.by_agent, out_of_memory, limit_bytes)
         self._orphaned = [leader for leader in self._orphaned if _has_children_in(leader)]
 
     def ask_to_stop(self) -> None:
@@ -171,15 +175,6 @@ class LogClock:
 
 def times_of(log: Path) -> Path:
     return log.with_suffix(".times")
-
-
-def count_oom_kills() -> int:
-    """Return how often the kernel has killed a process for lack of memory since boot."""
-    try:
-        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-    except (OSError, StopIteration, ValueError):
-        return 0
 
 
 def _kill(process: subprocess.Popen[bytes] | ForkedRank) -> None:
@@ -351,14 +346,18 @@ class RankEnvironment:
         """
         if ended.out_of_memory:
             name = ended.start.name.replace("-", " ")
-            self.note(f"{name} was killed, and the machine ran out of memory while it ran ({OUT_OF_MEMORY_ADVICE})")
+            cause = "the machine ran out of memory while it ran"
+            if ended.memory_limit_bytes is not None:
+                cause = f"{self.node} had reached its memory limit of {format_si(ended.memory_limit_bytes, 'B')}"
+            self.note(f"{name} was killed, and {cause} ({OUT_OF_MEMORY_ADVICE})")
             return True
         if ended.code < 0:
             return False
         last = read_last_events(self._run.events(ended.start.ranks[0]), _LAST_BYTES)[-1:]
         faults = [event for event in last if event["event"] == "fault" and event.get("error") in _OUT_OF_MEMORY]
         for event in faults:
-            self.note(f"{event['seen']} ({event['fix']})")
+            advice = str(event["fix"]).replace("\n", ", ")
+            self.note(f"{event['seen']} ({advice})")
         return bool(faults)
 
     def pending_abandon(self) -> AbandonCommits | None:

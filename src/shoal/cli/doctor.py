@@ -15,11 +15,14 @@ from rich.markup import escape
 from shoal.cli.command import command
 from shoal.cli.options import Option, argument
 from shoal.cli.output import make_console, print_json, print_paragraph, stdout_console
+from shoal.config.defaults import DEFAULT_PRESET
+from shoal.config.presets import Overrides
 from shoal.errors import UsageError
 from shoal.run_folder import RunFolder
 from shoal.units import pluralize
 
 if TYPE_CHECKING:
+    from shoal.config.schema import Config
     from shoal.explain.explain import Evidence, Findings
     from shoal.tools.doctor.facts import Finding
     from shoal.tools.doctor.run import Diagnosis
@@ -29,13 +32,25 @@ _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
 @command(
-    on=Option("Where the run will be: local:N, lab[:N], or a hosts file."),
+    on=Option("Where the run will be: local:N, lab[:N], or a hosts file.", shown="local:2"),
+    preset=Option("Also compare the memory with what this preset needs.", shown="none"),
+    config=Option("Also compare the memory with what a training with these settings needs."),
+    sync=Option("With --preset or --config: how replicas agree, such as zero1."),
+    set_=Option("With --preset or --config: one setting, as section.key=value; may be repeated."),
     port=Option("The port that the run will use, if you chose one.", low=0, high=65_535),
     fix_commands=Option("Print only the commands that fix the problems."),
     no_proof=Option("Skip the real gloo exchange at the end."),
 )
 def doctor(
-    on: str = "local:2", port: int = 0, fix_commands: bool = False, no_proof: bool = False, json: bool = False
+    on: str | None = None,
+    preset: str | None = None,
+    config: Path | None = None,
+    sync: str | None = None,
+    set_: list[str] | None = None,
+    port: int = 0,
+    fix_commands: bool = False,
+    no_proof: bool = False,
+    json: bool = False,
 ) -> int:
     """Check machines, GPUs and network before a run. Every finding has its meaning and the command that fixes it.
 
@@ -47,9 +62,11 @@ def doctor(
         raise UsageError(
             "--fix-commands does not go with --json", why="--json has every finding with its fix", fix="leave one out"
         )
+    training = _training_config(on, preset, config, sync, set_ or [])
+    on = on or (training.run.on if training else "local:2")
     status = make_console(stderr=True)
     with status.status("") as spinner:
-        diagnosis = examine(on, lambda text: spinner.update(escape(text)), port, prove=not no_proof)
+        diagnosis = examine(on, lambda text: spinner.update(escape(text)), port, not no_proof, training)
     if json:
         print_json(_doctor_document(diagnosis))
     elif fix_commands:
@@ -58,6 +75,25 @@ def doctor(
     else:
         _print_diagnosis(diagnosis)
     return 0 if diagnosis.healthy else 1
+
+
+def _training_config(
+    on: str | None, preset: str | None, file: Path | None, sync: str | None, sets: list[str]
+) -> Config | None:
+    """Return the settings of the training that shall be compared with the memory; None if none was named."""
+    from shoal.cluster.target import place_ranks
+    from shoal.config.load import build_config
+
+    if preset is None and file is None:
+        if sync or sets:
+            raise UsageError(
+                f"{'--sync' if sync else '--set'} goes with --preset or --config",
+                why="it is a setting of a training, and none was named",
+                fix=f"name one: shoal doctor --preset {DEFAULT_PRESET}",
+            )
+        return None
+    flags: Overrides = {**({"sync": {"mode": sync}} if sync else {}), **({"run": {"on": on}} if on else {})}
+    return place_ranks(build_config(preset or DEFAULT_PRESET, file, flags, sets))
 
 
 def place_of(finding: Finding) -> str:

@@ -45,7 +45,7 @@ class LabGroup(Group):
 
 LAB = LabGroup(
     "lab",
-    "Emulate a cluster on this machine: nodes with limited links and CPUs, and faults on demand.",
+    "Emulate a cluster on this machine: nodes with limited links, CPUs and memory, and faults on demand.",
     node=argument("node1, node2, …"),
     name=Option("Which lab.", shown="the default lab, or the only one"),
     dry_run=Option("Print the commands instead of running them."),
@@ -58,6 +58,7 @@ LAB = LabGroup(
     nodes=argument("Number of nodes."),
     link=Option("Rate of each link: 100mbit, 1gbit, or 1gbit/1gbit/100mbit."),
     cpu=Option("Cores of each node: 0.5, or 1/1/0.5."),
+    memory=Option("Memory of each node: 2gb, or 2gb/1gb/none; above it the kernel kills a process."),
     slots=Option("Ranks on each node: 2, or 2/1/1.", shown="1"),
     profile=Option(f"A kind of link: {', '.join(PROFILES)}.", flags="--kind --profile"),
     name=Option("The lab's name, if you have several."),
@@ -69,6 +70,7 @@ def up_(
     delay: str | None = None,
     loss: str | None = None,
     cpu: str | None = None,
+    memory: str | None = None,
     slots: str | None = None,
     profile: str | None = None,
     name: str = DEFAULT_NAME,
@@ -81,9 +83,8 @@ def up_(
     from shoal_lab.lab import Lab, build_steps, plan_state
     from shoal_lab.spec import make_spec
 
-    spec = make_spec(
-        nodes, name=name, link=link, delay=delay, loss=loss, cpu=cpu, slots=slots, profile=profile, sshd=sshd
-    )
+    limits = {"link": link, "delay": delay, "loss": loss, "cpu": cpu, "memory": memory, "slots": slots}
+    spec = make_spec(nodes, name=name, profile=profile, sshd=sshd, **limits)
     if dry_run and json:
         raise UsageError("--json does not go with --dry-run", why="it prints commands for a shell", fix="leave one out")
     if dry_run:
@@ -180,6 +181,16 @@ def cpu(node: str, cores: str, name: str | None = None, dry_run: bool = False) -
     done = f"{node} has no CPU limit" if cores == "none" else f"{node} may keep {cores} cores busy"
     share = parse_cpu(cores)
     _perform(name, lambda view: view.set_cpu(node, share), dry_run, done)
+
+
+@LAB.command(size=argument("512mb or 2gb, of all its processes together; none removes the limit."))
+def memory(node: str, size: str, name: str | None = None, dry_run: bool = False) -> None:
+    """Set a node's memory limit. Above it the kernel kills a process of the node."""
+    from shoal_lab.spec import parse_memory
+
+    done = f"{node} has no memory limit" if size == "none" else f"{node} has {size} of memory"
+    size_bytes = parse_memory(size)
+    _perform(name, lambda view: view.set_memory(node, size_bytes), dry_run, done)
 
 
 @LAB.command(silent=Option("As in a power cut: connections are not closed."))
@@ -378,6 +389,7 @@ def _node_document(lab: Lab, state: LabState, node: NodeSpec) -> dict[str, Any]:
         "delay_s": node.link.delay_s,
         "loss": node.link.loss,
         "cpu": node.cpu,
+        "memory_bytes": node.memory_bytes,
         "slots": node.slots,
         "state": "dead" if not lab.is_alive(node.name) else "frozen" if node.name in state.frozen else "up",
         "firewall": list(state.firewalls[node.name]) if node.name in state.firewalls else None,
@@ -386,6 +398,8 @@ def _node_document(lab: Lab, state: LabState, node: NodeSpec) -> dict[str, Any]:
 
 
 def _print_lab(document: dict[str, Any]) -> None:
+    from shoal_lab.spec import format_memory
+
     console = stdout_console()
     how = "in a user namespace" if document["rootless"] else "as root"
     owner = f"; it belongs to {escape(document['belongs_to'])}, which will remove it" if document["belongs_to"] else ""
@@ -396,9 +410,10 @@ def _print_lab(document: dict[str, Any]) -> None:
             f"{process['pid']} {printable_line(process['command'], 60)}" for process in node["processes"]
         )
         cpu = "–" if node["cpu"] is None else f"{node['cpu']:g}"
-        cells = (node["name"], node["address"], node["link"], cpu, str(node["slots"]), node["state"])
+        memory = "–" if node["memory_bytes"] is None else format_memory(node["memory_bytes"])
+        cells = (node["name"], node["address"], node["link"], cpu, memory, str(node["slots"]), node["state"])
         rows.append((*cells, processes or "–"))
-    print_table(("node", "address", "link", "cpu", "ranks", "state", "runs"), rows, console=console)
+    print_table(("node", "address", "link", "cpu", "memory", "ranks", "state", "runs"), rows, console=console)
     for line in _remarks(document):
         print_paragraph(line, console)
     if document["ssh_config"]:

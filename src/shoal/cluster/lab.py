@@ -13,6 +13,7 @@ import re
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -24,6 +25,8 @@ from shoal.control.fork_request import LOAD_VARIABLES, TEMPLATE_FD, EnterRequest
 from shoal.control.processes import TEMPLATE, make_marks
 from shoal.control.rank_env import torch_caches
 from shoal.errors import LabError, ShoalError, UsageError
+from shoal.host.facts import this_machine_is_cpu_only
+from shoal.host.memory import available_bytes
 from shoal.host.topology import this_topology, threads_for
 from shoal.run_folder import RunFolder
 from shoal_lab import commands, spec
@@ -36,7 +39,7 @@ from shoal_lab.state import LabState
 
 __all__ = ["LabCluster", "LabNode", "LabSpec", "LabTemplate", "ShoalLab"]
 
-_KEYS = ("link", "delay", "loss", "cpu", "slots", "profile", "name")
+_KEYS = ("link", "delay", "loss", "cpu", "memory", "slots", "profile", "name")
 _ON_FIX = "write for example: --on lab:3,link=1gbit,cpu=1/1/0.5"
 
 
@@ -84,7 +87,7 @@ def can_limit_cpu() -> bool:
 
 
 def parse_lab(text: str) -> LabSpec:
-    """Parse `lab:3`, or `lab:3,link=1gbit,delay=2ms,cpu=1/1/0.5,slots=2,profile=wifi,sshd`, of `--on`."""
+    """Parse `lab:3`, or `lab:3,link=1gbit,delay=2ms,cpu=1/1/0.5,memory=2gb,slots=2,profile=wifi,sshd`, of `--on`."""
     kind, _, rest = text.strip().partition(":")
     count, *settings = rest.split(",")
     if kind != "lab" or not re.fullmatch(r"-?\d{1,9}", count):
@@ -113,14 +116,18 @@ def _setting_fault(key: str, value: str, seen: Iterable[str]) -> str:
 
 
 def as_nodes(spec: LabSpec) -> list[Node]:
-    topology = this_topology()
+    topology, cpu_only, free_bytes = this_topology(), this_machine_is_cpu_only(), available_bytes(with_swap=True)
+    ranks = sum(node.slots for node in spec.nodes)
     nodes = []
     for node in spec.nodes:
         # Nodes without a limit share the machine. More threads than cores would only wait for each other.
         share = threads_for(topology, len(spec.nodes))
         cores = share if node.cpu is None else max(1, min(int(node.cpu), topology.usable))
         link_mbps = round(node.link.rate_bps / 1e6) if node.link.rate_bps else None
-        nodes.append(Node(node.name, node.address, INTERFACE, node.slots, cores=cores, link_mbps=link_mbps))
+        machine = Node(node.name, node.address, INTERFACE, node.slots, cores, link_mbps, cpu_only=cpu_only)
+        part_bytes = free_bytes * node.slots // ranks
+        limit_bytes = part_bytes if node.memory_bytes is None else node.memory_bytes
+        nodes.append(replace(machine, free_memory_bytes=min(part_bytes, limit_bytes)))
     return nodes
 
 

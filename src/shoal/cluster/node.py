@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.control.processes import prepare_child
 from shoal.errors import RunFailed
-from shoal.host.facts import interface_of
+from shoal.host.facts import interface_of, this_machine_is_cpu_only
+from shoal.host.memory import available_bytes
 from shoal.host.network import family_of
 from shoal.host.proc import describe_process, find_listeners
 from shoal.host.topology import divide_cores, this_topology
@@ -51,6 +52,8 @@ class Node:
     python: str = sys.executable  # the interpreter on that machine
     project: Project | None = None  # None where the project is the same folder as here
     cpu_only: bool = False  # no GPU there
+    # What its ranks can take together, swap included; None: its agent finds out.
+    free_memory_bytes: int | None = field(default=None, compare=False)
     core_speeds: tuple[int, ...] = ()  # of `Topology`: empty where all cores are equal
 
     @property
@@ -90,7 +93,8 @@ def ranks_of(nodes: Sequence[Node], node: Node) -> range:
 
 
 def local_node(slots: int) -> Node:
-    return own_node("local", LOOPBACK, interface_of(LOOPBACK) or "lo", slots)
+    node = own_node("local", LOOPBACK, interface_of(LOOPBACK) or "lo", slots)
+    return replace(node, cpu_only=this_machine_is_cpu_only(), free_memory_bytes=available_bytes(with_swap=True))
 
 
 def own_node(name: str, address: str, interface: str | None, slots: int = 1) -> Node:

@@ -24,7 +24,7 @@ from shoal.config.presets import did_you_mean
 from shoal.config.schema import DEVICES, EngineConfig
 from shoal.errors import ConfigError, UsageError
 from shoal.units import pluralize
-from shoal_lab.spec import LabSpec, NodeSpec, format_delay, format_rate
+from shoal_lab.spec import LabSpec, NodeSpec, format_delay, format_memory, format_rate
 
 _LOCAL = re.compile(r"local(?::(-?\d{1,9}))?(?:,(?P<settings>.*))?")
 _STANDING = re.compile(r"lab(?::([a-z][a-z0-9-]*))?")
@@ -224,7 +224,7 @@ def first_nodes(on: On, count: int, folder: Path) -> str | None:
 
 
 def _smaller_lab(nodes: Sequence[NodeSpec]) -> str:
-    """Keep the nodes' links, CPU shares and slots. The link of a single node does not matter: nothing is sent over it.
+    """Keep the nodes' links, limits and slots. The link of a single node does not matter: nothing is sent over it.
 
     Nodes of a lab that was changed while it was up may have delays and losses of their own; a smaller lab gives all
     of them the largest.
@@ -236,6 +236,9 @@ def _smaller_lab(nodes: Sequence[NodeSpec]) -> str:
     settings = {}
     if any(node.cpu is not None for node in nodes):
         settings["cpu"] = same_or_each(["none" if node.cpu is None else f"{node.cpu:g}" for node in nodes])
+    if any(node.memory_bytes is not None for node in nodes):
+        sizes = [node.memory_bytes for node in nodes]
+        settings["memory"] = same_or_each(["none" if size is None else format_memory(size) for size in sizes])
     if any(node.slots > 1 for node in nodes):
         settings["slots"] = same_or_each([str(node.slots) for node in nodes])
     if len(nodes) > 1:

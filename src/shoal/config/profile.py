@@ -110,6 +110,7 @@ class NodeProfile(Section):
     ranks: Positive
     cores: Positive
     memory_bytes: Positive
+    has_own_memory: bool = False  # a limit of its own, as a node of a lab can have: other nodes do not share it
     cpu: str
     arch: str
     os: str

@@ -73,6 +73,7 @@ class AgentReady(AgentEvent, kind="ready"):
     cores: int
     core_speeds: tuple[int, ...] | None
     cpu_only: bool
+    free_memory_bytes: int | None  # swap included
     incarnation: int  # how often the agent was restarted
     highest_generation: int
 
@@ -122,6 +123,7 @@ class RankEnded(RankEvent, kind="ended"):
     code: int  # the exit code, or the negative number of the signal that killed it
     by_agent: bool  # the agent killed it
     out_of_memory: bool  # the kernel killed processes for lack of memory meanwhile
+    memory_limit_bytes: int | None = None  # of the control group in which it ran out of memory
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,8 @@ class MeasuredSpeed:
         node = self.node(rank)
         if self.device(rank) == "cuda":
             return node.gpus[0].memory_bytes / self._ranks_per_gpu(node, self.world_size)
-        return node.memory_bytes / sum(other.ranks for other in _nodes_of_machine(self.profile, node))
+        sharing = [node] if node.has_own_memory else _nodes_of_machine(self.profile, node)
+        return node.memory_bytes / sum(other.ranks for other in sharing)
 
 
 @dataclass(frozen=True)

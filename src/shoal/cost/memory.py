@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from shoal.config.schema import Config
-from shoal.config.sync_choice import SYNC_METHODS
+from shoal.config.sync_choice import SYNC_METHODS, join_or
 from shoal.cost.batch_plan import half_micro_batch, micro_batch, rank_weights
 from shoal.cost.model_size import activation_bytes, head_elements
 from shoal.cost.sharding import held_fractions, part_shares
@@ -22,7 +22,7 @@ PROCESS_BYTES = 600e6
 # A machine whose memory is completely full swaps.
 USABLE = 0.9
 
-OUT_OF_MEMORY_ADVICE = "use a smaller --micro-batch or --seq-len"
+OUT_OF_MEMORY_ADVICE = "use a smaller --micro-batch or --seq-len, or divide the state by --sync zero1, zero2 or zero3"
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,12 @@ def out_of_memory_advice(config: Config, ranks: int) -> str:
         return OUT_OF_MEMORY_ADVICE
     half = half_micro_batch(config.train, weights)
     if half is None:
-        return f"start a new run with a shorter --seq-len than {config.model.seq_len}: the micro-batch is 1 already"
-    present = micro_batch(config.train, weights)
-    return f"start a new run with a smaller micro-batch: --micro-batch {half} (it was {present})"
+        advice = f"start a new run with a shorter --seq-len than {config.model.seq_len}: the micro-batch is 1 already"
+    else:
+        present = micro_batch(config.train, weights)
+        advice = f"start a new run with a smaller micro-batch: --micro-batch {half} (it was {present})"
+    level = SYNC_METHODS[config.sync.mode].shard_level
+    methods = tuple(method.name for method in SYNC_METHODS.values() if method.shard_level > level)
+    if ranks == 1 or not methods:
+        return advice
+    return f"{advice}\nor divide what every rank keeps among the machines: --sync {join_or(methods)}"

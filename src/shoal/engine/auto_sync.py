@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-import psutil
 import torch
 
 from shoal.config.schema import SyncConfig
@@ -30,6 +29,7 @@ from shoal.engine.recorder import last_event
 from shoal.engine.replica import Replica
 from shoal.engine.step import DoneStep
 from shoal.events import Event
+from shoal.host.memory import available_bytes
 from shoal.run_folder import RunFolder
 from shoal.sync.replicas import gather_integers
 from shoal.sync.world import World, barrier
@@ -162,7 +162,7 @@ def _gather_times(world: World, times: dict[str, float]) -> list[RankStep]:
 
 def _resources(world: World) -> list[int]:
     """Return the threads and the bytes of free memory of a rank of this machine."""
-    return [torch.get_num_threads(), psutil.virtual_memory().available // world.local_size]
+    return [torch.get_num_threads(), available_bytes() // world.local_size]
 
 
 def _wires(world: World, inside: str) -> Sequence[str]:

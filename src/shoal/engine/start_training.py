@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy
-import psutil
 import torch
 
 import shoal
@@ -28,6 +27,7 @@ from shoal.engine.resume import NewestCheckpoint, resume_training
 from shoal.engine.state_transfer import fill_ledger_gaps
 from shoal.engine.training_state import TrainingState, digest_tensors
 from shoal.host.facts import boot_id, cpu_name
+from shoal.host.memory import total_bytes
 from shoal.host.node_stats import NodeWatch
 from shoal.host.proc import parent_of
 from shoal.host.topology import this_topology
@@ -161,7 +161,7 @@ def describe_hardware() -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": topology.usable,
         "quota": topology.quota and topology.quota.cores,
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": total_bytes(),
         "arch": platform.machine(),
         "os": f"{platform.system()} {platform.release()}",
         "boot_id": boot_id(),

@@ -14,7 +14,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,6 +25,7 @@ from shoal.engine.replica import Replica
 from shoal.engine.training_state import StateTree, allocate, described_bytes
 from shoal.errors import RunFailed
 from shoal.events import EventLog
+from shoal.host.memory import available_bytes
 from shoal.sync.interruptible import await_work
 from shoal.sync.replicas import broadcast_integers, broadcast_tensors, gather_integers
 from shoal.sync.world import World
@@ -220,7 +220,7 @@ def _check_memory(needed_bytes: int, world: World) -> None:
     The ranks of one machine copy at the same time, so each may use its part of the free memory.
     """
     if world.device.type == "cpu":
-        free_bytes = psutil.virtual_memory().available // world.local_size
+        free_bytes = available_bytes() // world.local_size
     else:
         free_bytes = torch.cuda.mem_get_info(world.device)[0]
     if needed_bytes > free_bytes:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.host.facts import boot_id
+from shoal.host.memory import available_bytes, total_bytes
 from shoal.host.proc import (
     all_pids,
     cpu_ticks,
@@ -30,7 +31,7 @@ from shoal.host.proc import (
     read_text,
     stat_fields,
 )
-from shoal.host.topology import cpu_groups, is_on_battery
+from shoal.host.topology import control_groups, is_on_battery
 
 SAMPLE_S = 3.0
 # A thread that sleeps this long notices when its process stood still. Shorter stops are not noticed.
@@ -93,7 +94,7 @@ class NodeCounters:
     def __init__(self, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:
         self._proc = proc
         self._sys = sys
-        self._cgroups = [path for folder in cpu_groups(sys, proc) if (path := folder / "cpu.stat").is_file()]
+        self._cgroups = [path for folder in control_groups("cpu", sys, proc) if (path := folder / "cpu.stat").is_file()]
         cpus = sys / "devices/system/cpu"
         self._clocks = sorted(cpus.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))
         self._heat = sorted(cpus.glob("cpu[0-9]*/thermal_throttle/core_throttle_count"))
@@ -148,9 +149,9 @@ class NodeCounters:
 
     def read_memory(self) -> float:
         """Return the part of the memory that is in use; 0 where it is not known."""
-        sizes = read_meminfo(self._proc)
-        total, available = sizes.get("MemTotal"), sizes.get("MemAvailable")
-        return 0.0 if not total or available is None else 1 - available / total
+        if "MemAvailable" not in read_meminfo(self._proc):
+            return 0.0
+        return 1 - available_bytes(self._sys, self._proc) / total_bytes(self._sys, self._proc)
 
     def is_on_battery(self) -> bool:
         return is_on_battery(self._sys)

@@ -153,17 +153,17 @@ def _read_rates(sys_root: Path, cpus: Sequence[int]) -> dict[int, float]:
     return clock_rates
 
 
-def cpu_groups(sys_root: Path, proc_root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control group and of those above it, for CPU time, of both versions.
+def control_groups(controller: str, sys_root: Path, proc_root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's control group and of those above it, for `cpu` or `memory`, of both versions.
 
     In a container the path of its group may be of the host. The walk up then ends at the container's own group.
     """
     for line in read_text(proc_root / "self/cgroup").splitlines():
         _, controllers, name = [*line.split(":", 2), "", ""][:3]
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         mounts = sys_root / "fs/cgroup"
-        for root in (mounts, mounts / (controllers or "unified"), mounts / "cpu"):
+        for root in (mounts, mounts / (controllers or "unified"), mounts / controller):
             folder = root / name.strip("/")
             while folder != root.parent and folder.is_relative_to(root):
                 if folder.is_dir():
@@ -172,7 +172,7 @@ def cpu_groups(sys_root: Path, proc_root: Path) -> Iterator[Path]:
 
 
 def _read_quota(sys_root: Path, proc_root: Path) -> Quota | None:
-    quotas = (_group_quota(folder) for folder in cpu_groups(sys_root, proc_root))
+    quotas = (_group_quota(folder) for folder in control_groups("cpu", sys_root, proc_root))
     return min((quota for quota in quotas if quota), key=lambda quota: quota.cores, default=None)
 
 

@@ -16,7 +16,7 @@ from shoal.control.rank_stacks import is_library
 from shoal.cost.memory import OUT_OF_MEMORY_ADVICE
 from shoal.errors import Interrupted, OutOfMemory, PeerLost, RunFailed, ShoalError, from_dict
 from shoal.events import Event
-from shoal.units import rank_list
+from shoal.units import format_si, rank_list
 
 # torch puts the rank before each line of a traceback.
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")
@@ -44,6 +44,7 @@ class ProcessEnd:
     by_agent: bool = False  # its own agent killed it
     log: str = ""
     out_of_memory: bool = False  # the kernel killed processes for lack of memory meanwhile
+    memory_limit_bytes: int | None = None  # of the control group in which it ran out of memory
     lost: str = ""  # how its whole node was lost, so that the process's own end is unknown
 
 
@@ -168,7 +169,12 @@ def _as_error(end: ProcessEnd, fault: Event | None, relief: str) -> ShoalError:
         return RunFailed(f"{end.node} is gone, and {process} with it", why=end.lost, fix=read_log)
     if end.out_of_memory:
         seen = f"{process} on {end.node} was killed (SIGKILL) when the machine ran out of memory"
-        return OutOfMemory(seen, why="the kernel ends a process when there is no memory left", fix=relief)
+        why = "the kernel ends a process when there is no memory left"
+        if end.memory_limit_bytes is not None:
+            limit = format_si(end.memory_limit_bytes, "B")
+            seen = f"{process} was killed (SIGKILL) when {end.node} had reached its memory limit of {limit}"
+            why = "a control group has this limit (a container, a batch system, a lab), and the kernel enforces it"
+        return OutOfMemory(seen, why=why, fix=relief)
     return RunFailed(f"{process} on {end.node} {_how_it_ended(end.code)}", fix=read_log)
 
 

@@ -70,6 +70,7 @@ from shoal.launch.failure import (
     has_own_fault,
     script_faults,
 )
+from shoal.launch.memory_check import check_memory
 from shoal.launch.notes import LaunchNotes, no_rank_ever_joined, stop_note
 from shoal.launch.plan import (
     Attempt,
@@ -137,6 +138,8 @@ class AgentHandle:
         self.node = replace(self.node, interface=facts.interface, cpu_only=facts.cpu_only)
         if self.node.cores is None:
             self.node = replace(self.node, cores=facts.cores, core_speeds=tuple(facts.core_speeds or ()))
+        if self.node.free_memory_bytes is None:
+            self.node = replace(self.node, free_memory_bytes=facts.free_memory_bytes)
 
     def follow_restarted(self, pid: int) -> None:
         """Follow an agent that another process started again."""
@@ -182,7 +185,18 @@ class LaunchedRanks:
         ranks, log = self.of_node(node)[event.name].ranks, str(self._run.log(node, event.name))
         order = len(self.ends)
         self.ends.append(
-            ProcessEnd(event.name, node, ranks, event.code, order, event.by_agent, log, event.out_of_memory, lost)
+            ProcessEnd(
+                event.name,
+                node,
+                ranks,
+                event.code,
+                order,
+                event.by_agent,
+                log,
+                event.out_of_memory,
+                event.memory_limit_bytes,
+                lost,
+            )
         )
 
     def lose_node(self, node: str, how: str) -> None:
@@ -217,6 +231,7 @@ class LaunchRequest:
     data: str = ""
     script_port: int | None = None  # where the first agent serves torch's own store for a script
     members: MakeMembership | None = None  # None: the loss of a node ends the run
+    check: Callable[[list[Node]], str] = lambda nodes: ""  # raises where its ranks cannot run; returns a warning
     expect_ranks: bool = False  # the agents get their first rank as it is planned so far, and prepare for it
 
 
@@ -295,6 +310,8 @@ class Launch:
 
     def _start_ranks(self, request: LaunchRequest, ready: list[AgentReady]) -> None:
         nodes = [agent.node for agent in self.agents]
+        if warning := request.check(nodes):
+            self.notes.write(warning)
         rendezvous = Rendezvous(nodes[0].address, ready[0].script_port or ready[0].port)
         self.notes.rendezvous = rendezvous
         commands = self.ranks.commands = request.plan(nodes, rendezvous)
@@ -548,6 +565,7 @@ def run_ranks(
         config=hashlib.sha256(run.config.read_bytes()).hexdigest(),
         data=data,
         members=rules if config.launcher == "shoal" and members.on_loss == "go-on" else None,
+        check=lambda nodes: check_memory(load_config(run.config), nodes),
         expect_ranks=True,
     )
     launch, faults = _run_to_end(run, cluster, log, request)

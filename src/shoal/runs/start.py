@@ -47,6 +47,7 @@ from shoal.data.prepare import check_shares, create_run, reopen_run
 from shoal.errors import DataError, RunFailed, ShoalError, UsageError
 from shoal.events import Event, read_events
 from shoal.launch.logs import LogFollower, LogLine
+from shoal.launch.memory_check import check_memory
 from shoal.launch.plan import plan_ranks
 from shoal.records.history import last_members
 from shoal.records.manifest import read_manifest
@@ -98,6 +99,8 @@ def start_training(
     if confirm:
         refuse_confirm(config.run.on)
     config = place_ranks(config)
+    # Before there is a folder. What other machines have free is compared by the launcher, which asks their agents.
+    check_memory(config, planned_nodes(config.run.on))
     # First of all: importing torch takes longer than everything else until the first step.
     with _importing_for_lab(config.run, out.absolute()) as template:
         run = create_run(config, out, rank_count(parse_on(config.run.on)))

@@ -10,6 +10,7 @@ import random
 import signal
 import string
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,13 @@ def test_a_rank_that_the_kernel_killed_gets_the_same_advice() -> None:
     error = diagnose([ending], {}, {}, out_of_memory_advice(config, 2))
     assert isinstance(error, OutOfMemory)
     assert error.seen == "rank 1 on attic was killed (SIGKILL) when the machine ran out of memory"
-    assert error.fix == "start a new run with a smaller micro-batch: --micro-batch 3 (it was 6)"
+    first, second = error.fix.split("\n")
+    assert first == "start a new run with a smaller micro-batch: --micro-batch 3 (it was 6)"
+    assert second == "or divide what every rank keeps among the machines: --sync zero1, zero2 or zero3"
+    assert "\n" not in out_of_memory_advice(config, 1)
+    limited = diagnose([replace(ending, memory_limit_bytes=10**9)], {}, {}, "less")
+    assert isinstance(limited, OutOfMemory)
+    assert limited.seen == "rank 1 was killed (SIGKILL) when attic had reached its memory limit of 1 GB"
 
 
 @pytest.mark.parametrize(

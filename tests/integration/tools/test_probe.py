@@ -39,6 +39,7 @@ from shoal.cost.network import (
     rounds_for,
 )
 from shoal.errors import ControlError
+from shoal.host.memory import total_bytes
 from shoal.tools.probe.link_meter import rate_bps
 from shoal.tools.probe.run import LINK_METER, plan_flows, ring_of
 from tests.support.labs import need_lab, running_lab
@@ -219,7 +220,7 @@ def flow_bps(program: RemoteProgram, place: dict[str, Any], streams: int, second
 
 def test_the_link_meter_needs_only_python(meter: RemoteProgram) -> None:
     facts = meter.ask(10, do="facts")
-    assert facts["memory_bytes"] == psutil.virtual_memory().total
+    assert facts["memory_bytes"] == total_bytes()
     place = listen(meter)
     trips = meter.ask(10, do="round_trip", count=50, seconds=5, **place)
     assert trips["count"] == 50

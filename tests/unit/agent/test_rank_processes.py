@@ -55,4 +55,6 @@ def test_a_rank_killed_by_the_oom_killer_is_named(tmp_path: Path) -> None:
     [note] = notes
     assert note.startswith("note: rank 2 was killed, and the machine ran out of memory while it ran")
     assert "--micro-batch" in note
+    assert environment.ran_out_of_memory(RankExit(start, -9, False, out_of_memory=True, memory_limit_bytes=2 * 10**9))
+    assert notes[1].startswith("note: rank 2 was killed, and attic had reached its memory limit of 2 GB (use a smaller")
     assert not environment.ran_out_of_memory(RankExit(start, -9, by_agent=False, out_of_memory=False))

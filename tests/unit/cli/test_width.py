@@ -112,7 +112,8 @@ def test_simulation(lines: Lines, tmp_path: Path) -> None:
 
 def test_lab(lines: Lines) -> None:
     processes = [{"pid": 4711, "command": "python -m shoal.train.worker --folder /somewhere/far/away/runs/one"}]
-    node: dict[str, Any] = {"name": "node1", "address": "10.77.0.1", "link": "100 Mbit/s, 2 ms", "cpu": 0.5, "slots": 2}
+    node: dict[str, Any] = {"name": "node1", "address": "10.77.0.1", "link": "100 Mbit/s, 2 ms", "cpu": 0.5}
+    node |= {"memory_bytes": 1_500_000_000, "slots": 2}
     nodes = [{**node, "state": "up", "firewall": ["22", "29500-29600"], "processes": processes}]
     rest = {"rootless": True, "belongs_to": None, "ssh_config": None, "notes": ["this kernel has no netem " * 4]}
     document = {"name": "mine", "folder": "/run/shoal/labs/mine", "nodes": nodes, "cuts": [], **rest}

@@ -39,6 +39,7 @@ def test_methods_of_a_lab_raise_errors_of_shoal() -> None:
 
 def test_the_option_on_accepts_the_options_of_lab_up() -> None:
     assert parse_lab("lab:3,link=1gbit,cpu=1/1/0.5") == make_spec(3, link="1gbit", cpu="1/1/0.5")
+    assert [node.memory_bytes for node in parse_lab("lab:2,memory=2gb/none").nodes] == [2_000_000_000, None]
     assert parse_lab("lab:2,profile=wifi,delay=5ms,loss=1%,name=a,sshd") == make_spec(
         2, profile="wifi", delay="5ms", loss="1%", name="a", sshd=True
     )
@@ -62,6 +63,9 @@ def test_the_option_on_accepts_the_options_of_lab_up() -> None:
         ("lab:2,link=1gbps", "not a link rate"),
         ("lab:3,cpu=1/1", "2 values for 3 nodes"),
         ("lab:2,cpu=0", "not a CPU share"),
+        ("lab:3,memory=1gb/2gb", "2 values for 3 nodes"),
+        ("lab:2,memory=2g", "not a size of memory"),
+        ("lab:2,memory=1mb", "not a size of memory"),
         ("lab:2,cpu=nan", "not a CPU share"),
         ("lab:2,slots=0", "not a number of slots"),
         ("lab:2,slots=65", "not a number of slots"),

@@ -96,8 +96,8 @@ def test_contradicting_devices_are_refused(sets: list[str], seen: str) -> None:
 
 
 def test_the_first_nodes_keep_their_settings(tmp_path: Path) -> None:
-    lab = parse_on("lab:3,link=100mbit/1gbit/1gbit,delay=2ms,loss=1%,cpu=1/0.5/none,slots=2/1/1")
-    assert first_nodes(lab, 1, tmp_path) == "lab:1,cpu=1,slots=2"
+    lab = parse_on("lab:3,link=100mbit/1gbit/1gbit,delay=2ms,loss=1%,cpu=1/0.5/none,memory=2gb,slots=2/1/1")
+    assert first_nodes(lab, 1, tmp_path) == "lab:1,cpu=1,memory=2gb,slots=2"
     two = first_nodes(lab, 2, tmp_path)
     assert two is not None
     assert parse_on(two).nodes == lab.nodes[:2]  # type: ignore[union-attr]

@@ -26,7 +26,7 @@ EVENTS = [
     SessionBegan(),
     RankEnded("rank-0", -9, by_agent=False, out_of_memory=True),
     MembershipAnnounced(None, "text"),
-    AgentReady("node1", "10.0.0.1", "m", 7, 4711, None, "eth0", 4, None, False, 0, 12),
+    AgentReady("node1", "10.0.0.1", "m", 7, 4711, None, "eth0", 4, None, False, 8_000_000_000, 0, 12),
 ]
 
 

@@ -17,6 +17,7 @@ from shoal_lab.commands import (
     LabSite,
     cpu_steps,
     lab_group_steps,
+    memory_steps,
     parse_ports,
     render,
     ruleset,
@@ -36,13 +37,21 @@ from shoal_lab.kernel import (
     substitutes,
     why_forbidden,
 )
-from shoal_lab.spec import LabSpec, Link, format_delay, format_rate, make_spec, parse_delay, parse_rate
+from shoal_lab.spec import (
+    LabSpec,
+    Link,
+    format_delay,
+    format_memory,
+    format_rate,
+    make_spec,
+    parse_delay,
+    parse_memory,
+    parse_rate,
+)
 from shoal_lab.state import LabState, LabView
 
-V1 = ControlGroups(
-    cpu=ControlGroup(parent=Path("/cg/cpu"), version=1), freezer=ControlGroup(parent=Path("/cg/freezer"), version=1)
-)
-V2 = ControlGroups(cpu=ControlGroup(parent=Path("/cg"), version=2), freezer=ControlGroup(parent=Path("/cg"), version=2))
+V1 = ControlGroups(*(ControlGroup(parent=Path("/cg") / name, version=1) for name in ("cpu", "freezer", "memory")))
+V2 = ControlGroups(*[ControlGroup(parent=Path("/cg"), version=2)] * 3)
 
 
 def site(rootless: bool = False, netem: bool = True, groups: ControlGroups = V1) -> LabSite:
@@ -127,7 +136,46 @@ def test_cpu_limits_are_written_for_both_versions_of_control_groups() -> None:
     assert render(cpu_steps(twentieth, site(groups=V2))) == f"echo '5000 100000' > {place}/node2/cpu.max\n"
     assert render(cpu_steps(unlimited, site(groups=V2))) == f"echo 'max 10000' > {place}/node3/cpu.max\n"
     assert "echo -1 > /cg/cpu/shoal-default/node3/cpu.cfs_quota_us" in render(cpu_steps(unlimited, site(groups=V1)))
-    assert f"echo +cpu > {place}/cgroup.subtree_control" in render(lab_group_steps(site(groups=V2)))
+    assert f"echo '+cpu +memory' > {place}/cgroup.subtree_control" in render(lab_group_steps(site(groups=V2)))
+    without_memory = replace(V2, memory=None)
+    assert f"echo +cpu > {place}/cgroup.subtree_control" in render(lab_group_steps(site(groups=without_memory)))
+
+
+def test_memory_limits_are_written_for_both_versions_of_control_groups_and_without_swap() -> None:
+    limited, unlimited = make_spec(2, memory="2gb/none").nodes
+    place = "/cg/shoal-default/node1"
+    no_swap, limit = render(memory_steps(limited, site(groups=V2))).splitlines()
+    assert no_swap == f"sh -c 'test ! -e {place}/memory.swap.max || echo 0 > {place}/memory.swap.max'"
+    assert limit == f"echo 2000000000 > {place}/memory.max"
+    assert "echo max > /cg/shoal-default/node2/memory.max" in render(memory_steps(unlimited, site(groups=V2)))
+    place = "/cg/memory/shoal-default/node"
+    assert render(memory_steps(limited, site())).splitlines() == [
+        f"echo 0 > {place}1/memory.swappiness",
+        f"echo 2000000000 > {place}1/memory.limit_in_bytes",
+    ]
+    assert f"echo -1 > {place}2/memory.limit_in_bytes" in render(memory_steps(unlimited, site()))
+    assert memory_steps(limited, site(groups=ControlGroups())) == []
+    first = render(commands.node_steps(limited, site()))
+    assert first.index("memory.limit_in_bytes") < first.index("memory/shoal-default/node1/cgroup.procs")
+    assert "memory.limit_in_bytes" not in render(commands.node_steps(unlimited, site()))
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"), [("2gb", 2_000_000_000), ("512MB", 512_000_000), ("1.5gib", 3 << 29), ("none", None)]
+)
+def test_sizes_of_memory(text: str, size_bytes: int | None) -> None:
+    assert parse_memory(text) == size_bytes
+    if size_bytes is not None:
+        assert parse_memory(format_memory(size_bytes)) == pytest.approx(size_bytes, rel=1e-5)
+
+
+def test_a_lab_without_the_controller_cannot_limit_memory() -> None:
+    view = view_of(make_spec(1), site(groups=replace(V1, memory=None)))
+    with pytest.raises(LabUsageError, match="cannot limit memory"):
+        view.set_memory("node1", 1 << 30)
+    after, steps = view_of(make_spec(1), site()).set_memory("node1", 1 << 30)
+    assert after.spec.nodes[0].memory_bytes == 1 << 30
+    assert steps == memory_steps(after.spec.nodes[0], site())
 
 
 def test_control_groups_are_found_in_the_mounts() -> None:
@@ -201,13 +249,14 @@ def test_tools_outside_the_users_path_are_found(monkeypatch: pytest.MonkeyPatch,
 
 def test_missing_kernel_features_are_named_and_the_others_kept() -> None:
     features = Features(rootless=True, netem=False, delay_line=False, nft=True, sshd=True, groups=ControlGroups())
-    spec = make_spec(2, delay="2ms", loss="1%", cpu="0.5", sshd=True)
+    spec = make_spec(2, delay="2ms", loss="1%", cpu="0.5", memory="1gb", sshd=True)
     missing = " ".join(lacks(spec, features))
-    for word in ("no delay", "CPU limits", "SSH servers"):
+    for word in ("no delay", "CPU limits", "memory limits", "SSH servers"):
         assert word in missing
     assert "loss" not in missing
     assert substitutes(spec, features) == ("loss by nftables: this kernel has no netem",)
     reduced = possible(spec, features)
+    assert reduced.nodes[0].memory_bytes is None
     assert (reduced.nodes[0].link.delay_s, reduced.nodes[0].link.loss, reduced.nodes[0].cpu, reduced.sshd) == (
         0.0,
         0.01,

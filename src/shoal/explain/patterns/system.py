@@ -118,8 +118,9 @@ SHOAL = (
     ),
     _own(
         "memory",
-        "when the machine ran out of memory",
+        "was killed (SIGKILL) when ",
         "the kernel killed the rank because the machine (or its control group) had no memory left",
+        regex=r"was killed \(SIGKILL\) when (?:the machine ran out of memory|\S+ had reached its memory limit)",
         check="memory.free",
     ),
     _own(

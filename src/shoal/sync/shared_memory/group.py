@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NoReturn, Protocol
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from shoal.config.schema import SyncConfig
 from shoal.control.processes import RUN_MARK
 from shoal.errors import PeerLost, RunFailed
 from shoal.host.facts import boot_id
+from shoal.host.memory import available_bytes
 from shoal.sync.compression import make_compressor
 from shoal.sync.compression.base import Compressor
 from shoal.sync.interruptible import await_work
@@ -205,7 +205,7 @@ def _whole_pages(size: int) -> int:
 def create_memory(rows: int, row_bytes: int) -> int:
     """Return a file descriptor that `SharedRows` can map. Raise OSError where the kernel or a limit forbids it."""
     size = rows * _whole_pages(row_bytes)
-    if (available := psutil.virtual_memory().available) < size:
+    if (available := available_bytes()) < size:
         raise OSError(f"{format_si(size, 'B')} of memory are wanted and {format_si(available, 'B')} are free")
     fd = os.memfd_create("shoal", os.MFD_CLOEXEC)
     try:

@@ -10,6 +10,7 @@ from itertools import combinations
 from typing import Any
 
 from shoal.cluster.node import Node
+from shoal.config.schema import Config
 from shoal.errors import ShoalError
 from shoal.events import Event
 from shoal.host.facts import dial_priority
@@ -83,6 +84,7 @@ class ClusterFacts:
     trials: list[Trial] = field(default_factory=list)
     on: str = ""  # the cluster's name, for commands to paste
     port: int = 0  # that the user named
+    config: Config | None = None  # of the training that the user named
     proofs: list[Event] = field(default_factory=list)  # results of real all-reduces
     proof_error: ShoalError | None = None  # why the ranks of the proof failed
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from shoal.cluster.cluster import NodePrograms, open_cluster, start_on_nodes
 from shoal.cluster.node import Node, RunFiles
 from shoal.cluster.node_program import Answer, RemoteProgram, ask_each
-from shoal.config.schema import RunConfig
+from shoal.config.schema import Config, RunConfig
 from shoal.errors import ControlError, Interrupted, ShoalError
 from shoal.events import EventLog
 from shoal.launch.launcher import run_module
@@ -44,12 +44,15 @@ class Diagnosis:
         return not any(finding.severity in (Severity.ERROR, Severity.WARNING) for finding in self.findings)
 
 
-def examine(on: str, report: Callable[[str], None], port: int = 0, prove: bool = True) -> Diagnosis:
+def examine(
+    on: str, report: Callable[[str], None], port: int = 0, prove: bool = True, config: Config | None = None
+) -> Diagnosis:
+    """Examine the machines; with `config` also whether the training has enough memory there."""
     began = time.monotonic()
     with start_on_nodes(on, COLLECTOR) as started:
         report("looking at each machine alone")
         # Not by the name of a lab that was made for this visit: it is gone when the user types a command.
-        cluster = replace(_collect_facts(started, port), on=on, port=port)
+        cluster = replace(_collect_facts(started, port), on=on, port=port, config=config)
         report("trying every pair, both ways")
         answering = {name: program for name, program in started.programs.items() if name in cluster.facts}
         cluster = replace(cluster, trials=try_pairs(answering, cluster, port))

@@ -29,6 +29,7 @@ from shoal.cluster.node_program import answer_requests
 from shoal.control.channel import is_equal_secret
 from shoal.control.connection_guard import ConnectionGuard, GuardLimits, PendingConnection
 from shoal.host.facts import boot_id
+from shoal.host.memory import total_bytes
 from shoal.host.network import family_of
 
 DIAL_S = 5.0
@@ -38,7 +39,7 @@ _BACKLOG = 64
 
 def read_facts(_: dict[str, Any]) -> dict[str, Any]:
     return {
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": total_bytes(),
         "arch": platform.machine(),
         "os": f"{platform.system()} {platform.release()}",
         "machine": boot_id() or platform.node(),

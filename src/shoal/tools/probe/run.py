@@ -41,6 +41,8 @@ from shoal.cost.machines import Roofline
 from shoal.cost.network import algorithm_gbps, bus_gbps, fit_alpha_beta, format_buffer_size, median_error
 from shoal.errors import ControlError, RunFailed
 from shoal.events import Event, EventLog
+from shoal.host.facts import boot_id
+from shoal.host.memory import total_bytes
 from shoal.launch.launcher import run_module
 from shoal.records.run_tails import RunTails
 from shoal.records.summary import busy_cores_of_others
@@ -259,6 +261,8 @@ def _node(node: Node, data: ProbeData) -> NodeProfile:
         ranks=node.slots,
         cores=rank_facts["hardware"]["cores"],
         memory_bytes=facts["memory_bytes"],
+        # All nodes of a lab run on this machine.
+        has_own_memory=facts["machine"] == boot_id() and facts["memory_bytes"] < total_bytes(),
         cpu=rank_facts["hardware"]["cpu"],
         arch=facts["arch"],
         os=facts["os"],

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.doctor import place_of
+from shoal.config.load import build_config
 from shoal.tools.doctor.checks import judge
 from shoal.tools.doctor.collect.machine import describe_cores
 from shoal.tools.doctor.facts import ClusterFacts, Facts, Finding, Severity
@@ -458,3 +459,20 @@ def test_ranks_of_another_run_share_them_too() -> None:
     seen = scene({"processes": processes(marked=other)}, count=1)
     finding = only(remarks(seen, "speed.threads"))
     assert finding.evidence.endswith("share 8 processors, and 5 ranks of other runs compute there now")
+
+
+def test_a_training_that_does_not_fit_is_an_error_and_one_that_may_not_fit_a_warning() -> None:
+    """A machine without a GPU computes on its processor, with any build of torch."""
+    config = build_config("gpt2-124m")
+
+    def judged(*free: float) -> list[Finding]:
+        memories = [{"total": 16e9, "available": size, "available_with_swap": size, "swap_used": 0} for size in free]
+        facts = [{"machine": machine(memory=memory)} for memory in memories]
+        return complaints(replace(scene(*facts, count=len(free)), config=config))
+
+    assert judged(16e9, 16e9) == []
+    refused = only(judged(16e9, 1.5e9))
+    assert (refused.id, refused.severity) == ("memory.training", Severity.ERROR)
+    assert "gpt2-124m does not fit into the memory of node2: every rank keeps 1.99 GB" in refused.evidence
+    tight = only(judged(16e9, 2.2e9))
+    assert (tight.id, tight.severity) == ("memory.training", Severity.WARNING)

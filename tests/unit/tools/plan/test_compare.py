@@ -189,6 +189,8 @@ def test_nodes_of_one_machine_share_cores_and_memory(profile: Profile) -> None:
     assert spare_cores(apart, first) == 1.0
     assert spare_cores(shared, shared.nodes[0]) == 0.0
     assert MeasuredSpeed(shared, 2).memory_bytes(0) == MeasuredSpeed(apart, 2).memory_bytes(0) / 2
+    limited = with_nodes(shared, has_own_memory=True)
+    assert MeasuredSpeed(limited, 2).memory_bytes(0) == MeasuredSpeed(apart, 2).memory_bytes(0)
     assert contention(apart, first) == 1.0
 
 

@@ -124,6 +124,7 @@ CHECKS: tuple[tuple[Check, dict[str, str]], ...] = (
     ),
     (processes.check_files, {"limits.files": "a process may open enough files"}),
     (machine.check_memory, {"memory.free": "enough free memory"}),
+    (machine.check_training, {"memory.training": "the training of --preset or --config has enough memory"}),
     (
         machine.check_disks,
         {"disk.free": "enough disk space", "disk.readonly": "the disks of a run can be written"},
@@ -232,6 +233,7 @@ _NEEDS: dict[str, Callable[[ClusterFacts], bool]] = {
     "link.": _has_several_machines,
     "gpu.": _has_gpu,
     "memory.shm": _has_gpu,
+    "memory.training": lambda cluster: cluster.config is not None,
     "nccl.": _has_gpu,
     "port.taken": _has_fact("processes", "port"),
     "speed.governor": _has_fact("machine", "frequency"),

@@ -6,13 +6,15 @@ from __future__ import annotations
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import median
 from typing import Any
 
 from shoal.cluster.node import Node
+from shoal.errors import ConfigError
 from shoal.host.topology import divide_cores
+from shoal.launch.memory_check import check_memory as compare_memory
 from shoal.tools.doctor.collect.machine import TEMPORARY
 from shoal.tools.doctor.facts import (
     ClusterFacts,
@@ -152,6 +154,31 @@ def check_memory(cluster: ClusterFacts) -> Iterator[Finding]:
                 "largest: ps -eo pid,rss,comm --sort=-rss | head), or train a smaller model",
                 retest="free -h",
             )
+
+
+def check_training(cluster: ClusterFacts) -> Iterator[Finding]:
+    """Compare the training that the user named with the free memory."""
+    if cluster.config is None:
+        return
+    nodes = [replace(node, **_memory_facts(node, cluster.facts.get(node.name, {}))) for node in cluster.nodes]
+    severity, warning, meaning = Severity.WARNING, "", "a rank that needs more is slowed down by swapping or killed"
+    try:
+        warning = compare_memory(cluster.config, nodes)
+    except ConfigError as error:
+        severity, warning = Severity.ERROR, f"{error.seen}: {error.why}"
+        meaning = f"shoal train refuses to start it; {error.fix}"
+    if warning:
+        yield Finding("memory.training", severity, "", warning, meaning)
+
+
+def _memory_facts(node: Node, facts: Facts) -> dict[str, Any]:
+    """Return what a node's collector knows better than the plan: the nodes of a lab also share one machine."""
+    machine, gpu = facts.get("machine", {}), facts.get("gpu") or {}
+    free_bytes, planned_bytes = machine.get("memory", {}).get("available_with_swap"), node.free_memory_bytes
+    sizes = [size for size in (free_bytes, planned_bytes) if size is not None]
+    has_gpu = any(gpu.get(kind) for kind in ("pci", "nvidia", "amd"))
+    cpu_only = node.cpu_only or (bool(machine) and not has_gpu) or str(machine.get("torch")).endswith("+cpu")
+    return {"free_memory_bytes": min(sizes, default=None), "cpu_only": cpu_only}
 
 
 def check_disks(cluster: ClusterFacts) -> Iterator[Finding]:

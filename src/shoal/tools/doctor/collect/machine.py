@@ -17,6 +17,7 @@ from typing import Any
 
 import shoal
 from shoal.host.facts import boot_id, cpu_name, has_avx2, installed_version
+from shoal.host.memory import available_bytes, total_bytes
 from shoal.host.proc import (
     describe_process,
     environment_of,
@@ -32,7 +33,6 @@ from shoal.host.proc import (
 from shoal.host.topology import SYS, Topology, is_on_battery, power_supplies, this_topology
 
 _CPUS = Path("/sys/devices/system/cpu")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def observe(request: dict[str, Any]) -> dict[str, Any]:
@@ -88,22 +88,12 @@ def memory() -> dict[str, int]:
     fields = read_meminfo()
     if "MemAvailable" not in fields:
         return {}
-    available, group_bytes = fields["MemAvailable"], _available_in_cgroup()
     return {
-        "total": fields["MemTotal"],
-        "available": available if group_bytes is None else min(available, group_bytes),
+        "total": total_bytes(),
+        "available": available_bytes(),
+        "available_with_swap": available_bytes(with_swap=True),
         "swap_used": fields.get("SwapTotal", 0) - fields.get("SwapFree", 0),
     }
-
-
-def _available_in_cgroup() -> int | None:
-    """Return what a container's own limit leaves, as cgroup v2 shows it. Its cached files can be dropped."""
-    limit, used = read_number(_CGROUP / "memory.max"), read_number(_CGROUP / "memory.current")
-    if limit is None or used is None:
-        return None
-    lines = (line.split() for line in read_text(_CGROUP / "memory.stat").splitlines())
-    cached_files = sum(int(words[1]) for words in lines if words[0] == "inactive_file")
-    return max(0, limit - used + cached_files)
 
 
 def disks() -> list[dict[str, Any]]:
