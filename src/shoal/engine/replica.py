@@ -34,7 +34,7 @@ from shoal.engine.sharded_state import DividedOptimizers, WaitingUpdate
 from shoal.engine.sharding import agree_on_layout, divide, wants_copies
 from shoal.engine.training_state import StateTree, TrainingState
 from shoal.engine.update import gradient_norm
-from shoal.errors import ShoalError
+from shoal.errors import OutOfMemory, ShoalError
 from shoal.sync.fence import Fence, OpenFence, StepBoundary
 from shoal.sync.gradients import GradientSync, NoExchange, check_gradients, make_gradient_sync
 from shoal.sync.outer import OuterSync
@@ -332,8 +332,24 @@ class Replica:
             self.wants_copies |= wants_copies(self.config.sync, self.world.size)
             layout, self.wants_copies = agree_on_layout(self.config.sync, self.state, self.world, self.wants_copies)
             self.state.divided = divide(self.config.sync, self.state, layout, self.world)
+        self._warn_of_lost_copies()
         self.exchanges = make_exchanges(self.config, self.state, self.world, self.plan)
         self.mark_round_start()
+
+    def _warn_of_lost_copies(self) -> None:
+        """Warn when the copies of a divided model do not fit into the memory of this world's ranks."""
+        divided = self.state.divided
+        if divided is None or not self.wants_copies or divided.layout.copy_shift or self.world.size == 1:
+            return
+        if self.world.is_main:
+            self.recorder.warn(
+                OutOfMemory(
+                    f"no second copy of the parts of the model: {self.world.size} ranks have no room for it",
+                    why="each rank would keep its own part and that of another one",
+                    fix="after the next loss the run returns to its newest checkpoint; add a machine, or save more "
+                    "often: --set train.checkpoint_every=…",
+                )
+            )
 
     def set_sync(self, sync: SyncConfig) -> None:
         """Set the sync mode of the exchanges that `connect` makes next."""

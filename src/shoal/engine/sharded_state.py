@@ -106,6 +106,11 @@ class DividedOptimizers:
                 if (state := optimizer.state.pop(parameter, None)) is not None:
                     self._set_state(optimizer, parameter, state)
 
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The ranks whose parts this rank keeps, itself first."""
+        return self.layout.held_by(self.rank)
+
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Inside, the optimizers have the pieces in place of their parameters."""

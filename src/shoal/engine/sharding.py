@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from shoal.config.schema import SyncConfig
 from shoal.cost.buckets import bucket_mb_for
+from shoal.cost.sharding import held_fractions, part_shares
 from shoal.engine.sharded_state import DividedOptimizers, check_elementwise
 from shoal.engine.training_state import TrainingState
+from shoal.host.memory import available_bytes
 from shoal.sync.outer import EveryStep, OuterSync
 from shoal.sync.replicas import gather_integers
 from shoal.sync.sharded.exchange import Part, PartExchange, Spread, make_codecs
@@ -23,6 +25,9 @@ from shoal.sync.sharded.sync import ShardedSync, UpdatedWeights
 from shoal.sync.sharded.units import Unit, find_units
 from shoal.sync.shared_memory.ddp import in_backward_order
 from shoal.sync.world import World, with_second_group
+
+# What each level divides, in copies of the weights: two moments of each, gradients too, weights too.
+_DIVIDED_COPIES = {1: 2, 2: 3, 3: 4}
 
 
 def divided_parameters(config: SyncConfig, state: TrainingState) -> dict[str, nn.Parameter]:
@@ -51,12 +56,43 @@ def _buckets(config: SyncConfig, state: TrainingState, parameters: Sequence[nn.P
 def agree_on_layout(
     config: SyncConfig, state: TrainingState, world: World, wants_copies: bool
 ) -> tuple[ShardLayout, bool]:
-    """Divide the model over the ranks of a world, and return whether any rank wants copies. All of them call this."""
+    """Divide the model over the ranks of a world, and return whether any rank wants copies. All of them call this.
+
+    Parts follow the memory of the ranks where that is short. Where copies do not fit, there are none.
+    """
     parameters = list(divided_parameters(config, state).values())
     sizes, buckets = [parameter.numel() for parameter in parameters], _buckets(config, state, parameters)
-    [has_copies] = map(max, zip(*gather_integers(world, [wants_copies]), strict=True))
-    shift = choose_copy_shift(world.nodes or [world.node] * world.size) if has_copies and world.size > 1 else 0
-    return lay_out_parts(sizes, buckets, [1 / world.size] * world.size, shift), bool(has_copies)
+    rows = gather_integers(world, [wants_copies, _room_bytes(world) + _state_bytes(state, parameters)])
+    has_copies, rooms = any(wanted for wanted, _ in rows), [room for _, room in rows]
+    weight_bytes = sum(parameter.nbytes for parameter in parameters)
+    divided_bytes = _DIVIDED_COPIES[config.shard_level] * weight_bytes
+    fixed_bytes = (_DIVIDED_COPIES[3] - _DIVIDED_COPIES[config.shard_level]) * weight_bytes
+    shift = choose_copy_shift(world.nodes or [world.node] * world.size) if has_copies else 0
+    shares = part_shares(rooms, fixed_bytes, (2 if shift else 1) * divided_bytes)
+    held = held_fractions(shares, copies=int(shift > 0), copy_shift=shift)
+    if shift and any(fixed_bytes + part * divided_bytes > room for part, room in zip(held, rooms, strict=True)):
+        shift, shares = 0, part_shares(rooms, fixed_bytes, divided_bytes)
+    return lay_out_parts(sizes, buckets, shares, shift), has_copies
+
+
+def _room_bytes(world: World) -> int:
+    """Return what this rank can still take of its machine's memory, which the ranks of the machine share."""
+    if world.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(world.device)[0])
+    return available_bytes() // max(1, world.local_size)
+
+
+def _state_bytes(state: TrainingState, parameters: Sequence[nn.Parameter]) -> int:
+    """Return the memory of this rank that weights and moments have now: they are divided anew."""
+    weights = sum(parameter.untyped_storage().nbytes() for parameter in parameters)
+    if state.divided is None:
+        return weights
+    exact = sum(part.numbers.nbytes for part in state.divided.exact.values())
+    return (
+        weights
+        + exact
+        + sum(t.nbytes for owner in state.divided.owners for t in state.divided.moments_of(owner).values())
+    )
 
 
 def wants_copies(config: SyncConfig, ranks: int) -> bool:

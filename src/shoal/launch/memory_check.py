@@ -8,12 +8,14 @@ from shoal.cluster.node import Node, ranks_of
 from shoal.config.schema import Config
 from shoal.config.sync_choice import SYNC_METHODS
 from shoal.cost.batch_plan import divisors, micro_batch, rank_weights
-from shoal.cost.memory import largest_micro_batch, needed
+from shoal.cost.memory import largest_micro_batch, rank_memories
 from shoal.cost.strategy import SyncStrategy, strategy_of_config
 from shoal.cost.workload import Workload, workload_of
 from shoal.errors import ConfigError
 from shoal.units import format_si
 
+# Assumed of a machine whose memory is not known or does not count: a petabyte.
+_PLENTY = 1e15
 # Of a text that is not encoded yet, the tokenizer may find as few pieces as there are bytes.
 _LEAST_BPE = 256
 
@@ -32,15 +34,19 @@ def check_memory(config: Config, nodes: Sequence[Node]) -> str:
     except ConfigError:
         # It is refused elsewhere, or machines joined or left since the weights were given.
         return ""
-    need = needed(workload, strategy, sequences, world_size)
-    state = need.weights + need.gradients + need.moments
     free = {node.name: (node.free_memory_bytes or 0) / node.slots for node in checked}
-    tight = {name: size for name, size in free.items() if size < need.total}
+    available = [free.get(node.name, _PLENTY) for node in nodes for _ in range(node.slots)]
+    memories = rank_memories(workload, strategy, sequences, available)
+    needs = {node.name: memories[ranks_of(nodes, node)[0]].need for node in checked}
+    tight = {name: size for name, size in free.items() if size < needs[name].total}
     if not tight:
         return ""
+    need = max((needs[name] for name in tight), key=lambda need: need.total)
+    states = {name: need.weights + need.gradients + need.moments for name, need in needs.items()}
+    state = need.weights + need.gradients + need.moments
     parts = f"weights {_gb(need.weights)}, gradients {_gb(need.gradients)}, moments {_gb(need.moments)}"
-    advice = "\n".join(_advise(workload, strategy, sequences, world_size, min(tight.values())))
-    if too_small := {name: size for name, size in tight.items() if size < state}:
+    advice = "\n".join(_advise(workload, strategy, sequences, available))
+    if too_small := {name: size for name, size in tight.items() if size < states[name]}:
         raise ConfigError(
             f"{config.run.preset} does not fit into the memory of {' and '.join(too_small)}",
             why=f"every rank keeps {_gb(state)} ({parts}) besides its activations; free for each rank: "
@@ -55,19 +61,20 @@ def check_memory(config: Config, nodes: Sequence[Node]) -> str:
 
 
 def _advise(
-    workload: Workload, strategy: SyncStrategy, sequences: int, world_size: int, free_bytes: float
+    workload: Workload, strategy: SyncStrategy, sequences: int, available: Sequence[float]
 ) -> Iterator[str]:
     """Yield what would fit: a smaller micro-batch, otherwise the sync method that divides least."""
+    world_size = len(available)
     level = SYNC_METHODS[strategy.sync].shard_level
     sharded = [method for method in SYNC_METHODS.values() if method.shard_level > level] if world_size > 1 else []
     for name in (strategy.sync, *(method.name for method in sorted(sharded, key=lambda method: method.shard_level))):
         other = strategy.with_(sync=name, every=1) if name != strategy.sync else strategy
-        if most := min(sequences, largest_micro_batch(workload, other, world_size, free_bytes)):
+        if most := min(sequences, largest_micro_batch(workload, other, available)):
             fitting = max(divisors(workload.sequences(world_size), most))
-            need = needed(workload, other, fitting, world_size)
+            need = max(memory.need.total for memory in rank_memories(workload, other, fitting, available))
             flags = [f"--sync {name}"] if name != strategy.sync else []
             flags += [f"--micro-batch {fitting}"] if fitting < sequences else []
-            yield f"{' '.join(flags)} needs {_gb(need.total)} a rank"
+            yield f"{' '.join(flags)} needs {_gb(need)} a rank"
             return
 
 

@@ -82,7 +82,9 @@ def test_one_gpu_alone_keeps_all_parts(level: str, tmp_path: Path) -> None:
     losses = []
     for sync in ("ddp", level):
         run = tmp_path / sync
-        train(run, "--on", "local:1", "--device", "cuda", "--sync", sync, *set_flags("train.compile=off"))
+        options = ("--on", "local:1", "--device", "cuda", "--sync", sync, *SMALL, *set_flags("train.compile=off"))
+        done = shoal("train", "--steps", "12", "--out", run, *options)
+        assert done.returncode == 0, done.stderr
         losses.append([record["loss"] for record in read_jsonl(run / "commits.jsonl")])
     # Plain training clips on the GPU, with other last bits.
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
