@@ -271,6 +271,10 @@ class Session:
         """
         return evaluate(self.replica, data, function, batch)
 
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Give the model all its weights inside the block, with `zero3` too. All ranks enter it together."""
+        return self.replica.whole_weights()
+
     def best(self, value: float, lower: bool = True) -> bool:
         """Keep the checkpoint of this step beside the newest ones if `value` is the best so far; return whether it is.
 

@@ -238,6 +238,9 @@ class TrainingStep:
             raise
         self._split_comm_time("backward", comm, stats[-1].wait_s if comm.wait_s is None else comm.wait_s)
         self._split_comm_time("optimizer", outer_times, outer_times.wait_s or 0.0)
+        if replica.shards is not None:
+            for phase, waited_s in replica.shards.take_waited_s().items():
+                self.timer.move(phase, "exposed", waited_s)
         self.timer.add("wait", replica.exchanges.steps.late_s)
         wants_stop = self._settle(stats)
         times = self._record(step, comm, outer_times, loss=result.loss, grad_norm=result.norm, **make_fields())

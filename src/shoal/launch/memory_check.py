@@ -60,9 +60,7 @@ def check_memory(config: Config, nodes: Sequence[Node]) -> str:
     )
 
 
-def _advise(
-    workload: Workload, strategy: SyncStrategy, sequences: int, available: Sequence[float]
-) -> Iterator[str]:
+def _advise(workload: Workload, strategy: SyncStrategy, sequences: int, available: Sequence[float]) -> Iterator[str]:
     """Yield what would fit: a smaller micro-batch, otherwise the sync method that divides least."""
     world_size = len(available)
     level = SYNC_METHODS[strategy.sync].shard_level

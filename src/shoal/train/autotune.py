@@ -205,9 +205,12 @@ def choose(
     `note` receives what takes long.
     """
     train = config.train
+    precision: Precision = train.precision if train.precision in ("fp32", "bf16") else "device"
+    if config.sync.shard_level == 3:
+        # A trial would gather the weights of a block on this rank alone.
+        return ComputeChoice(False, precision, "not compiled: zero3 gathers weights between the blocks")
     if len({name == "cpu" for name in world.devices}) > 1:
         # One trial cannot speak for a GPU and a processor. Replicas stay equal: they add the same sums.
-        precision: Precision = train.precision if train.precision in ("fp32", "bf16") else "device"
         return ComputeChoice(train.compile == "on", precision, "as each device does best")
     if train.precision is None:
         train = train.model_copy(update={"precision": default_precision(world.device)})

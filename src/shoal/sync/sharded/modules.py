@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shoal.errors import UsageError
 from shoal.sync.sharded.exchange import Part, PartExchange, Spread
 from shoal.sync.sharded.layout import ShardLayout
+from shoal.sync.sharded.pending import WeightGuard
 from shoal.sync.sharded.units import Unit
 
 WEIGHTS, GRADIENTS = "weights", "gradients"
@@ -49,17 +51,35 @@ class UnitWeights:
         self._is_order_known = False
         # What was sent in this micro-batch, in order: the weights of a unit, or its gradients.
         self.operations: list[tuple[str, int]] = []
-        self.waited_s = 0.0
+        self._waited_s: dict[str, float] = {}
         self._hooks: list[Any] = []
         for index, unit in enumerate(units):
             for module in unit.modules:
                 self._hooks.append(module.register_forward_pre_hook(self._make_pre_hook(index)))
                 self._hooks.append(module.register_forward_hook(self._make_hook(index)))
         self._depth = [0] * len(units)
+        self._guard = WeightGuard(self._require)
         for index in range(len(units)):
             self._free_memory(index)
+        self.guard()
+
+    def guard(self) -> None:
+        """Refuse uses of weights that are not here, until backward."""
+        buckets = {p: index for index, unit in enumerate(self._units) for p in unit.parameters}
+        self._guard.begin(buckets)
+
+    def _require(self, index: int) -> bool:
+        if index not in self._arriving:
+            raise UsageError(
+                f"the program used a weight of {self._units[index].name or 'the model'} outside of the forward of its "
+                "module",
+                why="with zero3 a rank has the weights of a module only while it computes",
+                fix="use them on all ranks together: with session.whole_weights(): …",
+            )
+        return False
 
     def close(self) -> None:
+        self._guard.end()
         for hook in self._hooks:
             hook.remove()
         for index in list(self._arriving):
@@ -80,10 +100,14 @@ class UnitWeights:
 
     def keep_whole(self) -> None:
         """Give the model all its weights, for good."""
+        self._guard.end()
         self._whole += 1
         for index in range(len(self._units)):
             self._need(index)
         self._arriving.clear()
+
+    def begin_backward(self) -> None:
+        self._guard.end()
 
     def done(self, index: int) -> None:
         """Free a unit whose gradients are complete."""
@@ -96,6 +120,11 @@ class UnitWeights:
         self._depth = [0] * len(self._units)
         for index in list(self._arriving):
             self._release(index)
+
+    def take_waited_s(self) -> dict[str, float]:
+        """Return how long the phases of a step have waited for weights since the last call."""
+        waited_s, self._waited_s = self._waited_s, {}
+        return waited_s
 
     def know_order(self) -> None:
         """Fetch units ahead from now on: forward has shown in which order it needs them. All ranks call it at once."""
@@ -154,7 +183,8 @@ class UnitWeights:
         if arriving is not None:
             began = time.perf_counter()
             arriving.result()
-            self.waited_s += time.perf_counter() - began
+            phase = "backward" if self._in_backward else "forward"
+            self._waited_s[phase] = self._waited_s.get(phase, 0.0) + time.perf_counter() - began
             self._arriving[index] = None
 
     @torch.no_grad()

@@ -27,7 +27,7 @@ from shoal.sync.sharded.exchange import Part, PartExchange, Spread
 from shoal.sync.sharded.held import HeldPiece, flat, shaped_like, squares_of
 from shoal.sync.sharded.layout import ShardLayout
 from shoal.sync.sharded.modules import GRADIENTS, WEIGHTS, UnitWeights
-from shoal.sync.sharded.pending import PendingWeights, can_intercept
+from shoal.sync.sharded.pending import WeightGuard, can_intercept
 from shoal.sync.step_stats import CommTimes, covered
 from shoal.sync.world import World
 
@@ -74,6 +74,8 @@ class ShardedSync(SyncDefaults):
     def backward(self, loss: Tensor, last: bool) -> None:
         if self.weights is not None:
             self.weights.complete()
+        if self.units is not None:
+            self.units.begin_backward()
         self._is_last = last
         loss.backward()
         if not last and not self._keeps_gradients:
@@ -102,6 +104,11 @@ class ShardedSync(SyncDefaults):
         if self._world.size > 1:
             await_work(dist.all_reduce(squares, group=self._world.group, async_op=True), self._world.release)
         return squares.sqrt().float()
+
+    def take_waited_s(self) -> dict[str, float]:
+        """Return how long the phases of a step have waited for weights since the last call."""
+        waits = self.weights or self.units
+        return {} if waits is None else waits.take_waited_s()
 
     def check_gradients(self, only: Collection[Tensor] | None) -> None:
         if self._keeps_gradients:
@@ -155,6 +162,7 @@ class ShardedSync(SyncDefaults):
         if self.units is not None:
             self._operations, self.units.operations = self.units.operations, []
             self.units.free_unused()
+            self.units.guard()
 
     def _repeat_round(self, is_final: bool) -> None:
         """Take part in the exchanges of a micro-batch that only other ranks have, in the order of the last one."""
@@ -279,7 +287,7 @@ class UpdatedWeights(OuterSync):
             parameters[number]: index for index, bucket in enumerate(layout.buckets) for number in bucket.parameters
         }
         self._pending: dict[int, Future[float]] = {}
-        self._intercept = PendingWeights(self._await) if can_intercept(model) else None
+        self._intercept = WeightGuard(self._await) if can_intercept(model) else None
         self._started_at = 0.0
         self._waited_s = 0.0
 
@@ -297,13 +305,13 @@ class UpdatedWeights(OuterSync):
             self._pending[index] = self._exchange.gather(index, own, self._weights[index], is_last=index == 0)
         if last or self._intercept is None or not self._intercept.begin(self._bucket_of):
             self.complete()
+            self._waited_s = 0.0
         now = time.perf_counter()
         return CommTimes(self._started_at, now - self._started_at, now - self._started_at)
 
-    def take_waited_s(self) -> float:
-        """Return how long the program has waited for weights since the last call."""
+    def take_waited_s(self) -> dict[str, float]:
         waited_s, self._waited_s = self._waited_s, 0.0
-        return waited_s
+        return {"forward": waited_s}
 
     def complete(self) -> None:
         """Wait until all weights have arrived."""
@@ -326,7 +334,7 @@ class UpdatedWeights(OuterSync):
         self.complete()
         yield
 
-    def _await(self, bucket: int) -> None:
+    def _await(self, bucket: int) -> bool:
         pending = self._pending.get(bucket)
         if pending is not None:
             began = time.perf_counter()
@@ -334,3 +342,4 @@ class UpdatedWeights(OuterSync):
             self._waited_s += time.perf_counter() - began
             # Not before: a lost peer leaves this rank with weights that are not complete.
             del self._pending[bucket]
+        return True

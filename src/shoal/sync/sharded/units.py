@@ -29,6 +29,12 @@ def find_units(model: nn.Module, names: Sequence[str] = ()) -> list[Unit]:
     transformer, the stages of a convolutional network.
     """
     known = dict(model.named_modules())
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        raise UsageError(
+            "zero3 cannot divide the weights of a compiled model",
+            why="weights are gathered before each block and freed behind it, which compiled code has no place for",
+            fix="leave torch.compile out, or use --sync zero2",
+        )
     if unknown := [name for name in names if name not in known]:
         raise UsageError(
             f"sync.units names {unknown[0]}, which is not a module of the model",
