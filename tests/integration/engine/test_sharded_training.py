@@ -84,3 +84,82 @@ def test_verify_prints_the_parts_and_names_a_copy_that_is_not_its_owners(tmp_pat
     assert (verdict["ok"], verdict["parts"]["owned_once"], verdict["parts"]["copies_equal"]) == (False, True, False)
     [text] = [finding["text"] for finding in verdict["findings"] if "part" in finding["text"]]
     assert text == "the copy of the part of rank 1 on rank 2 is not what rank 1 has"
+
+
+SCRIPT = """
+import sys
+
+import torch
+
+import shoal
+
+class OwnOptimizer(torch.optim.SGD):
+    pass
+
+class OwnElementwise(torch.optim.SGD):
+    elementwise = True
+
+kinds = {
+    "own": OwnOptimizer, "elementwise": OwnElementwise, "Adafactor": torch.optim.Adafactor, "LBFGS": torch.optim.LBFGS,
+}
+what = sys.argv[1]
+session = shoal.Session(steps=3, global_batch=8, unused_parameters=what == "unused")
+model = torch.nn.Linear(40, 40)
+optimizer = kinds.get(what, torch.optim.SGD)(model.parameters(), lr=0.01)
+session.attach(model, optimizer)
+for step in session:
+    with step:
+        if what == "part":
+            with step.part(optimizer):
+                pass
+        for rows in step.batches(torch.ones(64, 40)):
+            step.backward(model(rows).square().sum())
+        step.update()
+print("trained")
+"""
+REFUSED = {
+    "part": "sync.mode=zero1 cannot update a part of the step's optimizers",
+    "unused": "train.unused_parameters needs sync.mode=ddp: zero1 divides one update of all parameters",
+    "own": "class OwnOptimizer: elementwise = True",
+    "Adafactor": "sync.mode=zero1 cannot divide the optimizer Adafactor",
+    "LBFGS": "sync.mode=zero1 cannot divide the optimizer LBFGS",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_divided_is_refused_before_the_first_step(what: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = shoal("run", "--on", "local:2", "--sync", "zero1", "--out", tmp_path / "run", script, what)
+    text = " ".join(done.stderr.split())
+    assert (done.returncode, REFUSED[what] in text) == (2, True), done.stderr
+    assert "ddp" in text, "what to use instead"
+    assert "trained" not in done.stdout
+    assert not RunFolder(tmp_path / "run").commits.exists() or not RunFolder(tmp_path / "run").commits.read_text()
+
+
+def test_a_class_that_says_it_is_elementwise_is_divided(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = shoal("run", "--on", "local:2", "--sync", "zero1", "--out", tmp_path / "run", script, "elementwise")
+    assert done.returncode == 0, done.stderr
+    assert "trained" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ("--wire", "powersgd:4"),
+            "--wire powersgd:4 needs whole matrices, and zero1 divides them: use another wire",
+        ),
+        (("--measure", "barrier"), "--measure barrier takes the all-reduce out of DDP: it needs --sync ddp"),
+        (("--inside", "shared"), "--inside shared needs --sync ddp: zero1 sends by gloo"),
+    ],
+)
+def test_settings_that_do_not_go_with_a_divided_model_are_refused(
+    arguments: tuple[str, ...], text: str, tmp_path: Path
+) -> None:
+    done = shoal("train", "grammar", "--sync", "zero1", *arguments, "--out", tmp_path / "run")
+    assert (done.returncode, text in " ".join(done.stderr.split())) == (2, True), done.stderr
+    assert not (tmp_path / "run").exists()
