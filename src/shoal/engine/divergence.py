@@ -72,7 +72,7 @@ def _first_differing(names: Sequence[str], rows: Sequence[Sequence[int]]) -> str
 
 def _difference_of(copies: Sequence[CopyDifference]) -> Difference:
     first = next((copy for copy in copies if not copy.is_rounding), copies[0])
-    return Difference((first.owner, first.keeper), None, first.tensor, first.owner)
+    return Difference((first.owner, first.holder), None, first.tensor, first.owner)
 
 
 class Comparison:
@@ -124,7 +124,7 @@ class Comparison:
         return True
 
     def _align_copies(self, copies: Sequence[CopyDifference]) -> bool:
-        """Copy the parts of their owners to the other keepers if they differ by rounding; return whether they did."""
+        """Give copies that differ by rounding the numbers of their owners; return whether all differ by that."""
         replica, divided = self._replica, self._replica.state.divided
         if divided is None or not all(copy.is_rounding for copy in copies):
             return False
@@ -134,8 +134,8 @@ class Comparison:
             raise self._explain_unrepaired(_difference_of(remaining), copies[0].tensor)
         ids = replica.world.ids
         why = "they round differently than the owners of these parts. That is done at each comparison from now on"
-        pairs = ", ".join(f"rank {ids[copy.keeper]} took those of rank {ids[copy.owner]}" for copy in copies)
-        self._record_aligned([ids[copy.keeper] for copy in copies], copies[0].tensor, f"copied moments: {pairs}: {why}")
+        pairs = ", ".join(f"rank {ids[copy.holder]} took those of rank {ids[copy.owner]}" for copy in copies)
+        self._record_aligned([ids[copy.holder] for copy in copies], copies[0].tensor, f"copied moments: {pairs}: {why}")
         return True
 
     def _gather_digests(self) -> tuple[list[str], list[list[int]]] | None:

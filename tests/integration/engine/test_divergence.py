@@ -261,7 +261,7 @@ MOMENTS, WEIGHTS = "optimizer.state.", "model."
 def test_ranks_return_to_a_checkpoint_if_the_copies_of_a_part_differ(
     flip: Flip, settings: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """A wrong weight of an owner reaches all ranks but the keeper: a majority would be wrong."""
+    """A wrong weight of an owner reaches all ranks but the one with the copy: a majority would be wrong."""
     run, ended = run_with(tmp_path, 3, [flip], *DIVIDED, *settings)
     for rank in range(3):
         [event] = events(run, "divergence", rank)

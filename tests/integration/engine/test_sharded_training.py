@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.records.verify import verify_run
 from shoal.run_folder import RunFolder
 from shoal.sync.world import World
-from tests.support.programs import shoal
+from tests.support.programs import TINY, shoal
 from tests.support.ranks import run_ranks
 from tests.support.trainings import GptTraining, make_run
 
@@ -136,6 +136,29 @@ def test_what_cannot_be_divided_is_refused_before_the_first_step(what: str, tmp_
     assert "ddp" in text, "what to use instead"
     assert "trained" not in done.stdout
     assert not RunFolder(tmp_path / "run").commits.exists() or not RunFolder(tmp_path / "run").commits.read_text()
+
+
+def test_without_copies_the_start_says_what_a_lost_machine_means(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    without = shoal("run", "--on", "local:2", "--sync", "zero1", "--out", tmp_path / "run", script, "elementwise")
+    text = " ".join(without.stderr.split())
+    assert "note: a lost machine returns this run to its newest checkpoint (every 50 steps)" in text
+    # The other half of 1,640 parameters, with two moments of four bytes.
+    assert "A copy needs about 6.98 kB more a rank (with Adam): --copies 1" in text
+    arguments = ("run", "--on", "local:2", "--sync", "zero1", "--copies", "1", "--out", tmp_path / "with")
+    copied = shoal(*arguments, script, "elementwise")
+    assert copied.returncode == 0, copied.stderr
+    assert "a lost machine" not in copied.stderr
+
+
+def test_a_training_of_the_gpt_prints_the_memory_of_a_rank(tmp_path: Path) -> None:
+    tiny = [word for setting in (*TINY, "train.steps=2") for word in ("--set", setting)]
+    done = shoal("train", "grammar", "--on", "local:3", "--sync", "zero1", *tiny, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stderr.split())
+    assert "memory: a rank needs about 60" in text
+    assert "each part is on two ranks: a lost machine loses no step" in text
 
 
 def test_a_class_that_says_it_is_elementwise_is_divided(tmp_path: Path) -> None:
