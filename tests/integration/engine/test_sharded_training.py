@@ -152,13 +152,22 @@ def test_without_copies_the_start_says_what_a_lost_machine_means(tmp_path: Path)
     assert "a lost machine" not in copied.stderr
 
 
-def test_a_training_of_the_gpt_prints_the_memory_of_a_rank(tmp_path: Path) -> None:
-    tiny = [word for setting in (*TINY, "train.steps=2") for word in ("--set", setting)]
-    done = shoal("train", "grammar", "--on", "local:3", "--sync", "zero1", *tiny, "--out", tmp_path / "run")
+def test_a_training_of_the_gpt_shows_the_memory_of_a_rank_and_the_parts(tmp_path: Path) -> None:
+    sets = (*TINY, "train.steps=2", "train.global_batch=12", "train.micro_batch=2")
+    tiny = [word for setting in sets for word in ("--set", setting)]
+    done = shoal("train", "grammar", "--on", "local:3", "--sync", "zero2", *tiny, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stderr.split())
     assert "memory: a rank needs about 60" in text
     assert "each part is on two ranks: a lost machine loses no step" in text
+    run = RunFolder(tmp_path / "run")
+    assert shoal("report", run.path).returncode == 0
+    page = (run.path / "report.html").read_text()
+    assert "<dt>parts</dt><dd>3<small>zero2: each on 2 ranks, which keep 67% of the moments and gradients<" in page
+    manifest = json.loads(run.manifest.read_text())
+    # Two reduce-scatters of two thirds each, the sums for the copies, and the weights that no copy has made.
+    thirds = 2 * 2 + 1 + 1
+    assert manifest["theoretical_bytes_per_step"] == pytest.approx(thirds / 3 * 4 * manifest["model_params"])
 
 
 def test_a_class_that_says_it_is_elementwise_is_divided(tmp_path: Path) -> None:
