@@ -163,7 +163,7 @@ OPTION_GROUPS = {
         "Text and model": "data tokenizer depth seq_len config set_",
         "Steps and batch": "steps global_batch micro_batch scaling lr seed",
         "Machines": "on balance drop_slower_than on_silent_tie launcher confirm clean",
-        "Exchange": "sync every accumulate wire inside measure",
+        "Exchange": "sync every accumulate wire copies inside measure",
         "Compute": "threads device compile_ precision pin profile_steps",
         "The run": "out resume lineage detach watch plan profile dry_run json",
     },

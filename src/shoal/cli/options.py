@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.config.presets import PRESET_NAMES
-from shoal.config.sync_choice import OUTER_METHODS, ROUND_STEPS_TEXT, SYNC_HELP, WIRE_HELP
+from shoal.config.sync_choice import OUTER_METHODS, ROUND_STEPS_TEXT, SHARDED_METHODS, SYNC_HELP, WIRE_HELP
 
 # When an option has an effect: always, or only on a new run and not on one that is resumed.
 Effect = Literal["", "new run"]
@@ -48,6 +48,8 @@ _DROP = (
     "spare"
 )
 
+_COPIES = f"Copies of each part of {', '.join(SHARDED_METHODS)} on another rank: with 1, a lost machine loses no step."
+
 # Options that give a setting, in the order of the settings.
 SETTINGS = {
     "on": Option(
@@ -80,6 +82,7 @@ SETTINGS = {
     ),
     "accumulate": Option("Multiply the batch between two exchanges by this.", "sync.accumulate"),
     "wire": Option(f"Number format of sent gradients. {WIRE_HELP}.", "sync.wire"),
+    "copies": Option(_COPIES, "sync.copies", shown="1 with three or more ranks", low=0, high=1),
     "inside": Option("Exchange between ranks of one machine: auto, gloo, copies or shared (memory).", "sync.inside"),
     "measure": Option("How the all-reduce is timed: hook, barrier or off.", "sync.measure"),
     "drop_slower_than": Option(f"{_DROP}.", "members.drop_slower_than", shown="none is left out"),
@@ -95,6 +98,7 @@ SESSION_SETTINGS = {
     "steps": Option("Steps of the script's session.", "train.steps", low=1),
     "sync": Option(f"{SYNC_HELP} (session).", "sync.mode"),
     "wire": Option(f"{WIRE_HELP} (session).", "sync.wire"),
+    "copies": Option(f"{_COPIES[:-1]} (session).", "sync.copies", shown="1 with three or more ranks", low=0, high=1),
     "accumulate": Option("Batches between two exchanges (session).", "sync.accumulate", low=1),
     "balance": Option(f"{_BALANCE} (session).", "run.balance", shown=SETTINGS["balance"].shown),
     "drop_slower_than": Option(f"{_DROP} (session).", "members.drop_slower_than", shown="none is left out"),

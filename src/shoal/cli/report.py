@@ -23,11 +23,12 @@ from shoal.control.processes import find_processes
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.run_folder import RunFolder
 from shoal.terminal import begin_stage, end_stage, stderr_width
-from shoal.units import format_spans, pluralize, rank_list, rank_names
+from shoal.units import format_count, format_spans, pluralize, rank_list, rank_names
 
 if TYPE_CHECKING:
     from shoal.records.commit_log import LedgerReport
     from shoal.records.final_states import ReplicaReport
+    from shoal.records.sharded_parts import PartsReport
     from shoal.records.verify import VerifyResult
 
 
@@ -265,7 +266,8 @@ def sharding_of(folder: RunFolder) -> str:
 def print_verdict(verdict: VerifyResult, sharding: str) -> None:
     console = stdout_console()
     if verdict.replicas is not None:
-        for text in _replicas_verdict(verdict.replicas, "parameters" if verdict.is_measured else "weights and moments"):
+        compared = "parameters" if verdict.is_measured else "weights" if verdict.parts else "weights and moments"
+        for text in _replicas_verdict(verdict.replicas, compared):
             print_paragraph(text, console)
     elif verdict.status != "finished":
         print_paragraph(
@@ -273,6 +275,8 @@ def print_verdict(verdict: VerifyResult, sharding: str) -> None:
             "run has finished",
             console,
         )
+    if verdict.parts is not None:
+        print_paragraph(_parts_verdict(verdict.parts), console)
     if not verdict.is_measured:
         print_paragraph(_ledger_verdict(verdict.ledger, "drawn" if verdict.draws else sharding), console)
     for fork in verdict.ledger.forked:
@@ -322,6 +326,17 @@ def _replicas_verdict(replicas: ReplicaReport, what: str) -> Iterator[str]:
             f"[yellow]not here[/]: the state of {rank_names(replicas.elsewhere)}, on another machine; "
             "verify there too, and compare the digests"
         )
+
+
+def _parts_verdict(parts: PartsReport) -> str:
+    """Describe the parts of a divided model; what is wrong with them is a finding of its own."""
+    is_sound = parts.owned_once is not False and parts.copies_equal is not False
+    owned = {True: " owned once", False: ", not each owned once", None: ", not all of whose owners are here"}
+    copies = {True: "; copies equal", False: "; copies differ", None: ""}
+    return (
+        f"[{'green' if is_sound else 'red'}]parts[/]: {parts.parts}, each on {pluralize(parts.ranks_each, 'rank')}, "
+        f"{format_count(parts.elements)} elements{owned[parts.owned_once]}{copies[parts.copies_equal]}"
+    )
 
 
 def _ledger_verdict(ledger: LedgerReport, sharding: str) -> str:

@@ -43,6 +43,7 @@ class RunRequest(Request):
     steps: int | None = None
     sync: str | None = None
     wire: str | None = None
+    copies: int | None = None
     accumulate: int | None = None
     balance: str | None = None
     drop_slower_than: float | None = None

@@ -54,6 +54,7 @@ class TrainRequest(Request):
     every: int | None = None
     accumulate: int | None = None
     wire: str | None = None
+    copies: int | None = None
     measure: str | None = None
     on_silent_tie: str | None = None
     inside: str | None = None
@@ -213,6 +214,8 @@ def before_start(
     `--sync auto` and the first shares use ./profile.toml if it exists; a profile of another cluster is only refused if
     it was named.
     """
+    from shoal.cluster.target import parse_on, rank_count
+    from shoal.cost.memory import sharded_memory
     from shoal.records.explain_run import prediction_line
     from shoal.tools.plan.compare import store_first_speeds, store_prediction, store_sync_plan
 
@@ -220,6 +223,8 @@ def before_start(
 
     def before(run: RunFolder) -> None:
         console = make_console(stderr=True)
+        if memory := sharded_memory(settings, rank_count(parse_on(settings.run.on))):
+            print_paragraph(memory, console)
         if (path := named or PROFILE).exists():
             store_first_speeds(run, path)
         if settings.sync.mode == "auto":

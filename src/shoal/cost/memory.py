@@ -12,9 +12,10 @@ from shoal.config.sync_choice import SYNC_METHODS, join_or
 from shoal.cost.batch_plan import half_micro_batch, micro_batch, rank_weights
 from shoal.cost.model_size import activation_bytes, head_elements
 from shoal.cost.sharding import held_fractions, part_shares
-from shoal.cost.strategy import SyncStrategy, is_encoded
-from shoal.cost.workload import Workload
+from shoal.cost.strategy import SyncStrategy, is_encoded, strategy_of_config
+from shoal.cost.workload import Workload, workload_of
 from shoal.errors import ConfigError
+from shoal.units import format_si
 
 _FLOAT_BYTES = 4
 # The interpreter with torch, and what the allocator and the system need.
@@ -127,6 +128,18 @@ def largest_micro_batch(workload: Workload, strategy: SyncStrategy, available: S
     one, two = (activation_bytes(workload.shape, sequences, workload.gradient_bytes) for sequences in (1, 2))
     most = 1 + int(min(available) / (two - one))
     return max(0, bisect_left(range(1, most + 1), True, key=is_too_much))
+
+
+def sharded_memory(config: Config, ranks: int) -> str:
+    """Return the line about the memory of a rank that is printed before a sharded training; empty for any other."""
+    strategy = strategy_of_config(config.sync)
+    if not strategy.in_world(ranks).shard_level:
+        return ""
+    workload, batch = workload_of(config), micro_batch(config.train, rank_weights(config.run, ranks))
+    need, whole = (needed(workload, one, batch, ranks).total for one in (strategy, strategy.with_(sync="ddp")))
+    copies = strategy.copies_in(ranks)
+    kept = "; each part is on two ranks: a lost machine loses no step" if copies else ""
+    return f"memory: a rank needs about {format_si(need, 'B')}, with ddp {format_si(whole, 'B')}{kept}"
 
 
 def out_of_memory_advice(config: Config, ranks: int) -> str:

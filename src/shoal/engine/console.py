@@ -43,6 +43,8 @@ class Console:
                 self._print(f"step {event['step']}: from here on {event['why']}")
             case "shares" | "aligned" if event.get("why"):
                 self._print(f"step {event['step']}: {event['why']}")
+            case "note":
+                self._print(f"note: {event['text']}")
             case "warning":
                 self._print(f"warning: {event['seen']} ({self._run.name_in(event['fix'])})")
 

@@ -7,6 +7,9 @@ written, so all of them agreed on it.
 
 A GPU and a processor round differently, though: the same update of the same numbers differs in last bits. In a world
 with both, ranks on a GPU take the state of a rank on a processor at each comparison.
+
+Of a divided model, two ranks keep each part. If they differ, there is no majority: other ranks have the weights as the
+part's owner has sent them, right or wrong.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.engine.checkpoint import CheckpointFolder
+from shoal.engine.part_copies import ROUNDING, CopyDifference, copy_from_owners, find_differing_copies
 from shoal.engine.replica import Replica
 from shoal.engine.resume import resume_training
 from shoal.engine.saving import replica_state
@@ -31,8 +35,6 @@ from shoal.sync.step_stats import max_over_world
 from shoal.units import rank_names
 
 _NO_CHECKPOINT = -1
-# Rounding changes the norm of a tensor by less than this part of it. A bit that changes it less is harmless.
-_ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Difference:
     odd: tuple[int, ...]  # The ranks that differ from the majority; all ranks if there is no majority.
     source: int | None  # The lowest rank of the majority.
     tensor: str  # The first tensor by name that differs.
+    part: int | None = None  # The owner of the part of a divided model whose two copies differ.
 
 
 def find_difference(names: Sequence[str], digests_by_rank: Sequence[Sequence[int]]) -> Difference:
@@ -67,6 +70,11 @@ def _first_differing(names: Sequence[str], rows: Sequence[Sequence[int]]) -> str
     return min(name for name, digests in zip(names, columns, strict=True) if len(set(digests)) > 1)
 
 
+def _difference_of(copies: Sequence[CopyDifference]) -> Difference:
+    first = next((copy for copy in copies if not copy.is_rounding), copies[0])
+    return Difference((first.owner, first.holder), None, first.tensor, first.owner)
+
+
 class Comparison:
     """Compares and repairs the replicas. The step alone decides when: a rank that has just joined must do the same."""
 
@@ -92,6 +100,10 @@ class Comparison:
 
         At the end of a training there is no going back: it fails.
         """
+        copies = find_differing_copies(self._replica)
+        if copies and not self._align_copies(copies):
+            self._go_back(_difference_of(copies), is_end)
+            return False
         differing = self._gather_digests()
         if differing is None:
             return True
@@ -109,6 +121,21 @@ class Comparison:
         source_id = self._replica.world.ids[difference.source]
         action = f"its whole state was copied from rank {source_id}"
         self._report(difference, self._replica.progress.step, action, healed_from=source_id)
+        return True
+
+    def _align_copies(self, copies: Sequence[CopyDifference]) -> bool:
+        """Give copies that differ by rounding the numbers of their owners; return whether all differ by that."""
+        replica, divided = self._replica, self._replica.state.divided
+        if divided is None or not all(copy.is_rounding for copy in copies):
+            return False
+        with replica.outer.common():
+            copy_from_owners(divided, replica.world)
+        if remaining := find_differing_copies(replica):
+            raise self._explain_unrepaired(_difference_of(remaining), copies[0].tensor)
+        ids = replica.world.ids
+        why = "they round differently than the owners of these parts. That is done at each comparison from now on"
+        pairs = ", ".join(f"rank {ids[copy.holder]} took those of rank {ids[copy.owner]}" for copy in copies)
+        self._record_aligned([ids[copy.holder] for copy in copies], copies[0].tensor, f"copied moments: {pairs}: {why}")
         return True
 
     def _gather_digests(self) -> tuple[list[str], list[list[int]]] | None:
@@ -132,7 +159,7 @@ class Comparison:
         highest = max_over_world(replica.world, [math.inf if math.isnan(norm) else norm for norm in norms])
         lowest = max_over_world(replica.world, [math.inf if math.isnan(norm) else -norm for norm in norms])
         pairs = zip(highest, lowest, strict=True)
-        return all(math.isfinite(high) and high + low <= _ROUNDING * high for high, low in pairs)
+        return all(math.isfinite(high) and high + low <= ROUNDING * high for high, low in pairs)
 
     def _copy_state(self, difference: Difference, source: int) -> None:
         """Copy the state of a rank to the odd ranks."""
@@ -185,14 +212,18 @@ class Comparison:
         return broadcast_integers(self._replica.world, 0, [saved_step])[0]
 
     def _check_repaired(self, difference: Difference) -> None:
-        differing = self._gather_digests()
+        differing, copies = self._gather_digests(), find_differing_copies(self._replica)
         if differing is not None:
-            remaining = find_difference(*differing)
-            raise RunFailed(
-                f"{self._describe(remaining, self._replica.progress.step)}, right after all had been made equal",
-                why=f"before that it was {difference.tensor}: the memory of one of these machines is unreliable",
-                fix="test it (memtester 1G 1) before you resume: shoal train --resume RUN",
-            )
+            raise self._explain_unrepaired(find_difference(*differing), difference.tensor)
+        if copies and not all(copy.is_rounding for copy in copies):
+            raise self._explain_unrepaired(_difference_of(copies), difference.tensor)
+
+    def _explain_unrepaired(self, remaining: Difference, tensor: str) -> RunFailed:
+        return RunFailed(
+            f"{self._describe(remaining, self._replica.progress.step)}, right after all had been made equal",
+            why=f"before that it was {tensor}: the memory of one of these machines is unreliable",
+            fix="test it (memtester 1G 1) before you resume: shoal train --resume RUN",
+        )
 
     def _explain_end(self, difference: Difference, saved_step: int) -> RunFailed:
         seen = self._describe(difference, self._replica.progress.step)
@@ -225,7 +256,9 @@ class Comparison:
     def _record(
         self, difference: Difference, step: int, healed_from: int | None = None, back_to: int | None = None
     ) -> None:
-        fields = {"tensor": difference.tensor, "healed_from": healed_from, "back_to": back_to}
+        fields: dict[str, object] = {"tensor": difference.tensor, "healed_from": healed_from, "back_to": back_to}
+        if difference.part is not None:
+            fields["part"] = self._replica.world.ids[difference.part]
         self._replica.recorder.event("divergence", step=step, ranks=self._odd_ids(difference), **fields)
 
     def _report_rounding(self, difference: Difference) -> None:
@@ -236,13 +269,20 @@ class Comparison:
             f"{rank_names(ranks)}, on a GPU, took the state of rank {source}, on a processor: they round differently. "
             "That is done at each comparison and checkpoint from now on"
         )
+        self._record_aligned(ranks, difference.tensor, why, source=source)
+
+    def _record_aligned(self, ranks: Sequence[int], tensor: str, why: str, **fields: int) -> None:
         first = {} if self._has_aligned else {"why": why}
         self._has_aligned = True
-        replica.recorder.event(
-            "aligned", step=replica.progress.step, ranks=ranks, source=source, tensor=difference.tensor, **first
-        )
+        recorder, step = self._replica.recorder, self._replica.progress.step
+        recorder.event("aligned", step=step, ranks=list(ranks), tensor=tensor, **fields, **first)
 
     def _describe(self, difference: Difference, step: int) -> str:
+        if difference.part is not None:
+            return (
+                f"after step {step} {rank_names(self._odd_ids(difference))} have different copies of the part of rank "
+                f"{self._replica.world.ids[difference.part]}, first in {difference.tensor}"
+            )
         than = "than the others" if difference.source is not None else "than each other"
         have = "has" if len(difference.odd) == 1 else "have"
         return f"after step {step} {rank_names(self._odd_ids(difference))} {have} another {difference.tensor} {than}"

@@ -18,6 +18,7 @@ from shoal.engine.environment import SessionStart
 from shoal.engine.loop import Loop, Task
 from shoal.engine.machine_trial import CorePins, MachineTrial, choose_cores, thread_ids
 from shoal.engine.observers import SpeedObserver, StepObserver
+from shoal.engine.part_copies import describe_risk
 from shoal.engine.recorder import Recorder, last_event, last_step
 from shoal.engine.recover import LOSS_KNOWN_S, GenerationChanger
 from shoal.engine.replica import InitialState, Replica
@@ -144,6 +145,8 @@ class Entry:
             trial.recall(run)
         on_start()
         self._announce(process)
+        if replica.world.is_main and (risk := describe_risk(replica)):
+            replica.recorder.event("note", step=replica.progress.step, text=risk)
 
     def _call_on_start(self) -> None:
         replica = self.replica

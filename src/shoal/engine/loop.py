@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from shoal.engine.checkpoint import CheckpointFolder, savable
 from shoal.engine.divergence import Comparison
 from shoal.engine.observers import StepObserver
+from shoal.engine.part_copies import describe_parts
 from shoal.engine.recover import GenerationChanger
 from shoal.engine.replica import Replica
 from shoal.engine.saving import WRITE_TIMEOUT_S, Saver, replica_state, write_patiently
@@ -227,4 +228,6 @@ class Loop:
                 ) from error
 
         write_patiently(write, FLUSH_S)
-        replica.recorder.event("digest", step=step, sha256=digest_tensors(state))
+        divided = replica.state.divided
+        parts = describe_parts(divided, replica.world) if divided is not None else {}
+        replica.recorder.event("digest", step=step, sha256=digest_tensors(state), **parts)

@@ -46,6 +46,7 @@ from shoal.engine.misuse import check_mean, check_scale
 from shoal.engine.parts import parameters_of
 from shoal.engine.replica import Replica
 from shoal.engine.sampling import SHARDS, Shard
+from shoal.engine.sharded_state import check_elementwise
 from shoal.engine.step import UnequalMicroBatches, flush_denormals
 from shoal.engine.step_callbacks import StepCallbacks, StepRecord
 from shoal.engine.streams import Carried, carried_of, with_carried
@@ -221,6 +222,8 @@ class Session:
                 thing.attach_to(self.device)
         state = TrainingState(model, optimizers, others, epoch_schedulers)
         check_trainable(state)
+        if self._start.config.sync.is_sharded:
+            check_elementwise(optimizers, self._start.config.sync.mode)
         self._attached = Attached(state, reset)
 
     def every(self, steps: int | None = None, *, epochs: int | None = None) -> Callable[[Function], Function]:

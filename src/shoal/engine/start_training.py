@@ -120,6 +120,7 @@ def announce(replica: Replica, run: RunFolder, **fields: object) -> None:
 def describe_start(replica: Replica) -> dict[str, object]:
     """Return the fields of the `start` event about the training itself."""
     follows_speed = replica.division.follows_speed(replica.world)
+    divided = replica.state.divided
     return {
         "params": sum(parameter.numel() for parameter in replica.model.parameters()),
         **describe_exchanges(replica.config.sync, replica.exchanges, replica.state),
@@ -128,6 +129,7 @@ def describe_start(replica: Replica) -> dict[str, object]:
         "share": replica.share,
         "micro_batches": replica.plan.counts[replica.world.rank],
         "shares_why": describe_first_shares(replica.plan, _shares_source(replica), follows_speed),
+        **({} if divided is None else {"copies": int(divided.layout.copy_shift > 0)}),
         "seed": replica.config.train.seed,
         "steps": replica.config.train.steps,
         "resumed_from": replica.progress.step,

@@ -177,6 +177,13 @@ class TrainingStep:
                 why="a part has micro-batches of its own; those of the last update come after all parts",
                 fix="begin the parts first: with step.part(optimizer): …, then backward and step.update()",
             )
+        sync = self._replica.config.sync
+        if sync.is_sharded:
+            raise UsageError(
+                f"sync.mode={sync.mode} cannot update a part of the step's optimizers",
+                why="it divides one update of all parameters among the ranks, and step.part makes several in a step",
+                fix="use --sync ddp, or one update for all optimizers: step.update() without step.part",
+            )
         self.parts.begin(optimizers)
         self._replica.exchange_after_backward()
 

@@ -16,7 +16,7 @@ from shoal.events import Event
 from shoal.records.measured_script import NO_EXCHANGE, has_own_exchanges, name_collectives
 from shoal.records.rank_log import is_number, is_step
 from shoal.records.scaling import ScalingPoint, are_alike, efficiency, in_order
-from shoal.records.summary import RunSummary
+from shoal.records.summary import RunSummary, shard_level
 from shoal.units import (
     DISTURBING_CORES,
     SAMPLES,
@@ -123,6 +123,8 @@ def _explain_bytes(summary: RunSummary) -> str:
     if not theory:
         return f"Gradients went through shared memory. {sent} over the network for other purposes."
     formula = "2(N−1)/N·S" if summary.start.get("inside", "gloo") == "gloo" else "one ring between the machines"
+    if shard_level(summary.start):
+        formula = f"the reduce-scatters and all-gathers of {summary.start['sync']}"
     round_steps = summary.start.get("round_steps")
     if isinstance(round_steps, int) and round_steps > 1 and summary.steps_done < 2 * round_steps:
         return f"{sent}; the run is too short to compare that with {formula}: a round has {round_steps} steps."

@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from shoal.config.sync_choice import SYNC_METHODS
 from shoal.control.membership.types import NEVER, Ballot
 from shoal.cost.causes import Demand, machine_demands
 from shoal.cost.network import ring_bytes
+from shoal.cost.sharding import payload
 from shoal.errors import PeerLost
 from shoal.event_schema import EXCHANGE_TIMES, PHASES, STEP_TIMES, Event
 from shoal.records.history import (
@@ -489,14 +491,23 @@ def _machine(log: RankLog) -> str:
     return str(hardware.get("boot_id") if isinstance(hardware, dict) else None)
 
 
+def shard_level(start: Event) -> int:
+    """Return what was divided among the ranks, as a `start` event records it; 0 for a model that was not."""
+    method = SYNC_METHODS.get(str(start.get("sync")))
+    return method.shard_level if method is not None and is_step(start.get("copies")) else 0
+
+
 def _theoretical_bytes(logs: Logs, start: Event, world_size: int) -> float | None:
-    """Return the bytes per step and rank that a ring all-reduce needs.
+    """Return the bytes per step and rank that a ring all-reduce, or the halves of a sharded one, need.
 
     An exchange per round is divided by the steps of the round. With shared memory one rank per node sends for all.
     """
     grad_bytes = start.get("grad_bytes")
     if not isinstance(grad_bytes, int) or not world_size:
         return None
+    if level := shard_level(start):
+        batches, copies = start.get("micro_batches"), start.get("copies")
+        return grad_bytes * payload(level, world_size, batches if is_step(batches) else 1, int(bool(copies)))
     if start.get("inside", "gloo") == "gloo":
         return ring_bytes(world_size, grad_bytes) / _round_steps(start)
     ranks_on = Counter((str(log.start.get("node")), _machine(log)) for log in logs.values())

@@ -32,6 +32,7 @@ from shoal.records.history import Logs, is_joined, last_members, ranks_elsewhere
 from shoal.records.manifest import current_manifest
 from shoal.records.measured_script import exchange_findings, is_measured
 from shoal.records.rank_log import as_float, is_step, read_ballot, read_rank_logs
+from shoal.records.sharded_parts import PartsReport, check_parts
 from shoal.run_folder import RunFolder, is_accessible, is_plain_name, user_name
 from shoal.units import format_spans, pluralize, to_spans
 
@@ -55,6 +56,7 @@ class VerifyResult(BaseModel):
     replicas: ReplicaReport | None  # None without final states to compare
     ledger: LedgerReport
     findings: list[VerifyFinding]
+    parts: PartsReport | None = None  # of a model that was divided among the ranks
     is_measured: bool = False  # a script that `shoal run --measure` recorded: it has no ledger
     draws: bool = False  # samples were drawn with replacement: the ledger counts positions of the stream of draws
 
@@ -173,6 +175,7 @@ def verify_run(run: RunFolder) -> VerifyResult:
     _check_ledger_order(folder)
     _check_checkpoints(folder, ledger)
     replicas = _check_states(folder)
+    parts = _check_parts(folder)
     _check_manifest(folder)
     findings = list({(finding.file, finding.text): finding for finding in folder.findings}.values())
     return VerifyResult(
@@ -181,6 +184,7 @@ def verify_run(run: RunFolder) -> VerifyResult:
         replicas=replicas,
         ledger=ledger,
         findings=findings,
+        parts=parts,
         draws=any(event.get("event") == "draw" for events in folder.events.values() for event in events),
     )
 
@@ -556,6 +560,17 @@ def _check_states(folder: _Folder) -> ReplicaReport | None:
     except ShoalError as error:
         folder.wrong(run.path, error.seen)
     return None
+
+
+def _check_parts(folder: _Folder) -> PartsReport | None:
+    """Check that every element of a divided model has one owner, and that copies are equal to their owners' parts."""
+    if folder.status != "finished":
+        return None
+    last = {rank: events[-1] for rank in folder.members if (events := folder.since_start(rank, "digest"))}
+    report, wrong = check_parts(last, ranks_elsewhere(folder.logs, folder.is_joined))
+    for rank, text in wrong:
+        folder.wrong(folder.run.events(rank), text)
+    return report
 
 
 def _check_state(folder: _Folder, path: Path, digests: list[Event]) -> None:

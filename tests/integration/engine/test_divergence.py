@@ -1,6 +1,6 @@
 """A bit flip in one rank's memory is detected, reported and healed in a real training with real ranks.
 
-Exercises engine.divergence, sync.replicas.
+Exercises engine.divergence, engine.part_copies, sync.replicas.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shoal.engine import part_copies, sharding
 from shoal.engine.divergence import Difference, find_difference, find_rounding
+from shoal.engine.part_copies import part_tensors
 from shoal.engine.replica import Replica
 from shoal.engine.saving import replica_state
 from shoal.engine.step import DoneStep
@@ -47,6 +49,8 @@ class Flip:
     step: int
     tensor: str
     bit: int = 5
+    place: int = 3
+    part: int | None = None  # Of a divided model: the first tensor of this rank's part whose name begins like that.
 
 
 def train(world: World, run: Path, flips: Sequence[Flip]) -> tuple[int, str | None]:
@@ -80,10 +84,20 @@ def train_mixed(world: World, run: Path, flips: Sequence[Flip]) -> tuple[int, st
     return train(replace(world, devices=("cuda:0", *["cpu"] * (world.size - 1))), run, flips)
 
 
+def train_unlike(world: World, run: Path, flips: Sequence[Flip]) -> tuple[int, str | None]:
+    """The same, but the ranks say that they compute differently."""
+    for module in (sharding, part_copies):
+        vars(module)["_are_alike"] = lambda world: False
+    return train(world, run, flips)
+
+
 def change(replica: Replica, flip: Flip) -> None:
     with replica.outer.common():
-        tensor: Tensor = replica_state(replica)[flip.tensor]
-        tensor.view(-1).view(torch.int32)[3] ^= 1 << flip.bit
+        tensors = replica_state(replica)
+        if flip.part is not None and replica.state.divided is not None:
+            tensors = part_tensors(replica.state.divided, flip.part)
+        tensor: Tensor = tensors[min(name for name in tensors if name.startswith(flip.tensor))]
+        tensor.view(-1).view(torch.int32)[flip.place] ^= 1 << flip.bit
 
 
 def run_with(
@@ -230,4 +244,62 @@ def test_common_parameters_of_outer_modes_are_compared_and_healed(mode: str, tmp
     [event] = events(run, "divergence")
     assert (event["ranks"], event["tensor"], event["healed_from"]) == ([2], WEIGHT, 0)
     assert event["step"] == {"local": 12, "diloco": 10, "streaming": 10}[mode]
+    assert all_equal(ended)
+
+
+# Rank 0 keeps a copy of the part of rank 2, rank 1 of that of rank 0, rank 2 of that of rank 1.
+DIVIDED = ("members.digest_every=10", "train.checkpoint_every=8", "train.steps=24")
+MOMENTS, WEIGHTS = "optimizer.state.", "model."
+
+
+@pytest.mark.parametrize(
+    "settings", [("sync.mode=zero1",), ("sync.mode=zero2", "sync.wire=int8")], ids=["fp32", "int8"]
+)
+@pytest.mark.parametrize(
+    "flip", [Flip(2, 13, MOMENTS, part=1), Flip(1, 13, WEIGHTS, bit=20, part=1)], ids=["copy", "owner"]
+)
+def test_ranks_return_to_a_checkpoint_if_the_copies_of_a_part_differ(
+    flip: Flip, settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A wrong weight of an owner reaches all ranks but the one with the copy: a majority would be wrong."""
+    run, ended = run_with(tmp_path, 3, [flip], *DIVIDED, *settings)
+    for rank in range(3):
+        [event] = events(run, "divergence", rank)
+        assert (event["step"], event["part"], event["ranks"], event["back_to"]) == (16, 1, [1, 2], 8)
+        assert event["tensor"].startswith((flip.tensor, "model."))
+    [warning] = events(run, "warning")
+    assert "after step 16 ranks 1 and 2 have different copies of the part of rank 1, first in" in warning["seen"]
+    assert "all went back to step 8" in warning["seen"]
+    assert all_equal(ended)
+    if "sync.wire=int8" not in settings:
+        _, expected = run_with(tmp_path / "undisturbed", 3, [], *DIVIDED, *settings)
+        assert ended == expected, "the flipped bit is in the final state"
+
+
+def test_a_weight_of_a_rank_that_keeps_no_part_of_it_is_healed_by_the_majority(tmp_path: Path) -> None:
+    """The last weight of the first layer is in the part of rank 2, which rank 1 has no copy of."""
+    run, ended = run_with(tmp_path, 3, [Flip(1, 16, "model.token.weight", place=-1)], *DIVIDED, "sync.mode=zero1")
+    [event] = events(run, "divergence")
+    assert (event["step"], event["ranks"], event["healed_from"], event["back_to"]) == (16, [1], 0, None)
+    assert all_equal(ended)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_copies_on_ranks_that_round_differently_take_the_moments_of_the_owner(wire: str, tmp_path: Path) -> None:
+    flips = [Flip(2, 8, MOMENTS, bit=0, part=1), Flip(1, 9, MOMENTS, bit=0, part=1)]
+    run, ended = run_with(tmp_path, 3, flips, *DIVIDED, "sync.mode=zero1", f"sync.wire={wire}", train=train_unlike)
+    assert all_equal(ended)
+    [first, *later] = events(run, "aligned", 1)
+    assert (first["step"], first["ranks"]) == (8, [2])
+    assert "rank 2 took those of rank 1" in first["why"]
+    assert not any("why" in event for event in later)
+    assert not events(run, "divergence")
+
+
+def test_a_bit_that_changes_a_moment_much_is_no_rounding(tmp_path: Path) -> None:
+    run, ended = run_with(
+        tmp_path, 3, [Flip(2, 13, MOMENTS, bit=30, part=1)], *DIVIDED, "sync.mode=zero1", train=train_unlike
+    )
+    [event] = events(run, "divergence")
+    assert (event["part"], event["back_to"]) == (1, 8)
     assert all_equal(ended)

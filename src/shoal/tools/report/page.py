@@ -22,7 +22,7 @@ from shoal.records.history import cost_sentence
 from shoal.records.manifest import manifest_of
 from shoal.records.measured_script import NO_EXCHANGE, has_own_exchanges, name_collectives
 from shoal.records.scaling import ScalingPoint, efficiency, in_order, read_scaling
-from shoal.records.summary import RunSummary, summarize
+from shoal.records.summary import RunSummary, shard_level, summarize
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.tools.draw.pages import (
     NOTHING,
@@ -57,6 +57,7 @@ from shoal.units import (
     format_rounded,
     format_share,
     format_value,
+    join_words,
     name_ranks,
     pluralize,
 )
@@ -262,6 +263,9 @@ def _key_figures(manifest: Manifest, summary: RunSummary) -> str:
     share = format_share(exposed, manifest.step_s_measured or 0)
     waiting = f"{share} communication and waiting" if "exposed" in manifest.phases else "waiting not measured"
     formula = "2(N−1)/N·S" if manifest.inside == "gloo" else "through shared memory"
+    level = shard_level(summary.start)
+    if level > 1:
+        formula = f"of {manifest.sync}"
     expected = or_nothing(manifest.theoretical_bytes_per_step, format_bytes).replace(" B", "\u00a0B")
     theory = f"theory {formula}: {expected}"
     nodes = pluralize(len(manifest.nodes), "node")
@@ -281,12 +285,23 @@ def _key_figures(manifest: Manifest, summary: RunSummary) -> str:
         ("ranks", str(manifest.world_size), where),
         ("model", or_nothing(manifest.model_params, format_count), "parameters"),
         ("replicas", *replicas[manifest.byte_equivalent]),
+        *([_parts_figure(level, manifest, summary)] if level else []),
     ]
     boxes = (
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for name, value, note in figures
     )
     return f'<dl class="figures">{"".join(boxes)}</dl>'
+
+
+def _parts_figure(level: int, manifest: Manifest, summary: RunSummary) -> tuple[str, str, str]:
+    """Return name, value and note of the parts into which the model was divided at the start."""
+    ranks = 1 + bool(summary.start["copies"])
+    divided = join_words(["moments", "gradients", "weights"][:level])
+    note = (
+        f"{manifest.sync}: each on {pluralize(ranks, 'rank')}, which keep {format_share(ranks, manifest.world_size)} "
+    )
+    return "parts", str(manifest.world_size), f"{note}of the {divided}"
 
 
 def _exchange_figure(manifest: Manifest, summary: RunSummary) -> tuple[str, str, str]:

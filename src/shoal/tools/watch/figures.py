@@ -78,6 +78,7 @@ def summarize(state: LiveState) -> dict[str, Any]:
         "params": finite(start.get("params")),
         "sync": clean_name(start.get("sync")),
         "wire": clean_name(start.get("wire")),
+        "copies": start.get("copies") if is_step(start.get("copies")) else None,
         "device": clean_name(start.get("device")),
         "ranks": _rank_figures(state, ranks),
         "nodes": _node_figures(state, ranks),

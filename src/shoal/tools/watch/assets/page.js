@@ -363,7 +363,7 @@ function drawHead() {
   const s = S.summary;
   $("status").textContent = s.status === "lost" ? "not supervised" : s.status;
   $("status").className = `pill ${s.status}`;
-  const facts = [s.what, s.on && `on ${s.on}`, s.params && `${si(s.params, "").replace(" ", "")} parameters`, s.sync && `${s.sync} (${s.wire})`, s.device];
+  const facts = [s.what, s.on && `on ${s.on}`, s.params && `${si(s.params, "").replace(" ", "")} parameters`, s.sync && `${s.sync} (${s.wire})`, s.copies !== null && (s.copies ? "parts on two ranks each" : "parts without copies"), s.device];
   $("about").textContent = facts.filter(Boolean).join(" · ");
   const total = s.steps ?? s.step;
   const bar = $("progress");
