@@ -79,7 +79,7 @@ def _copy_parts(layout: ShardLayout, rank: int, parameters: Sequence[nn.Paramete
 
 
 def make_sharded_exchanges(
-    config: SyncConfig, state: TrainingState, world: World, rounds: int
+    config: SyncConfig, state: TrainingState, world: World, rounds: int, may_leave_out: bool = False
 ) -> tuple[ShardedSync, OuterSync]:
     divided = state.divided
     assert divided is not None  # noqa: S101 - the replica has divided the model before
@@ -90,7 +90,9 @@ def make_sharded_exchanges(
         exchange = PartExchange(
             with_second_group(world, config.timeout_s), layout, config.wire, _are_alike(world), dtypes
         )
-    sync = ShardedSync(state.model, world, layout, parameters, divided.held, exchange, config.shard_level)
+    sync = ShardedSync(
+        state.model, world, layout, parameters, divided.held, exchange, config.shard_level, may_leave_out
+    )
     sync.rounds = rounds
     if exchange is None:
         return sync, EveryStep()

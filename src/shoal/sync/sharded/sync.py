@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.errors import UsageError
 from shoal.sync.compression.base import State, load_tensors
 from shoal.sync.gradients import SyncDefaults, check_gradients
 from shoal.sync.interruptible import await_work
@@ -26,7 +27,7 @@ from shoal.sync.sharded.exchange import Part, PartExchange, Spread
 from shoal.sync.sharded.held import HeldPiece, flat, shaped_like, squares_of
 from shoal.sync.sharded.layout import ShardLayout
 from shoal.sync.sharded.pending import PendingWeights, can_intercept
-from shoal.sync.step_stats import CommTimes, covered
+from shoal.sync.step_stats import CommTimes, covered, max_over_world
 from shoal.sync.world import World
 
 # ZeRO-2 waits for its buckets after each group of so many, while the next group is made: their memory is used again.
@@ -45,7 +46,9 @@ class ShardedSync(SyncDefaults):
         held: Sequence[HeldPiece],
         exchange: PartExchange | None,
         level: int,
+        may_leave_out: bool = False,
     ) -> None:
+        """With `may_leave_out` a step may leave parameters without a gradient, on some ranks or on all."""
         self.module = module
         self.weights: UpdatedWeights | None = None
         self.rounds = 1  # Micro-batches of the rank that has most.
@@ -61,6 +64,9 @@ class ShardedSync(SyncDefaults):
         self._keeps_gradients = level == 1
         self._sums = {} if self._keeps_gradients else _make_sums(layout, world.rank, parameters)
         self._is_last = True
+        self._may_leave_out = may_leave_out
+        self._reached: set[nn.Parameter] = set()  # Those that have got a gradient in this step.
+        self._is_round_open = False  # A micro-batch had its backward, and not all of its buckets were sent.
         self._round = 0  # Micro-batches of this step that were exchanged, where each is.
         self._next = 0  # The bucket that is sent next.
         self._sent: list[tuple[float, Future[float]]] = []
@@ -69,9 +75,9 @@ class ShardedSync(SyncDefaults):
     def backward(self, loss: Tensor, last: bool) -> None:
         if self.weights is not None:
             self.weights.complete()
-        if not self._keeps_gradients and self._next:
+        if not self._keeps_gradients and self._is_round_open:
             self._finish_round(is_final=False)
-        self._is_last = last
+        self._is_last, self._is_round_open = last, True
         loss.backward()
 
     def finish(self, only: Collection[Tensor] | None = None) -> CommTimes:
@@ -81,7 +87,7 @@ class ShardedSync(SyncDefaults):
             # Another rank has more micro-batches than this one.
             self._finish_round(is_final=self._round + 1 == self.rounds)
         spans = [[begin, done.result()] for begin, done in self._sent]
-        self._set_sums()
+        self._set_sums(self._find_used())
         now = time.perf_counter()
         ready_at = spans[-1][0] if spans else now
         self._sent, self._round = [], 0
@@ -125,7 +131,16 @@ class ShardedSync(SyncDefaults):
         if self.exchange is None:
             return
         bucket = self._bucket_of[parameter]
-        bucket.take(parameter)
+        if bucket.index < self._next:
+            raise UsageError(
+                f"a parameter of shape {tuple(parameter.shape)} got a second gradient in one backward, after the first "
+                "was sent",
+                why="torch.utils.checkpoint with use_reentrant=True runs a backward of its own for each segment, and "
+                "two segments use this parameter",
+                fix="checkpoint(..., use_reentrant=False)",
+            )
+        bucket.take(parameter, adds=not self._keeps_gradients and parameter not in bucket.missing)
+        self._reached.add(parameter)
         if not self._keeps_gradients:
             parameter.grad = None
         if self._is_last or not self._keeps_gradients:
@@ -139,7 +154,7 @@ class ShardedSync(SyncDefaults):
         while self.exchange is not None and self._next < len(self._buckets):
             self._buckets[self._next].fill_in_zeros()
             self._send_next(is_final)
-        self._next = 0
+        self._next, self._is_round_open = 0, False
         self._round += 1
 
     def _send_next(self, is_final: bool) -> None:
@@ -163,14 +178,25 @@ class ShardedSync(SyncDefaults):
         done = self.exchange.reduce_scatter(bucket.index, gradients, sums, copy, is_last or ends_group)
         self._sent.append((time.perf_counter(), done))
 
-    def _set_sums(self) -> None:
-        """Give every piece its sum as its gradient."""
+    def _find_used(self) -> Collection[int]:
+        """Return the numbers of the parameters that have a gradient on any rank."""
+        numbers: Collection[int] = range(len(self._parameters))
+        if self._may_leave_out and self.exchange is not None:
+            counts = max_over_world(self._world, [float(parameter in self._reached) for parameter in self._parameters])
+            numbers = {number for number, count in enumerate(counts) if count}
+        self._reached.clear()
+        return numbers
+
+    def _set_sums(self, used: Collection[int]) -> None:
+        """Give every piece its sum as its gradient; none where no rank has one, as in one process."""
         for piece in self._held:
             place, bucket = piece.place, self._buckets[piece.bucket]
             begin, end = place.offset, place.offset + place.count
             if self.exchange is None:
                 gradient = self._parameters[place.parameter].grad
                 piece.weight.grad = None if gradient is None else flat(gradient)[place.of_parameter]
+            elif piece.parameter not in used:
+                piece.weight.grad = None
             elif self._keeps_gradients:
                 piece.weight.grad = bucket.flat[begin:end]
             else:
@@ -205,10 +231,12 @@ class _GradientBucket:
         if not keep:
             self._memory, self._views = None, {}
 
-    def take(self, parameter: nn.Parameter) -> None:
+    def take(self, parameter: nn.Parameter, adds: bool = False) -> None:
         self.flat  # noqa: B018 - allocates the memory
         view, gradient = self._views[parameter], parameter.grad
-        if gradient is not None and gradient.data_ptr() != view.data_ptr():
+        if gradient is not None and adds:
+            view.add_(gradient)
+        elif gradient is not None and gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
             parameter.grad = view
 
