@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import UsageError
-from shoal.sync.sharded.exchange import Part, Spread
+from shoal.sync.sharded.exchange import ExactPart, Spread
 from shoal.sync.sharded.held import HeldPiece, flat, hold_pieces, shaped_like
 from shoal.sync.sharded.layout import Piece, ShardLayout
 
@@ -70,7 +70,7 @@ class DividedOptimizers:
         layout: ShardLayout,
         rank: int,
         numbers: Callable[[int, int, Piece], Tensor] | None = None,
-        exact: Mapping[tuple[int, int], Part] | None = None,
+        exact: Mapping[tuple[int, int], ExactPart] | None = None,
     ) -> None:
         """`parameters` are those of the layout, in its order. `numbers` has the memory of the pieces: by default the
         parameters themselves, otherwise that of the parts `exact`."""
@@ -83,8 +83,10 @@ class DividedOptimizers:
         self.parameters = dict(parameters)
         self._whole = values = list(parameters.values())
         self._names = {parameter: name for name, parameter in parameters.items()}
+        flats = [flat(parameter) for parameter in values]
+        self._tensors = [parameter.detach() for parameter in values]  # In the memory of the pieces.
+        self._weights = [Spread(bucket, [flats[number] for number in bucket.parameters]) for bucket in layout.buckets]
         if numbers is None:
-            flats = [flat(parameter) for parameter in values]
 
             def numbers(bucket: int, owner: int, place: Piece) -> Tensor:
                 return flats[place.parameter][place.of_parameter]
@@ -107,6 +109,9 @@ class DividedOptimizers:
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Inside, the optimizers have the pieces in place of their parameters."""
+        self._take_back_memory()
+        for (bucket, _), part in self.exact.items():
+            part.make_whole(self._weights[bucket])
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         whole = [group["params"] for group in groups]
         for group in groups:
@@ -116,6 +121,21 @@ class DividedOptimizers:
         finally:
             for group, parameters in zip(groups, whole, strict=True):
                 group["params"] = parameters
+
+    @torch.no_grad()
+    def _take_back_memory(self) -> None:
+        """Copy weights that the program has put into other memory to where the pieces are."""
+        for parameter, tensor in zip(self._whole, self._tensors, strict=True):
+            if parameter.data_ptr() == tensor.data_ptr():
+                continue
+            if (parameter.shape, parameter.dtype) != (tensor.shape, tensor.dtype):
+                raise UsageError(
+                    f"the parameter {self._names[parameter]} has got another shape or type: {tuple(parameter.shape)} "
+                    f"{parameter.dtype}",
+                    why="the model is divided among the ranks as it was when the session began",
+                    fix="change the model before session.attach",
+                )
+            parameter.data = tensor.copy_(parameter)
 
     def drop_gradients(self) -> None:
         for piece in self.held:
@@ -202,6 +222,7 @@ class DividedOptimizers:
     def publish(self, bucket: int, owner: int, weights: Spread) -> None:
         """Make the exact weights of a part those that all ranks have in common."""
         if (part := self.exact.get((bucket, owner))) is not None:
+            part.make_whole(weights)
             weights.write(part.begin, part.begin + len(part.numbers), part.numbers)
 
     def moments_of(self, owner: int) -> dict[str, Tensor]:

@@ -15,8 +15,7 @@ from shoal.engine.sharded_state import DividedOptimizers, check_elementwise
 from shoal.engine.training_state import TrainingState
 from shoal.sync.outer import EveryStep, OuterSync
 from shoal.sync.replicas import gather_integers
-from shoal.sync.sharded.exchange import Part, PartExchange, Spread, make_codecs
-from shoal.sync.sharded.held import flat
+from shoal.sync.sharded.exchange import ExactPart, PartExchange, make_codecs
 from shoal.sync.sharded.layout import Piece, ShardLayout, choose_copy_shift, fill_buckets, lay_out_parts
 from shoal.sync.sharded.sync import ShardedSync, UpdatedWeights
 from shoal.sync.shared_memory.ddp import in_backward_order
@@ -57,7 +56,7 @@ def divide(config: SyncConfig, state: TrainingState, layout: ShardLayout, world:
     parameters = divided_parameters(state)
     if world.size == 1 or not make_codecs(config.wire).is_lossy:
         return DividedOptimizers(state.optimizers, parameters, layout, world.rank)
-    exact = _copy_parts(layout, world.rank, list(parameters.values()))
+    exact = _make_exact_parts(layout, world.rank, list(parameters.values()))
 
     def numbers(bucket: int, owner: int, place: Piece) -> Tensor:
         return exact[bucket, owner].view(place.offset, place.offset + place.count)
@@ -65,16 +64,16 @@ def divide(config: SyncConfig, state: TrainingState, layout: ShardLayout, world:
     return DividedOptimizers(state.optimizers, parameters, layout, world.rank, numbers, exact)
 
 
-def _copy_parts(layout: ShardLayout, rank: int, parameters: Sequence[nn.Parameter]) -> Mapping[tuple[int, int], Part]:
-    """Copy the parts that this rank keeps: exact weights, where all ranks have rounded ones."""
-    flats = [flat(parameter) for parameter in parameters]
+def _make_exact_parts(
+    layout: ShardLayout, rank: int, parameters: Sequence[nn.Parameter]
+) -> Mapping[tuple[int, int], ExactPart]:
+    """Make the exact weights of the parts that this rank keeps, where all ranks have rounded ones."""
     parts = {}
     for index, bucket in enumerate(layout.buckets):
-        spread = Spread(bucket, [flats[number] for number in bucket.parameters])
-        like = flats[bucket.parameters[0]]
+        like = parameters[bucket.parameters[0]].detach()
         for owner in layout.held_by(rank):
             begin, end = bucket.part(owner)
-            parts[index, owner] = Part(begin, spread.read(begin, end, like.new_empty(end - begin)))
+            parts[index, owner] = ExactPart(begin, like.new_zeros(end - begin))
     return parts
 
 

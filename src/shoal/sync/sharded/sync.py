@@ -23,7 +23,7 @@ from shoal.sync.compression.base import State, load_tensors
 from shoal.sync.gradients import SyncDefaults, check_gradients
 from shoal.sync.interruptible import await_work
 from shoal.sync.outer import OuterSync
-from shoal.sync.sharded.exchange import Part, PartExchange, Spread
+from shoal.sync.sharded.exchange import ExactPart, Part, PartExchange, Spread
 from shoal.sync.sharded.held import HeldPiece, flat, shaped_like, squares_of
 from shoal.sync.sharded.layout import ShardLayout
 from shoal.sync.sharded.pending import PendingWeights, can_intercept
@@ -269,7 +269,7 @@ class UpdatedWeights(OuterSync):
         layout: ShardLayout,
         parameters: Sequence[nn.Parameter],
         exchange: PartExchange,
-        exact: Mapping[tuple[int, int], Part],
+        exact: Mapping[tuple[int, int], ExactPart],
     ) -> None:
         self._world = world
         self._exchange = exchange
@@ -320,8 +320,8 @@ class UpdatedWeights(OuterSync):
 
     def rewind(self, common_step: int, in_flight: int) -> None:
         """Take the weights as they are for the exact ones."""
-        for (bucket, _), part in self._exact.items():
-            self._weights[bucket].read(part.begin, part.begin + len(part.numbers), part.numbers)
+        for part in self._exact.values():
+            part.drop_rest()
 
     @contextmanager
     def common(self) -> Iterator[None]:
@@ -336,3 +336,6 @@ class UpdatedWeights(OuterSync):
             self._waited_s += time.perf_counter() - began
             # Not before: a lost peer leaves this rank with weights that are not complete.
             del self._pending[bucket]
+            for (index, _), part in self._exact.items():
+                if index == bucket:
+                    part.keep_rest(self._weights[bucket])
