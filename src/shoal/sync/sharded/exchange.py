@@ -261,16 +261,24 @@ class PartExchange:
 
     # Weights.
 
-    def gather(self, bucket: int, own: Numbers, weights: Spread, is_last: bool) -> Future[float]:
+    def gather(
+        self, bucket: int, own: Numbers, weights: Spread, is_last: bool, exact: Sequence[ExactPart] = ()
+    ) -> Future[float]:
         """Give all ranks the parts of all others: `own` has this rank's part, `weights` gets them all.
 
-        In a lossy format `own` has exact weights, and the same rounded ones come to `weights` on all ranks.
+        In a lossy format `own` has exact weights, and the same rounded ones come to `weights` on all ranks. Of the
+        parts in `exact` only what rounding has left out is kept then.
         """
+
+        def conclude() -> None:
+            for part in exact:
+                part.keep_rest(weights)
+
         codec = self._codec_of(bucket, self._codecs.weights)
         chunks = (
             self._gather(bucket, own, weights) if codec is None else self._gather_lossy(bucket, own, weights, codec)
         )
-        return self._pipeline.put(chunks, is_last)
+        return self._pipeline.put(chunks, is_last, conclude)
 
     def gather_exact(self, bucket: int, own: Numbers, target: Numbers, dtype: torch.dtype) -> Future[float]:
         """Give all ranks the exact parts of all others, whatever the wire format is."""

@@ -296,7 +296,8 @@ class UpdatedWeights(OuterSync):
         order = range(len(self._weights) - 1, -1, -1)
         for index in order:
             own = self._exact.get((index, self._world.rank), self._weights[index])
-            self._pending[index] = self._exchange.gather(index, own, self._weights[index], is_last=index == 0)
+            exact = [part for (bucket, _), part in self._exact.items() if bucket == index]
+            self._pending[index] = self._exchange.gather(index, own, self._weights[index], index == 0, exact)
         if last or self._intercept is None or not self._intercept.begin(self._bucket_of):
             self.complete()
         now = time.perf_counter()
@@ -336,6 +337,3 @@ class UpdatedWeights(OuterSync):
             self._waited_s += time.perf_counter() - began
             # Not before: a lost peer leaves this rank with weights that are not complete.
             del self._pending[bucket]
-            for (index, _), part in self._exact.items():
-                if index == bucket:
-                    part.keep_rest(self._weights[bucket])
