@@ -703,15 +703,6 @@ class EngineConfig(Section):
     run: RunConfig = RunConfig()
     members: MembersConfig = MembersConfig()
 
-    @model_validator(mode="after")
-    def _check_unused_parameters(self) -> EngineConfig:
-        if self.sync.is_sharded and self.train.unused_parameters:
-            raise ValueError(
-                f"train.unused_parameters needs sync.mode=ddp: {self.sync.mode} divides one update of all parameters, "
-                "and sends their gradients during backward"
-            )
-        return self
-
     def device_of(self, rank: int) -> str:
         """Return what is configured for this rank: `auto`, `cpu` or `cuda`."""
         devices = self.run.devices.split("/") if self.run.devices else []

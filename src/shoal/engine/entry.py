@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -119,6 +120,11 @@ class Entry:
         return error
 
     def close(self) -> None:
+        shards = self.replica.shards
+        if shards is not None and shards.weights is not None:
+            # After an error of the program too it sees whole weights: it may save them.
+            with suppress(OSError, RuntimeError, ShoalError, GenerationEnded):
+                shards.weights.complete()
         self.step.guard.close()
         self.watch.close()
         self.replica.recorder.close()

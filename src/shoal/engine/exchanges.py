@@ -142,7 +142,9 @@ def make_exchanges(config: EngineConfig, state: TrainingState, world: World, pla
     outer = make_outer_sync(config.sync, model, world, weight)
     sync: GradientSync
     if config.sync.is_sharded:
-        sync, outer = make_sharded_exchanges(config.sync, state, world, max(plan.counts))
+        sync, outer = make_sharded_exchanges(
+            config.sync, state, world, max(plan.counts), config.train.unused_parameters
+        )
     elif config.sync.is_outer:
         sync = NoExchange(model)
     else:

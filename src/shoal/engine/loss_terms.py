@@ -74,7 +74,7 @@ class LossTerms:
     def _divide_by(self, terms: int) -> None:
         if terms == self.samples:
             return
-        for parameter in self._replica.state.all_parameters:
+        for parameter in self._replica.state.summed_parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(self.samples / max(1, terms))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.engine.replica import Replica
 from shoal.engine.sharded_state import DividedOptimizers
-from shoal.engine.sharding import _are_alike
+from shoal.engine.sharding import are_alike
 from shoal.engine.state_transfer import gather_json
 from shoal.engine.training_state import digest_tensors
 from shoal.sync.interruptible import await_work
@@ -67,9 +67,9 @@ def find_differing_copies(replica: Replica) -> list[CopyDifference]:
             return []
         facts = {str(owner): _describe(part_tensors(divided, owner), digests[owner]) for owner in (own, copy)}
         documents = gather_json(world, facts)
-        are_alike = _are_alike(world)
+        is_alike = are_alike(world)
     return [
-        _compare(owner, holders[owner], documents[owner][str(owner)], documents[holders[owner]][str(owner)], are_alike)
+        _compare(owner, holders[owner], documents[owner][str(owner)], documents[holders[owner]][str(owner)], is_alike)
         for owner in differing
     ]
 
@@ -81,13 +81,13 @@ def _describe(tensors: Mapping[str, Tensor], digests: Mapping[str, int]) -> dict
 
 
 def _compare(
-    owner: int, holder: int, own: Mapping[str, list[float]], copy: Mapping[str, list[float]], are_alike: bool
+    owner: int, holder: int, own: Mapping[str, list[float]], copy: Mapping[str, list[float]], is_alike: bool
 ) -> CopyDifference:
     tensor = min(name for name in own.keys() | copy.keys() if own.get(name) != copy.get(name))
     norms = [(own[name][1], copy[name][1]) for name in own.keys() & copy.keys()]
     are_similar = own.keys() == copy.keys() and all(map(math.isfinite, sum(norms, ())))
     are_similar &= all(abs(one - other) <= ROUNDING * max(one, other) for one, other in norms)
-    return CopyDifference(owner, holder, tensor, is_rounding=are_similar and not are_alike)
+    return CopyDifference(owner, holder, tensor, is_rounding=are_similar and not is_alike)
 
 
 def copy_from_owners(divided: DividedOptimizers, world: World) -> None:
@@ -98,8 +98,8 @@ def copy_from_owners(divided: DividedOptimizers, world: World) -> None:
         for key, dtype in keys:
             numbers = _send_to_holder(divided.read(index, key, *own, dtype), copied, divided.layout, world)
             divided.write(index, key, copied[0], numbers)
-        if divided.exact:
-            sent, kept = (divided.exact[index, owner].numbers for owner in divided.layout.held_by(world.rank))
+        if weights := divided.parts or divided.exact:
+            sent, kept = (weights[index, owner].numbers for owner in divided.layout.held_by(world.rank))
             kept.copy_(_send_to_holder(sent, copied, divided.layout, world))
 
 

@@ -8,7 +8,6 @@ could arrive anywhere.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -188,12 +187,4 @@ def _keys_as_json(divided: DividedOptimizers, level: int) -> Mapping[str, list[t
         named = {name: {WEIGHT: divided.parameters[name].dtype, **keys} for name, keys in named.items()}
     return {
         name: [(key, str(dtype).removeprefix("torch.")) for key, dtype in keys.items()] for name, keys in named.items()
-    }
-
-
-def digest_of_parts(divided: DividedOptimizers) -> dict[int, int]:
-    """Return a digest of the moments of every part that this rank keeps, by owner."""
-    return {
-        owner: zlib.crc32(repr(sorted(tensor_digests(divided.moments_of(owner)).items())).encode())
-        for owner in divided.layout.held_by(divided.rank)
     }

@@ -9,7 +9,7 @@ element by itself; others are refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import UsageError
-from shoal.sync.sharded.exchange import Part, Spread
+from shoal.sync.sharded.exchange import ExactPart, Part, Spread
 from shoal.sync.sharded.held import HeldPiece, flat, hold_pieces, shaped_like
 from shoal.sync.sharded.layout import Piece, ShardLayout
 
@@ -71,11 +71,12 @@ class DividedOptimizers:
         parameters: Mapping[str, nn.Parameter],
         layout: ShardLayout,
         rank: int,
-        numbers: Callable[[int, int, Piece], Tensor] | None = None,
-        exact: Mapping[tuple[int, int], Part] | None = None,
+        parts: Mapping[tuple[int, int], Part] | None = None,
+        exact: Mapping[tuple[int, int], ExactPart] | None = None,
     ) -> None:
-        """`parameters` are those of the layout, in its order. `numbers` has the memory of the pieces: by default the
-        parameters themselves, otherwise that of the parts `exact`."""
+        """`parameters` are those of the layout, in its order, and the pieces are in their memory. Where weights are
+        divided they are in that of `parts` instead, and where all ranks have rounded weights in that of `exact`."""
+        self.parts = parts or {}
         self.exact = exact or {}
         self.waiting: WaitingUpdate | None = None
         self.last_norm = -1.0  # Of the step that was applied last.
@@ -85,11 +86,18 @@ class DividedOptimizers:
         self.parameters = dict(parameters)
         self._whole = values = list(parameters.values())
         self._names = {parameter: name for name, parameter in parameters.items()}
-        if numbers is None:
-            flats = [flat(parameter) for parameter in values]
+        own_parts: Mapping[tuple[int, int], Part] = self.parts or self.exact
+        # Weights that are divided are in no memory but that of the parts.
+        flats = [] if self.parts else [flat(parameter) for parameter in values]
+        self._tensors = [] if self.parts else [parameter.detach() for parameter in values]  # In the pieces' memory.
+        self._weights = [
+            Spread(bucket, [flats[number] for number in bucket.parameters]) for bucket in layout.buckets if flats
+        ]
 
-            def numbers(bucket: int, owner: int, place: Piece) -> Tensor:
-                return flats[place.parameter][place.of_parameter]
+        def numbers(bucket: int, owner: int, place: Piece) -> Tensor:
+            if own_parts:
+                return own_parts[bucket, owner].view(place.offset, place.offset + place.count)
+            return flats[place.parameter][place.of_parameter]
 
         self.held: list[HeldPiece] = hold_pieces(layout, rank, numbers)
         self._pieces: dict[nn.Parameter, list[HeldPiece]] = {}
@@ -114,6 +122,9 @@ class DividedOptimizers:
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Inside, the optimizers have the pieces in place of their parameters."""
+        self._take_back_memory()
+        for (bucket, _), part in self.exact.items():
+            part.make_whole(self._weights[bucket])
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         whole = [group["params"] for group in groups]
         for group in groups:
@@ -123,6 +134,21 @@ class DividedOptimizers:
         finally:
             for group, parameters in zip(groups, whole, strict=True):
                 group["params"] = parameters
+
+    @torch.no_grad()
+    def _take_back_memory(self) -> None:
+        """Copy weights that the program has put into other memory to where the pieces are."""
+        for parameter, tensor in zip(self._whole, self._tensors, strict=not self.parts):
+            if parameter.data_ptr() == tensor.data_ptr():
+                continue
+            if (parameter.shape, parameter.dtype) != (tensor.shape, tensor.dtype):
+                raise UsageError(
+                    f"the parameter {self._names[parameter]} has got another shape or type: {tuple(parameter.shape)} "
+                    f"{parameter.dtype}",
+                    why="the model is divided among the ranks as it was when the session began",
+                    fix="change the model before session.attach",
+                )
+            parameter.data = tensor.copy_(parameter)
 
     def drop_gradients(self) -> None:
         for piece in self.held:
@@ -209,6 +235,7 @@ class DividedOptimizers:
     def publish(self, bucket: int, owner: int, weights: Spread) -> None:
         """Make the exact weights of a part those that all ranks have in common."""
         if (part := self.exact.get((bucket, owner))) is not None:
+            part.make_whole(weights)
             weights.write(part.begin, part.begin + len(part.numbers), part.numbers)
 
     def moments_of(self, owner: int) -> dict[str, Tensor]:

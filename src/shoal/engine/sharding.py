@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.config.schema import SyncConfig
 from shoal.cost.buckets import bucket_mb_for
@@ -17,9 +17,9 @@ from shoal.engine.training_state import TrainingState
 from shoal.host.memory import available_bytes
 from shoal.sync.outer import EveryStep, OuterSync
 from shoal.sync.replicas import gather_integers
-from shoal.sync.sharded.exchange import Part, PartExchange, Spread, make_codecs
+from shoal.sync.sharded.exchange import ExactPart, Part, PartExchange, Spread, make_codecs
 from shoal.sync.sharded.held import flat, give_memory, own_memory
-from shoal.sync.sharded.layout import Piece, ShardLayout, choose_copy_shift, fill_buckets, lay_out_parts
+from shoal.sync.sharded.layout import ShardLayout, choose_copy_shift, fill_buckets, lay_out_parts
 from shoal.sync.sharded.modules import UnitWeights
 from shoal.sync.sharded.sync import ShardedSync, UpdatedWeights
 from shoal.sync.sharded.units import Unit, find_units
@@ -108,23 +108,21 @@ def divide(config: SyncConfig, state: TrainingState, layout: ShardLayout, world:
     check_elementwise(state.optimizers, config.mode)
     named = divided_parameters(config, state)
     parameters = list(named.values())
-    has_parts = config.shard_level == 3 or make_codecs(config.wire, config.shard_level).is_lossy
-    if world.size == 1 or not has_parts:
+    parts: dict[tuple[int, int], Part] = {}
+    exact: dict[tuple[int, int], ExactPart] = {}
+    if world.size == 1:
         # It was taken away, if weights were divided in the world before.
         give_memory(parameters)
-        return DividedOptimizers(state.optimizers, named, layout, world.rank)
-    if config.shard_level == 3:
+    elif config.shard_level == 3:
         own_memory(parameters)
-    parts = _copy_parts(layout, world.rank, parameters)
-
-    def numbers(bucket: int, owner: int, place: Piece) -> Tensor:
-        return parts[bucket, owner].view(place.offset, place.offset + place.count)
-
-    return DividedOptimizers(state.optimizers, named, layout, world.rank, numbers, parts)
+        parts = _copy_parts(layout, world.rank, parameters)
+    elif make_codecs(config.wire, config.shard_level).is_lossy:
+        exact = _make_exact_parts(layout, world.rank, parameters)
+    return DividedOptimizers(state.optimizers, named, layout, world.rank, parts, exact)
 
 
 def _copy_parts(layout: ShardLayout, rank: int, parameters: Sequence[nn.Parameter]) -> dict[tuple[int, int], Part]:
-    """Copy the parts that this rank keeps; without their weights, where those are divided already."""
+    """Copy the weights of the parts that this rank keeps; zeros, where weights are divided already."""
     parts = {}
     for index, bucket in enumerate(layout.buckets):
         own = [parameters[number] for number in bucket.parameters]
@@ -138,8 +136,21 @@ def _copy_parts(layout: ShardLayout, rank: int, parameters: Sequence[nn.Paramete
     return parts
 
 
+def _make_exact_parts(
+    layout: ShardLayout, rank: int, parameters: Sequence[nn.Parameter]
+) -> dict[tuple[int, int], ExactPart]:
+    """Make the exact weights of the parts that this rank keeps, where all ranks have rounded ones."""
+    parts = {}
+    for index, bucket in enumerate(layout.buckets):
+        like = parameters[bucket.parameters[0]].detach()
+        for owner in layout.held_by(rank):
+            begin, end = bucket.part(owner)
+            parts[index, owner] = ExactPart(begin, like.new_zeros(end - begin))
+    return parts
+
+
 def make_sharded_exchanges(
-    config: SyncConfig, state: TrainingState, world: World, rounds: int
+    config: SyncConfig, state: TrainingState, world: World, rounds: int, may_leave_out: bool = False
 ) -> tuple[ShardedSync, OuterSync]:
     divided = state.divided
     assert divided is not None  # noqa: S101 - the replica has divided the model before
@@ -148,11 +159,13 @@ def make_sharded_exchanges(
     if world.size > 1:
         dtypes = [parameters[bucket.parameters[0]].dtype for bucket in layout.buckets]
         codecs = make_codecs(config.wire, config.shard_level)
-        exchange = PartExchange(with_second_group(world, config.timeout_s), layout, codecs, _are_alike(world), dtypes)
+        exchange = PartExchange(with_second_group(world, config.timeout_s), layout, codecs, are_alike(world), dtypes)
         if config.shard_level == 3:
-            units = UnitWeights(_units(config, state), layout, world.rank, divided.exact, exchange)
+            units = UnitWeights(_units(config, state), layout, world.rank, divided.parts, exchange)
     state.are_weights_divided = units is not None
-    sync = ShardedSync(state.model, world, layout, parameters, divided.held, exchange, config.shard_level, units)
+    sync = ShardedSync(
+        state.model, world, layout, parameters, divided.held, exchange, config.shard_level, units, may_leave_out
+    )
     sync.rounds = rounds
     if exchange is None or units is not None:
         return sync, EveryStep()
@@ -160,7 +173,7 @@ def make_sharded_exchanges(
     return sync, sync.weights
 
 
-def _are_alike(world: World) -> bool:
+def are_alike(world: World) -> bool:
     """Return whether all ranks make the same update of the same numbers, to the bit."""
     kind = (world.device.type, platform.machine(), torch.backends.cpu.get_cpu_capability(), str(torch.__version__))
     own = zlib.crc32(repr(kind).encode())

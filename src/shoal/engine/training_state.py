@@ -226,6 +226,11 @@ class TrainingState:
         """Inside, the optimizers have what this rank updates."""
         return nullcontext() if self.divided is None else self.divided.updating()
 
+    @property
+    def summed_parameters(self) -> Sequence[Tensor]:
+        """The tensors whose gradients are the sums over all ranks: this rank's pieces, where the model is divided."""
+        return self.all_parameters if self.divided is None else [piece.weight for piece in self.divided.held]
+
     def updated_by(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
         """Return the tensors that the updates of these optimizers change on this rank."""
         if self.divided is None and len(optimizers) == len(self.optimizers):

@@ -139,6 +139,38 @@ class Part:
         self.view(begin, end).copy_(numbers)
 
 
+class ExactPart(Part):
+    """The exact weights of a part, where those that all ranks have are rounded.
+
+    Between two steps it has only what rounding has left out of them: a program may change the weights that it sees, for
+    example clamp them, and its change must stay.
+    """
+
+    def __init__(self, begin: int, numbers: Tensor) -> None:
+        """Begin without any difference: `numbers` are zeros."""
+        super().__init__(begin, numbers)
+        self._is_rest = True
+
+    def make_whole(self, weights: Spread) -> None:
+        if self._is_rest:
+            self.numbers.add_(weights.read(self.begin, self._end, torch.empty_like(self.numbers)))
+            self._is_rest = False
+
+    def keep_rest(self, weights: Spread) -> None:
+        if not self._is_rest:
+            self.numbers.sub_(weights.read(self.begin, self._end, torch.empty_like(self.numbers)))
+            self._is_rest = True
+
+    def drop_rest(self) -> None:
+        """Take the weights that all ranks have for the exact ones."""
+        self.numbers.zero_()
+        self._is_rest = True
+
+    @property
+    def _end(self) -> int:
+        return self.begin + len(self.numbers)
+
+
 class PartExchange:
     """The exchanges of all buckets, in the order in which they are called: the same on all ranks."""
 
@@ -230,16 +262,24 @@ class PartExchange:
 
     # Weights.
 
-    def gather(self, bucket: int, own: Numbers, weights: Spread, is_last: bool) -> Future[float]:
+    def gather(
+        self, bucket: int, own: Numbers, weights: Spread, is_last: bool, exact: Sequence[ExactPart] = ()
+    ) -> Future[float]:
         """Give all ranks the parts of all others: `own` has this rank's part, `weights` gets them all.
 
-        In a lossy format `own` has exact weights, and the same rounded ones come to `weights` on all ranks.
+        In a lossy format `own` has exact weights, and the same rounded ones come to `weights` on all ranks. Of the
+        parts in `exact` only what rounding has left out is kept then.
         """
+
+        def conclude() -> None:
+            for part in exact:
+                part.keep_rest(weights)
+
         codec = self._codec_of(bucket, self._codecs.weights)
         chunks = (
             self._gather(bucket, own, weights) if codec is None else self._gather_lossy(bucket, own, weights, codec)
         )
-        return self._pipeline.put(chunks, is_last)
+        return self._pipeline.put(chunks, is_last, conclude)
 
     def gather_exact(self, bucket: int, own: Numbers, target: Numbers, dtype: torch.dtype) -> Future[float]:
         """Give all ranks the exact parts of all others, whatever the wire format is."""

@@ -45,6 +45,7 @@ class Chunk:
 class _Job:
     done: Future[float] = field(default_factory=Future)
     left: int = 0  # Exchanges that are not finished.
+    conclude: Callable[[], None] = lambda: None  # Called by the pipeline's thread before the job is done.
     is_started: bool = False  # All its exchanges are.
 
 
@@ -64,12 +65,12 @@ class ChunkPipeline:
         self._free: list[tuple[Tensor, Tensor]] = []
         self._stage = PipelineStage("wire", lambda: None)
 
-    def put(self, chunks: Iterable[Chunk], is_last: bool) -> Future[float]:
+    def put(self, chunks: Iterable[Chunk], is_last: bool, conclude: Callable[[], None] = lambda: None) -> Future[float]:
         """Exchange chunks; return a future of the time when all of them were finished, by perf_counter.
 
         Without `is_last` more jobs follow, and the last exchanges of this one wait for them.
         """
-        job = _Job()
+        job = _Job(conclude=conclude)
         self._stage.submit(self._run, job, chunks, is_last).add_done_callback(partial(_pass_error, job.done))
         return job.done
 
@@ -118,6 +119,7 @@ class ChunkPipeline:
 
     def _complete_jobs(self) -> None:
         while self._unfinished and self._unfinished[0].is_started and not self._unfinished[0].left:
+            self._unfinished[0].conclude()
             self._unfinished.popleft().done.set_result(time.perf_counter())
 
     def _with_own(self, counts: Sequence[int]) -> list[int]:

@@ -19,16 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.errors import UsageError
 from shoal.sync.compression.base import State, load_tensors
 from shoal.sync.gradients import SyncDefaults, check_gradients
 from shoal.sync.interruptible import await_work
 from shoal.sync.outer import OuterSync
-from shoal.sync.sharded.exchange import Part, PartExchange, Spread
+from shoal.sync.sharded.exchange import ExactPart, Part, PartExchange, Spread
 from shoal.sync.sharded.held import HeldPiece, flat, shaped_like, squares_of
 from shoal.sync.sharded.layout import ShardLayout
 from shoal.sync.sharded.modules import GRADIENTS, WEIGHTS, UnitWeights
 from shoal.sync.sharded.pending import WeightGuard, can_intercept
-from shoal.sync.step_stats import CommTimes, covered
+from shoal.sync.step_stats import CommTimes, covered, max_over_world
 from shoal.sync.world import World
 
 # ZeRO-2 waits for its buckets after each group of so many, while the next group is made: their memory is used again.
@@ -48,7 +49,9 @@ class ShardedSync(SyncDefaults):
         exchange: PartExchange | None,
         level: int,
         units: UnitWeights | None = None,
+        may_leave_out: bool = False,
     ) -> None:
+        """With `may_leave_out` a step may leave parameters without a gradient, on some ranks or on all."""
         self.module = module
         self.units = units  # Gathers and frees weights, where they are divided too.
         self.weights: UpdatedWeights | None = None
@@ -65,6 +68,8 @@ class ShardedSync(SyncDefaults):
         self._keeps_gradients = level == 1
         self._sums = {} if self._keeps_gradients else _make_sums(layout, world.rank, parameters)
         self._is_last = True
+        self._may_leave_out = may_leave_out
+        self._reached: set[nn.Parameter] = set()  # Those that have got a gradient in this step.
         self._round = 0  # Micro-batches of this step that were exchanged, where each is.
         self._next = 0  # The bucket that is sent next.
         self._operations: list[tuple[str, int]] = []  # Of the last micro-batch, see `UnitWeights`.
@@ -90,7 +95,7 @@ class ShardedSync(SyncDefaults):
         if self.units is not None:
             self.units.know_order()
         spans = [[begin, done.result()] for begin, done in self._sent]
-        self._set_sums()
+        self._set_sums(self._find_used())
         now = time.perf_counter()
         ready_at = spans[-1][0] if spans else now
         self._sent, self._round = [], 0
@@ -141,7 +146,16 @@ class ShardedSync(SyncDefaults):
         if self.exchange is None:
             return
         bucket = self._bucket_of[parameter]
-        bucket.take(parameter)
+        if bucket.index < self._next:
+            raise UsageError(
+                f"a parameter of shape {tuple(parameter.shape)} got a second gradient in one backward, after the first "
+                "was sent",
+                why="torch.utils.checkpoint with use_reentrant=True runs a backward of its own for each segment, and "
+                "two segments use this parameter",
+                fix="checkpoint(..., use_reentrant=False)",
+            )
+        bucket.take(parameter, adds=not self._keeps_gradients and parameter not in bucket.missing)
+        self._reached.add(parameter)
         if not self._keeps_gradients:
             parameter.grad = None
         if self._is_last or not self._keeps_gradients:
@@ -197,14 +211,25 @@ class ShardedSync(SyncDefaults):
         done = self.exchange.reduce_scatter(bucket.index, gradients, sums, copy, is_last or ends_group)
         self._sent.append((time.perf_counter(), done))
 
-    def _set_sums(self) -> None:
-        """Give every piece its sum as its gradient."""
+    def _find_used(self) -> Collection[int]:
+        """Return the numbers of the parameters that have a gradient on any rank."""
+        numbers: Collection[int] = range(len(self._parameters))
+        if self._may_leave_out and self.exchange is not None:
+            counts = max_over_world(self._world, [float(parameter in self._reached) for parameter in self._parameters])
+            numbers = {number for number, count in enumerate(counts) if count}
+        self._reached.clear()
+        return numbers
+
+    def _set_sums(self, used: Collection[int]) -> None:
+        """Give every piece its sum as its gradient; none where no rank has one, as in one process."""
         for piece in self._held:
             place, bucket = piece.place, self._buckets[piece.bucket]
             begin, end = place.offset, place.offset + place.count
             if self.exchange is None:
                 gradient = self._parameters[place.parameter].grad
                 piece.weight.grad = None if gradient is None else flat(gradient)[place.of_parameter]
+            elif piece.parameter not in used:
+                piece.weight.grad = None
             elif self._keeps_gradients:
                 piece.weight.grad = bucket.flat[begin:end]
             else:
@@ -239,10 +264,12 @@ class _GradientBucket:
         if not keep:
             self._memory, self._views = None, {}
 
-    def take(self, parameter: nn.Parameter) -> None:
+    def take(self, parameter: nn.Parameter, adds: bool = False) -> None:
         self.flat  # noqa: B018 - allocates the memory
         view, gradient = self._views[parameter], parameter.grad
-        if gradient is not None and gradient.data_ptr() != view.data_ptr():
+        if gradient is not None and adds:
+            view.add_(gradient)
+        elif gradient is not None and gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
             parameter.grad = view
 
@@ -275,7 +302,7 @@ class UpdatedWeights(OuterSync):
         layout: ShardLayout,
         parameters: Sequence[nn.Parameter],
         exchange: PartExchange,
-        exact: Mapping[tuple[int, int], Part],
+        exact: Mapping[tuple[int, int], ExactPart],
     ) -> None:
         self._world = world
         self._exchange = exchange
@@ -302,7 +329,8 @@ class UpdatedWeights(OuterSync):
         order = range(len(self._weights) - 1, -1, -1)
         for index in order:
             own = self._exact.get((index, self._world.rank), self._weights[index])
-            self._pending[index] = self._exchange.gather(index, own, self._weights[index], is_last=index == 0)
+            exact = [part for (bucket, _), part in self._exact.items() if bucket == index]
+            self._pending[index] = self._exchange.gather(index, own, self._weights[index], index == 0, exact)
         if last or self._intercept is None or not self._intercept.begin(self._bucket_of):
             self.complete()
             self._waited_s = 0.0
@@ -326,8 +354,8 @@ class UpdatedWeights(OuterSync):
 
     def rewind(self, common_step: int, in_flight: int) -> None:
         """Take the weights as they are for the exact ones."""
-        for (bucket, _), part in self._exact.items():
-            self._weights[bucket].read(part.begin, part.begin + len(part.numbers), part.numbers)
+        for part in self._exact.values():
+            part.drop_rest()
 
     @contextmanager
     def common(self) -> Iterator[None]:
