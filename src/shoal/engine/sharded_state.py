@@ -57,6 +57,10 @@ class WaitingUpdate:
     step: int
     clip: float | None
     optimizers: Sequence[Optimizer]
+    buffers: Sequence[Tensor] = ()  # Copies of the model's, as they are after the step.
+    loss_sum: Tensor | None = None  # Of this rank.
+    loss_factor: float = 1.0  # Makes it this rank's part of the world's loss.
+    after: Callable[[], object] | None = None  # What the program does with the step.
     is_clipped: bool = False
 
 
@@ -76,6 +80,8 @@ class DividedOptimizers:
         parameters themselves, otherwise that of the parts `exact`."""
         self.exact = exact or {}
         self.waiting: WaitingUpdate | None = None
+        # What the program does with the step that was applied last, until all weights of it have arrived.
+        self.after: Callable[[], object] | None = None
         self.last_norm = -1.0  # Of the step that was applied last.
         self.layout = layout
         self.rank = rank

@@ -65,9 +65,7 @@ class ChunkPipeline:
         self._free: list[tuple[Tensor, Tensor]] = []
         self._stage = PipelineStage("wire", lambda: None)
 
-    def put(
-        self, chunks: Iterable[Chunk], is_last: bool, conclude: Callable[[], None] = lambda: None
-    ) -> Future[float]:
+    def put(self, chunks: Iterable[Chunk], is_last: bool, conclude: Callable[[], None] = lambda: None) -> Future[float]:
         """Exchange chunks; return a future of the time when all of them were finished, by perf_counter.
 
         Without `is_last` more jobs follow, and the last exchanges of this one wait for them.
