@@ -123,14 +123,19 @@ def _rank(
 class WorkerProcess:
     """`python -m shoal.train.worker WORDS` in a fork of the server, with the methods of `subprocess.Popen`.
 
-    `sockets` are inherited; the variables that name them get their numbers.
+    `sockets` are inherited; the variables that name them get their numbers. A `program` runs in place of the worker.
     """
 
     def __init__(
-        self, words: Sequence[str], env: Mapping[str, str], log: Path, sockets: Mapping[str, socket.socket]
+        self,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        sockets: Mapping[str, socket.socket],
+        program: Callable[[], None] | None = None,
     ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._process = FORKSERVER.Process(target=_work, args=(list(words), dict(env), log, dict(sockets)))
+        self._process = FORKSERVER.Process(target=_work, args=(list(words), dict(env), log, dict(sockets), program))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -151,7 +156,13 @@ class WorkerProcess:
         self._process.kill()
 
 
-def _work(words: list[str], env: Mapping[str, str], log: Path, sockets: Mapping[str, socket.socket]) -> None:
+def _work(
+    words: list[str],
+    env: Mapping[str, str],
+    log: Path,
+    sockets: Mapping[str, socket.socket],
+    program: Callable[[], None] | None,
+) -> None:
     import torch
 
     from shoal.train import worker
@@ -167,7 +178,9 @@ def _work(words: list[str], env: Mapping[str, str], log: Path, sockets: Mapping[
         os.dup2(output.fileno(), 2)
     # OMP_NUM_THREADS is read when torch is loaded, which the server did.
     torch.set_num_threads(1)
-    sys.exit(worker.main(words))
+    if program is None:
+        sys.exit(worker.main(words))
+    program()
 
 
 def standing_helpers() -> set[int]:

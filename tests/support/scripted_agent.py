@@ -27,6 +27,7 @@ from shoal.agent.kv_store import KvStore, derive_key, read_request
 from shoal.agent.kv_store import to_frame as key_frame
 from shoal.control.channel import LENGTH
 from shoal.control.membership.types import Ballot, Lineage, State
+from shoal.control.processes import RUN_MARK
 from shoal.control.rank_env import AGENT_FD, KEEPS_FILES, Placement
 from shoal.control.rank_messages import (
     MEMBERSHIP_FD,
@@ -87,8 +88,10 @@ class Rank:
 
 
 class ScriptedAgent:
-    def __init__(self, run: Path, ranks: int, *words: str) -> None:
+    def __init__(self, run: Path, ranks: int, *words: str, program: Callable[[], None] | None = None) -> None:
+        """Ranks are workers of `shoal train`, or run a `program` with a session."""
         self.run = RunFolder(run)
+        self._program = program
         # Folders of ranks on machines with their own disk.
         self.own_folders: dict[int, RunFolder] = {}
         self.ranks: dict[int, Rank] = {}
@@ -258,12 +261,15 @@ class ScriptedAgent:
         placement = Placement(number, self._size, number, self._size, launcher="shoal", agent_fd=rank_keys.fileno())
         env = placement.to_env() | {KEEPS_FILES: "0", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         folder = self._folder(number)
+        if self._program is not None:
+            env[RUN_MARK] = str(folder.path)
         with rank_end, rank_keys:
             process = WorkerProcess(
                 ("--folder", str(folder.path), *self._words),
                 {**os.environ, **env},
                 folder.log("local", number),
                 {MEMBERSHIP_FD: rank_end, AGENT_FD: rank_keys},
+                self._program,
             )
         if number in self.ranks:
             self.ranks[number].line.close()

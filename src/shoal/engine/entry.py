@@ -220,6 +220,7 @@ class ElasticEntry(Entry):
             chooser=self.chooser,
             run=start.run,
             on_start=self._call_on_start,
+            at_work=self.step.guard.session_at_work,
         )
 
     def begin(self) -> None:

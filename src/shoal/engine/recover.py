@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -27,7 +28,14 @@ from shoal.engine.checkpoint import CheckpointFolder
 from shoal.engine.replica import Replica
 from shoal.engine.resume import find_newest
 from shoal.engine.saving import WRITE_TIMEOUT_S, replica_state
-from shoal.engine.sharded_recovery import complete_weights, finish_update, move_parts
+from shoal.engine.sharded_recovery import (
+    AtWork,
+    OldParts,
+    choose_parts_source,
+    complete_weights,
+    finish_update,
+    move_parts,
+)
 from shoal.engine.sharded_state import DividedOptimizers
 from shoal.engine.start_training import ResumeContext, start_training
 from shoal.engine.state_transfer import (
@@ -47,7 +55,7 @@ from shoal.sync.communication import is_timeout
 from shoal.sync.fence import GenerationEnded, StepBoundary
 from shoal.sync.membership_client import MembershipClient
 from shoal.sync.process_groups import GroupNotFormed, RankMissing, drop_groups
-from shoal.sync.replicas import combine_digests, gather_integers, tensor_digests
+from shoal.sync.replicas import broadcast_integers, combine_digests, gather_integers, tensor_digests
 from shoal.sync.world import RankIdentity, World, form_world, set_collective_timeout
 
 _MAX_FAILED_RECOVERIES = 5
@@ -68,6 +76,7 @@ class GenerationChanger:
     run: RunFolder
     # Called by all ranks when none of them has called it in its process: the program's own preparation of a launch.
     on_start: Callable[[], None] = lambda: None
+    at_work: AtWork = nullcontext  # Allows the session's own calls of optimizers and scalers.
     has_started: bool = False  # This rank has called it.
     has_state: bool = True  # This rank has a state to continue from.
     # The step of that state, after an unfinished round of outer steps was undone, and its outer momentum.
@@ -179,9 +188,10 @@ class GenerationChanger:
         has either its old state or the new one, whole. What follows it (exchanges, ledger) only adds to the new one.
         """
         replica = self.replica
+        parts = None
         if replica.config.sync.is_sharded:
             replica.state.are_weights_divided = replica.config.sync.shard_level == 3
-            self._finish_update(world, enter)
+            parts = self._complete_step(world, enter)
         plan = agree_on_source(world, self._describe_state(enter))
         if plan.step < enter.state.step:
             raise RunFailed(
@@ -195,12 +205,8 @@ class GenerationChanger:
         pending = share_pending(replica, self.run.commits, self._state_step, world, plan)
         # The state of a joining node belongs to another training: no generation continues from it.
         self.has_state &= enter.has_state
-        if replica.config.sync.is_sharded:
-            self._complete_weights(world, plan)
         received = self._receive(world, plan, info)
-        divided = None
-        if replica.config.sync.is_sharded:
-            divided = move_parts(replica, world, plan, received.optimizer)
+        divided = None if parts is None else move_parts(replica, world, parts, received.optimizer)
         with self.member.fence.replace_state(plan.step):
             self._adopt(world, plan, info, received, divided)
             replica.set_history(info.history)
@@ -215,16 +221,28 @@ class GenerationChanger:
         self._has_released_group = False
         return bool(plan.behind)
 
-    def _finish_update(self, world: World, enter: EnterGeneration) -> None:
-        """Apply the step that other ranks have applied already, if this rank waited only for its norm."""
-        has_state = self.has_state and enter.has_state
-        self._state_step = finish_update(self.replica, world, has_state, self._state_step)
+    def _complete_step(self, world: World, enter: EnterGeneration) -> OldParts | None:
+        """Make the states of all ranks that have begun the newest step's update the same: that after it.
+
+        Return how the model was divided; None if no rank has a state.
+        """
+        replica, has_state = self.replica, self.has_state and enter.has_state
+        self._state_step = finish_update(replica, world, has_state, self._state_step, self.at_work)
         if has_state:
             self.member.fence.set_step(self._state_step)
-
-    def _complete_weights(self, world: World, plan: TransferPlan) -> None:
+        source = choose_parts_source(world, replica.state.divided if has_state else None, self._state_step)
+        if source is None:
+            return None
+        # Before any weights are sent: a rank that joins may have another model.
+        check_same_training(world, replica.state, source)
+        [newest] = broadcast_integers(world, source, [self._state_step])
+        is_at_step = has_state and self._state_step == newest
         try:
-            complete_weights(self.replica, world, self.has_state, plan)
+            parts = complete_weights(replica, world, source, is_at_step)
+            if is_at_step:
+                with self.at_work():
+                    replica.call_after()
+            return parts
         except NoSurvivingState:
             # All ranks raise it: none of them has a state that the others could continue from.
             self.member.fence.mark_overwritten()
@@ -241,8 +259,8 @@ class GenerationChanger:
         replica = self.replica
         is_outer = replica.config.sync.is_outer
         optimizer_state = self._outer_momentum if is_outer else replica.state.optimizer_state().tensors
-        # The weights of a divided model may not all have arrived before the loss.
-        weights = {} if replica.config.sync.is_sharded else replica.state.weights()
+        # The parameters of a divided model are equal already.
+        weights = replica.state.buffers() if replica.config.sync.is_sharded else replica.state.weights()
         digest = combine_digests(tensor_digests({**weights, **optimizer_state}))
         unsettled = sum(step.began.step < self._state_step for step in replica.steps.unsettled)
         return ReplicaState(True, self._state_step, digest, unsettled)

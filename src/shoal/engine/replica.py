@@ -116,11 +116,10 @@ class Replica:
         self.periodic = PeriodicProgress()
         self.round_start = RoundStart()
         self.steps = WorldSteps(config.train.steps)
-        # Of a divided model: whether a second rank is to keep each part, whether this rank has all weights of its last
-        # step, and which ranks of a new world keep each part of the layout before.
+        # Of a divided model: whether a second rank is to keep each part, and whether this rank has all weights of its
+        # last step.
         self.wants_copies = False
         self.has_whole_weights = True
-        self.part_holders: list[list[int]] = []
 
     @property
     def sync(self) -> GradientSync:
@@ -249,10 +248,16 @@ class Replica:
         if self.state.divided is not None:
             self.state.divided.waiting = update
 
-    def note_update(self, norm: float) -> None:
-        """Note that this rank has applied a step, whose gradients had this norm."""
-        if self.state.divided is not None:
-            self.state.divided.waiting, self.state.divided.last_norm = None, norm
+    def note_update(self, norm: float, after: Callable[[], object] | None) -> None:
+        """Note that this rank has applied a step, whose gradients had this norm, and what is to be called after it."""
+        if (divided := self.state.divided) is not None:
+            divided.waiting, divided.last_norm, divided.after = None, norm, after
+
+    def call_after(self) -> None:
+        """Call what belongs to the step that was applied last: all weights of it have arrived."""
+        if (divided := self.state.divided) is not None and divided.after is not None:
+            divided.after()
+            divided.after = None
 
     def advance(self, step: int, after: Callable[[], object] | None = None) -> None:
         """Advance everything that goes with an update to `step`."""

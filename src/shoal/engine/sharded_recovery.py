@@ -8,7 +8,12 @@ could arrive anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.engine.replica import Replica
-from shoal.engine.sharded_state import WEIGHT, DividedOptimizers
+from shoal.engine.sharded_state import WEIGHT, DividedOptimizers, WaitingUpdate
 from shoal.engine.sharding import agree_on_layout, divide, divided_parameters
-from shoal.engine.state_transfer import NoSurvivingState, TransferPlan, broadcast_json
+from shoal.engine.state_transfer import NoSurvivingState, broadcast_json
 from shoal.engine.training_state import StateTree, unflatten
-from shoal.engine.update import clip_gradients
+from shoal.engine.update import clip_gradients, step_unscaled
 from shoal.sync.interruptible import await_work
 from shoal.sync.replicas import broadcast_tensors, combine_digests, gather_integers, tensor_digests
 from shoal.sync.sharded.exchange import Spread
@@ -30,39 +35,80 @@ from shoal.sync.step_stats import max_over_world
 from shoal.sync.world import World
 from shoal.units import rank_list
 
+# Allows the session's own calls of optimizers and scalers while it is entered.
+AtWork = Callable[[], AbstractContextManager[None]]
 
-def finish_update(replica: Replica, world: World, has_state: bool, step: int) -> int:
+
+def finish_update(replica: Replica, world: World, has_state: bool, step: int, at_work: AtWork) -> int:
     """Apply the step that another rank has applied already, if this rank has all it needs for it.
 
     All ranks of the new world call it; `step` is that of this rank's state. Return the step of the state afterwards.
     """
-    divided = replica.state.divided
-    is_waiting = has_state and divided is not None and divided.waiting is not None
+    divided = replica.state.divided if has_state else None
     newest = max(own for [own] in gather_integers(world, [step if has_state else 0]))
-    norm = divided.last_norm if has_state and divided is not None and step == newest else -1.0
-    [newest_norm] = max_over_world(world, [norm])
-    if not is_waiting or divided is None or divided.waiting is None or divided.waiting.step != newest:
+    norm = divided.last_norm if divided is not None and step == newest else -1.0
+    # Not a number compares with nothing.
+    norm, is_bad = max_over_world(world, [norm if math.isfinite(norm) else -1.0, not math.isfinite(norm)])
+    if divided is None or divided.waiting is None or divided.waiting.step != newest or step == newest:
         return step
     update, divided.waiting = divided.waiting, None
-    if not update.is_clipped and update.clip is not None:
-        clip_gradients(replica.state.updated_by(update.optimizers), newest_norm, update.clip)
-    with divided.updating():
-        for optimizer in update.optimizers:
-            optimizer.step()
-    divided.drop_gradients()
-    divided.last_norm = newest_norm
-    replica.advance(newest)
+    with at_work():
+        _apply(replica, divided, update, math.inf if is_bad else norm)
+        replica.advance(newest)
+    replica.note_update(math.inf if is_bad else norm, update.after)
+    if update.loss_sum is not None:
+        replica.exchanges.steps.note_own(float(update.loss_sum) * update.loss_factor)
     replica.has_whole_weights = False
     return newest
 
 
-def complete_weights(replica: Replica, world: World, has_state: bool, plan: TransferPlan) -> None:
-    """Give the ranks that are at the step of `plan` all weights of it: some may not have arrived before the loss.
+@torch.no_grad()
+def _apply(replica: Replica, divided: DividedOptimizers, update: WaitingUpdate, norm: float) -> None:
+    state, scaler = replica.state, replica.scaler
+    if not update.is_clipped and update.clip is not None:
+        clip_gradients(state.updated_by(update.optimizers), norm, update.clip)
+    with divided.updating():
+        if scaler is not None:
+            step_unscaled(scaler, update.optimizers, not math.isfinite(norm))
+        for optimizer in update.optimizers if scaler is None else ():
+            optimizer.step()
+    divided.drop_gradients()
+    for buffer, after_step in zip(state.buffers().values(), update.buffers, strict=True):
+        buffer.copy_(after_step)
+
+
+@dataclass(frozen=True)
+class OldParts:
+    """How the model was divided until now, as all ranks of a new world know it."""
+
+    source: int  # A rank that has a part of this layout.
+    layout: ShardLayout
+    holders: Sequence[Sequence[int]]  # By part, the ranks that keep it.
+
+
+def choose_parts_source(world: World, divided: DividedOptimizers | None, step: int) -> int | None:
+    """Return a rank with the layout of which most parts are there, of the newest step; None if no rank has a state.
+
+    A rank that was frozen may be at the newest step too, with a layout of an earlier world. `divided` is None on ranks
+    without a state.
+    """
+    layout = 0 if divided is None else zlib.crc32(repr(divided.layout).encode())
+    rows = gather_integers(world, [divided is not None, step, layout])
+    newest = max((own for has_state, own, _ in rows if has_state), default=0)
+    layouts = [(layout, rank) for rank, (has_state, own, layout) in enumerate(rows) if has_state and own == newest]
+    if not layouts:
+        return None
+    usual = Counter(layout for layout, _ in layouts).most_common(1)[0][0]
+    return next(rank for layout, rank in layouts if layout == usual)
+
+
+def complete_weights(replica: Replica, world: World, source: int, is_at_step: bool) -> OldParts:
+    """Give the ranks that are at the newest step all weights of it: some may not have arrived before the loss.
 
     Raise `NoSurvivingState` if a part was lost with all ranks that kept it.
     """
-    divided, is_at_step = replica.state.divided, has_state and world.rank not in plan.behind
-    layout = _broadcast_layout(world, plan.source, divided.layout if divided is not None else None)
+    divided = replica.state.divided
+    layout = _broadcast_layout(world, source, divided.layout if divided is not None else None)
     holders = _find_holders(world, layout, divided if is_at_step else None)
     lost = [owner for owner, ranks in enumerate(holders) if not ranks]
     if lost:
@@ -71,14 +117,14 @@ def complete_weights(replica: Replica, world: World, has_state: bool, plan: Tran
             why="no other rank kept a copy of them: sync.copies is 0, or both ranks that had one were lost",
             fix="the run returns to its newest checkpoint; to lose no step next time: --set sync.copies=1",
         )
-    replica.part_holders = holders
+    parts = OldParts(source, layout, holders)
     if replica.config.sync.shard_level == 3:
-        return
+        return parts
     digest = combine_digests(tensor_digests(replica.state.weights())) if is_at_step else 0
     rows = gather_integers(world, [is_at_step, replica.has_whole_weights, digest])
     present = [row for row in rows if row[0]]
     if all(is_whole for _, is_whole, _ in present) and len({digest for *_, digest in present}) == 1:
-        return
+        return parts
     flats = [flat(parameter) for parameter in divided_parameters(replica.config.sync, replica.state).values()]
     for index, bucket in enumerate(layout.buckets):
         weights = Spread(bucket, [flats[number] for number in bucket.parameters])
@@ -89,27 +135,25 @@ def complete_weights(replica: Replica, world: World, has_state: bool, plan: Tran
             # Also where this rank keeps the part itself: its bits are the same, or nearly so on another processor.
             broadcast_tensors(world, ranks[0], list(weights.views(begin, end)), keep=is_at_step)
     replica.has_whole_weights = True
+    return parts
 
 
-def move_parts(replica: Replica, world: World, plan: TransferPlan, common: StateTree) -> DividedOptimizers:
+def move_parts(replica: Replica, world: World, parts: OldParts, common: StateTree) -> DividedOptimizers:
     """Divide the optimizers anew over a world, with the moments of the ranks that keep them; return this rank's.
 
     `common` is what all ranks have in common of the optimizers' state. The old pieces stay as they are.
     """
     sync, old = replica.config.sync, replica.state.divided
-    old_layout = _broadcast_layout(world, plan.source, old.layout if old is not None else None)
-    holders = replica.part_holders
-    keys = broadcast_json(
-        world, plan.source, _keys_as_json(old, sync.shard_level) if world.rank == plan.source and old else {}
-    )
+    known = _keys_as_json(old, sync.shard_level) if old is not None and world.rank == parts.source else {}
+    keys = broadcast_json(world, parts.source, known)
     layout, replica.wants_copies = agree_on_layout(sync, replica.state, world, replica.wants_copies)
     new = divide(sync, replica.state, layout, world)
     new.last_norm = old.last_norm if old is not None else -1.0
     for optimizer, document in zip(replica.state.optimizers, common.values, strict=False):
         new.load(optimizer, unflatten(document, common.tensors))
     names = list(new.parameters)
-    for index, (before, after) in enumerate(zip(old_layout.buckets, layout.buckets, strict=True)):
-        moves = plan_moves(before, holders, after, [layout.held_by(rank) for rank in range(world.size)])
+    for index, (before, after) in enumerate(zip(parts.layout.buckets, layout.buckets, strict=True)):
+        moves = plan_moves(before, parts.holders, after, [layout.held_by(rank) for rank in range(world.size)])
         in_bucket = [tuple(key) for number in after.parameters for key in keys.get(names[number], ())]
         for key, dtype in sorted(set(in_bucket)):
             _move(world, moves, index, key, getattr(torch, dtype), old, new)

@@ -9,7 +9,7 @@ element by itself; others are refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +59,10 @@ class WaitingUpdate:
     step: int
     clip: float | None
     optimizers: Sequence[Optimizer]
+    buffers: Sequence[Tensor] = ()  # Copies of the model's, as they are after the step.
+    loss_sum: Tensor | None = None  # Of this rank.
+    loss_factor: float = 1.0  # Makes it this rank's part of the world's loss.
+    after: Callable[[], object] | None = None  # What the program does with the step.
     is_clipped: bool = False
 
 
@@ -79,6 +83,8 @@ class DividedOptimizers:
         self.parts = parts or {}
         self.exact = exact or {}
         self.waiting: WaitingUpdate | None = None
+        # What the program does with the step that was applied last, until all weights of it have arrived.
+        self.after: Callable[[], object] | None = None
         self.last_norm = -1.0  # Of the step that was applied last.
         self.layout = layout
         self.rank = rank

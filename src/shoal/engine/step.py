@@ -197,7 +197,7 @@ class TrainingStep:
         self._split_comm_time("backward", comm, comm.wait_s or 0.0)
         self.parts.exchange_s += comm.tail_s
         self._terms.finish_part(self._work.terms)
-        result, _ = self._finish_gradients(step, clip, self.parts.current, can_queue=False)
+        result, _ = self._finish_gradients(step, clip, self.parts.current, None, can_queue=False)
         self._judge(result, is_part=True)
         with self.timer.phase("optimizer"):
             self.parts.end()
@@ -228,14 +228,15 @@ class TrainingStep:
         # The exchange of this step has succeeded: every rank had applied the step before it.
         replica.commit_done_steps()
         total_terms = self._terms.finish(self._work.terms)
-        result, is_queued = self._finish_gradients(step, clip, optimizers, can_queue=after is None)
+        waiting = self._describe_update(step, clip, optimizers, after, total_terms)
+        result, is_queued = self._finish_gradients(step, clip, optimizers, waiting, can_queue=after is None)
         self._send_statistics(result, comm, total_terms)
         self._judge(result, is_queued)
         if not is_queued:
-            self._apply(result, optimizers, None if replica.shards else after)
+            self._apply(result, optimizers, after)
         outer_times = self._outer_step(step)
         if replica.shards and after is not None:
-            self._call_with_weights(step, after)
+            self._call_with_weights(step)
         replica.fence.set_step(replica.outer.common_step(step))
         try:
             stats = replica.exchanges.steps.finish()
@@ -326,12 +327,36 @@ class TrainingStep:
             comm = self._replica.sync.finish(only)
         return replace(comm, tail_s=max(0.0, comm.tail_s - between_s))
 
+    def _describe_update(
+        self,
+        step: int,
+        clip: float | None,
+        optimizers: Sequence[Optimizer],
+        after: Callable[[], object] | None,
+        total_terms: int,
+    ) -> WaitingUpdate | None:
+        """Return what this rank needs to finish the step without its peers; None where nothing is divided."""
+        state, work = self._replica.state, self._work
+        if state.divided is None:
+            return None
+        # A loss is made a part of the world's by a factor.
+        factor = self._terms.own_part(1.0, work.terms, total_terms) / max(1, work.terms)
+        buffers = [buffer.clone() for buffer in state.buffers().values()]
+        return WaitingUpdate(step, clip, optimizers, buffers, work.loss_sum, factor, after)
+
     def _finish_gradients(
-        self, step: int, clip: float | None, optimizers: Sequence[Optimizer], can_queue: bool
+        self,
+        step: int,
+        clip: float | None,
+        optimizers: Sequence[Optimizer],
+        waiting: WaitingUpdate | None,
+        can_queue: bool,
     ) -> tuple[StepResult, bool]:
         """Clip the gradients; return the step's loss and norm, for which a GPU is waited for once.
 
-        Return also whether the update is in the GPU's queue already, under the condition that both are finite.
+        Another rank may apply the step as soon as this one has sent its part of the norm: `waiting` is then what this
+        rank has left to do. Return also whether the update is in the GPU's queue already, under the condition that both
+        are finite.
         """
         replica, work = self._replica, self._work
         first = replica.progress.cursor + replica.plan.offset(replica.world.rank)
@@ -343,7 +368,6 @@ class TrainingStep:
                 with replica.state.updating():
                     for optimizer in optimizers:
                         replica.scaler.unscale_(optimizer)
-            waiting = WaitingUpdate(step, clip, optimizers)
             replica.await_update(waiting)
             norm = replica.gradient_norm(parameters)
             numbers = StepNumbers(work.loss_sum, norm)
@@ -358,7 +382,8 @@ class TrainingStep:
                 set_found_inf(replica.scaler, optimizers, not math.isfinite(norm_value))
             if not can_queue:
                 clip_gradients(parameters, norm_value, math.inf if clip is None else clip)
-                waiting.is_clipped = True
+                if waiting is not None:
+                    waiting.is_clipped = True
         return StepResult(step, loss_sum / max(1, work.terms), norm_value, own_samples), can_queue
 
     @property
@@ -429,16 +454,19 @@ class TrainingStep:
                             optimizer.step() if scaler is None else scaler.step(optimizer)
                     if scaler is not None:
                         scaler.update()
-                replica.advance(step, after)
-                replica.note_update(result.norm)
+                if replica.shards is None:
+                    replica.advance(step, after)
+                else:
+                    # Not before all weights have arrived; not of a step that will be refused.
+                    replica.advance(step)
+                    replica.note_update(result.norm, after if replica.steps.nonfinite is None else None)
             replica.drop_gradients()
 
-    def _call_with_weights(self, step: int, after: Callable[[], object]) -> None:
+    def _call_with_weights(self, step: int) -> None:
         """Call what goes with an update of a divided model, when all of its weights have arrived."""
         replica = self._replica
         with replica.outer.common(), replica.fence.apply_step(step), self.guard.session_at_work():
-            if replica.steps.nonfinite is None:
-                after()
+            replica.call_after()
 
     def _outer_step(self, step: int) -> CommTimes:
         """Average parameters, at the end of a round of local steps."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 # What torch adds to a norm before it divides by it.
@@ -75,6 +75,16 @@ def update_if_finite(optimizers: Sequence[Optimizer], loss_sum: Tensor, norm: Te
             optimizer.step()
         finally:
             del guarded.grad_scale, guarded.found_inf
+
+
+def step_unscaled(scaler: GradScaler, optimizers: Sequence[Optimizer], is_found: bool) -> None:
+    """Take a step with gradients that this scaler has unscaled before; it may have forgotten that since."""
+    for optimizer in optimizers:
+        scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+    set_found_inf(scaler, optimizers, is_found)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
 
 
 def set_found_inf(scaler: GradScaler, optimizers: Sequence[Optimizer], is_found: bool) -> None:

@@ -267,6 +267,10 @@ class StepGather:
         self.late_s = self._waited_s if self._lag else 0.0
         return stats
 
+    def note_own(self, loss_sum: float) -> None:
+        """Note this rank's loss of a step that it finishes without sending its numbers."""
+        self._pending.append(_PendingGather([loss_sum], [], None, 0.0))
+
     def close(self) -> None:
         """Drop the group: nothing more is gathered or read. `own_losses` stay known."""
         self._world = without_group(self._world)

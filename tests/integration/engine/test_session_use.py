@@ -521,7 +521,9 @@ def scaled_recipe(session: Session) -> Callable[[Step], None]:
     def do_step(step: Step) -> None:
         compute(step)
         if step.number == 2:
-            session.entry.step._finish_gradients(step.number, 1.0, session.replica.state.optimizers, can_queue=False)
+            session.entry.step._finish_gradients(
+                step.number, 1.0, session.replica.state.optimizers, None, can_queue=False
+            )
             session.entry.step.drop()
             session.entry.step.begin()
             compute(step)
