@@ -22,7 +22,7 @@ from shoal.sync.sharded.held import flat, give_memory, own_memory
 from shoal.sync.sharded.layout import ShardLayout, choose_copy_shift, fill_buckets, lay_out_parts
 from shoal.sync.sharded.modules import UnitWeights
 from shoal.sync.sharded.sync import ShardedSync, UpdatedWeights
-from shoal.sync.sharded.units import Unit, find_units
+from shoal.sync.sharded.units import ModuleUnit, find_units
 from shoal.sync.shared_memory.ddp import in_backward_order
 from shoal.sync.world import World, with_second_group
 
@@ -38,7 +38,7 @@ def divided_parameters(config: SyncConfig, state: TrainingState) -> dict[str, nn
     return {names[parameter]: parameter for parameter in in_backward_order(state.model)}
 
 
-def _units(config: SyncConfig, state: TrainingState) -> list[Unit]:
+def _units(config: SyncConfig, state: TrainingState) -> list[ModuleUnit]:
     return find_units(state.model, config.units.split(",") if config.units else ())
 
 

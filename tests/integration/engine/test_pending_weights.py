@@ -1,7 +1,8 @@
 """A program may use a weight anywhere while the weights of its last step are still on their way.
 
-Every gather is slowed down, so that a use that does not wait sees the weights of the step before. Exercises
-sync.sharded.pending, sync.sharded.sync.
+Every gather is slowed down, so that a use that does not wait sees the weights of the step before.
+
+Exercises sync.sharded.pending, sync.sharded.sync.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """A rank is lost while the others apply a step of a divided model: those that have not done it yet do it afterwards.
 
 Every order is made by faults in the ranks themselves. What survivors have learned is compared with a run in which the
-same rank is lost between two steps. Exercises engine.sharded_recovery.
+same rank is lost between two steps.
+
+Exercises engine.sharded_recovery.
 """
 
 from __future__ import annotations

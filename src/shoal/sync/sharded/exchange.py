@@ -115,7 +115,7 @@ def _split_as(flat: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:
     return parts
 
 
-class Numbers(Protocol):
+class PartNumbers(Protocol):
     """The numbers of a bucket, in one tensor or in several."""
 
     def read(self, begin: int, end: int, out: Tensor) -> Tensor: ...
@@ -241,14 +241,14 @@ class PartExchange:
     def _forward(self, bucket: int, total: Tensor, copy: Part, spans: Sequence[Range], codec: Codec | None) -> Chunk:
         """Send the sum of this rank's part to the rank that keeps a copy of it."""
         rank, ranks = self._world.rank, self._layout.ranks
-        keeper, source = (rank + self._layout.copy_shift) % ranks, (rank - self._layout.copy_shift) % ranks
+        holder, source = (rank + self._layout.copy_shift) % ranks, (rank - self._layout.copy_shift) % ranks
 
         def fill(parts: Sequence[Tensor]) -> None:
-            if len(parts[keeper]):
-                self._encode(bucket, total, spans[rank], parts[keeper], codec)
+            if len(parts[holder]):
+                self._encode(bucket, total, spans[rank], parts[holder], codec)
                 if codec is not None:
                     # Owner and copy make the same update, of the same numbers.
-                    total.copy_(self._decode(parts[keeper], total, codec))
+                    total.copy_(self._decode(parts[holder], total, codec))
 
         def take(parts: Sequence[Tensor]) -> None:
             if len(parts[source]):
@@ -256,14 +256,14 @@ class PartExchange:
                 target.copy_(self._decode(parts[source], target, codec))
 
         sent, received = [0] * ranks, [0] * ranks
-        sent[keeper] = self._bytes_of(bucket, spans[rank], codec)
+        sent[holder] = self._bytes_of(bucket, spans[rank], codec)
         received[source] = self._bytes_of(bucket, spans[source], codec)
         return Chunk(sent, received, fill, take)
 
     # Weights.
 
     def gather(
-        self, bucket: int, own: Numbers, weights: Spread, is_last: bool, exact: Sequence[ExactPart] = ()
+        self, bucket: int, own: PartNumbers, weights: Spread, is_last: bool, exact: Sequence[ExactPart] = ()
     ) -> Future[float]:
         """Give all ranks the parts of all others: `own` has this rank's part, `weights` gets them all.
 
@@ -281,15 +281,20 @@ class PartExchange:
         )
         return self._pipeline.put(chunks, is_last, conclude)
 
-    def gather_exact(self, bucket: int, own: Numbers, target: Numbers, dtype: torch.dtype) -> Future[float]:
+    def gather_exact(self, bucket: int, own: PartNumbers, target: PartNumbers, dtype: torch.dtype) -> Future[float]:
         """Give all ranks the exact parts of all others, whatever the wire format is."""
         return self._pipeline.put(self._gather(bucket, own, target, dtype, is_complete=True), is_last=True)
 
     def _gather(
-        self, bucket: int, own: Numbers, target: Numbers, dtype: torch.dtype | None = None, is_complete: bool = False
+        self,
+        bucket: int,
+        own: PartNumbers,
+        target: PartNumbers,
+        dtype: torch.dtype | None = None,
+        is_complete: bool = False,
     ) -> Iterator[Chunk]:
         rank, dtype = self._world.rank, dtype or self._dtypes[bucket]
-        keepers, kept = self._spared() if not is_complete else ((), ())
+        holders, kept = self._spared() if not is_complete else ((), ())
         for spans in self._chunks(bucket, None, dtype.itemsize):
 
             def fill(parts: Sequence[Tensor], span: Range = spans[rank]) -> None:
@@ -307,13 +312,13 @@ class PartExchange:
                         target.write(*span, part.view(dtype))
 
             own_bytes = dtype.itemsize * (spans[rank][1] - spans[rank][0])
-            sent = [0 if other in keepers else own_bytes for other in range(len(spans))]
+            sent = [0 if other in holders else own_bytes for other in range(len(spans))]
             received = [
                 0 if other in kept else dtype.itemsize * (end - begin) for other, (begin, end) in enumerate(spans)
             ]
             yield Chunk(_except(rank, sent), _except(rank, received), fill, take)
 
-    def _gather_lossy(self, bucket: int, own: Numbers, weights: Spread, codec: Codec) -> Iterator[Chunk]:
+    def _gather_lossy(self, bucket: int, own: PartNumbers, weights: Spread, codec: Codec) -> Iterator[Chunk]:
         """Send how far the exact weights are from the common ones, and move the common ones by what was sent."""
         rank = self._world.rank
         for spans in self._chunks(bucket, codec):

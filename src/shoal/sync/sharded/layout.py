@@ -150,7 +150,7 @@ class Move:
 def plan_moves(
     old: BucketLayout, holders: Sequence[Sequence[int]], new: BucketLayout, held_by: Sequence[Sequence[int]]
 ) -> list[Move]:
-    """Return which rank of a new world sends what to which, so that everyone has its parts of the new layout.
+    """Return which rank of a new world sends what to which, so that every rank has its parts of the new layout.
 
     `holders` has, for every part of the old layout, the ranks of the new world that keep it; `held_by`, for every rank,
     the parts of the new layout that it is to keep. A rank takes what it has itself; the ranks that keep a part take
@@ -160,9 +160,9 @@ def plan_moves(
     for target, owners in enumerate(held_by):
         for owner in owners:
             begin, end = new.part(owner)
-            for part, keepers in enumerate(holders):
+            for part, ranks in enumerate(holders):
                 low, high = max(begin, old.cuts[part]), min(end, old.cuts[part + 1])
                 if low < high:
-                    source = target if target in keepers else keepers[target % len(keepers)]
+                    source = target if target in ranks else ranks[target % len(ranks)]
                     moves.append(Move(source, target, low, high))
     return moves

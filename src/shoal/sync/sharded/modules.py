@@ -22,7 +22,7 @@ from shoal.errors import UsageError
 from shoal.sync.sharded.exchange import Part, PartExchange, Spread
 from shoal.sync.sharded.layout import ShardLayout
 from shoal.sync.sharded.pending import WeightGuard
-from shoal.sync.sharded.units import Unit
+from shoal.sync.sharded.units import ModuleUnit
 
 WEIGHTS, GRADIENTS = "weights", "gradients"
 
@@ -32,7 +32,7 @@ class UnitWeights:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[ModuleUnit],
         layout: ShardLayout,
         rank: int,
         parts: Mapping[tuple[int, int], Part],

@@ -42,7 +42,7 @@ class Chunk:
 
 
 @dataclass
-class _Job:
+class _ChunkJob:
     done: Future[float] = field(default_factory=Future)
     left: int = 0  # Exchanges that are not finished.
     conclude: Callable[[], None] = lambda: None  # Called by the pipeline's thread before the job is done.
@@ -51,7 +51,7 @@ class _Job:
 
 @dataclass
 class _Flying:
-    job: _Job
+    job: _ChunkJob
     chunk: Chunk
     buffers: tuple[Tensor, Tensor]
     work: dist.Work
@@ -61,7 +61,7 @@ class ChunkPipeline:
     def __init__(self, world: World) -> None:
         self._world = world  # Its group is used by this pipeline alone.
         self._flying: deque[_Flying] = deque()
-        self._unfinished: deque[_Job] = deque()
+        self._unfinished: deque[_ChunkJob] = deque()
         self._free: list[tuple[Tensor, Tensor]] = []
         self._stage = PipelineStage("wire", lambda: None)
 
@@ -70,7 +70,7 @@ class ChunkPipeline:
 
         Without `is_last` more jobs follow, and the last exchanges of this one wait for them.
         """
-        job = _Job(conclude=conclude)
+        job = _ChunkJob(conclude=conclude)
         self._stage.submit(self._run, job, chunks, is_last).add_done_callback(partial(_pass_error, job.done))
         return job.done
 
@@ -79,7 +79,7 @@ class ChunkPipeline:
         self._free.clear()
 
     @torch.no_grad()
-    def _run(self, job: _Job, chunks: Iterable[Chunk], is_last: bool) -> None:
+    def _run(self, job: _ChunkJob, chunks: Iterable[Chunk], is_last: bool) -> None:
         self._unfinished.append(job)
         try:
             for chunk in chunks:
@@ -94,7 +94,7 @@ class ChunkPipeline:
                 unfinished.done.set_exception(error)
             raise
 
-    def _start(self, job: _Job, chunk: Chunk) -> None:
+    def _start(self, job: _ChunkJob, chunk: Chunk) -> None:
         while len(self._flying) >= UNDER_WAY:
             self._finish_oldest()
         # A byte for itself: gloo takes no message without any.

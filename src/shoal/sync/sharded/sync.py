@@ -32,7 +32,7 @@ from shoal.sync.sharded.pending import WeightGuard, can_intercept
 from shoal.sync.step_stats import CommTimes, covered, max_over_world
 from shoal.sync.world import World
 
-# ZeRO-2 waits for its buckets after each group of so many, while the next group is made: their memory is used again.
+# ZeRO-2 waits for its buckets after each group of this many, while the next group is made: their memory is used again.
 _BUCKET_GROUP = 2
 
 

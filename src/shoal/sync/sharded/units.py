@@ -13,7 +13,7 @@ from shoal.units import join_words
 
 
 @dataclass(frozen=True)
-class Unit:
+class ModuleUnit:
     """Modules whose weights are on this rank at the same time, and the parameters that belong to no other unit."""
 
     name: str
@@ -21,7 +21,7 @@ class Unit:
     parameters: tuple[nn.Parameter, ...]
 
 
-def find_units(model: nn.Module, names: Sequence[str] = ()) -> list[Unit]:
+def find_units(model: nn.Module, names: Sequence[str] = ()) -> list[ModuleUnit]:
     """Divide a model into units, in the order of backward: its repeated blocks, or the modules with these names, from
     the last to the first; then the rest.
 
@@ -58,10 +58,10 @@ def find_units(model: nn.Module, names: Sequence[str] = ()) -> list[Unit]:
     return units[::-1] + _by_type("", (model, *users), rest)
 
 
-def _by_type(name: str, modules: tuple[nn.Module, ...], parameters: Sequence[nn.Parameter]) -> list[Unit]:
+def _by_type(name: str, modules: tuple[nn.Module, ...], parameters: Sequence[nn.Parameter]) -> list[ModuleUnit]:
     """Return a unit for every type of numbers: each travels by itself."""
     types = dict.fromkeys(parameter.dtype for parameter in parameters)
-    return [Unit(name, modules, tuple(p for p in parameters if p.dtype == dtype)) for dtype in types]
+    return [ModuleUnit(name, modules, tuple(p for p in parameters if p.dtype == dtype)) for dtype in types]
 
 
 def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
