@@ -29,8 +29,9 @@ _ELEMENTWISE = {
 }  # fmt: skip
 # Stands for a tensor of which every rank has its pieces, in the part of a state that all ranks have in common.
 _DIVIDED = "divided:"
-# How often a parameter was updated: without dimensions, as the moments of a parameter without dimensions are.
-COUNT = "step"
+# What torch's optimizers keep once for each parameter: without dimensions, as the moments of a parameter without
+# dimensions are.
+ONCE = {"step", "mu_product", "eta", "mu"}
 
 
 def check_elementwise(optimizers: Sequence[Optimizer], mode: str) -> None:
@@ -293,7 +294,7 @@ def _own_part(key: str, value: Any, parameter: nn.Parameter, piece: HeldPiece) -
         return torch.zeros(piece.place.count, dtype=dtype, device=piece.weight.device)
     if not isinstance(value, Tensor):
         return value
-    if value.shape == parameter.shape and key != COUNT:
+    if value.shape == parameter.shape and key not in ONCE:
         whole = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         return flat(whole)[piece.place.of_parameter].clone()
     return value.clone()
