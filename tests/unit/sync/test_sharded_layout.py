@@ -65,7 +65,7 @@ def test_a_part_is_its_share_but_for_a_block(sizes: list[int], shares: list[floa
 def test_many_small_buckets_are_fair_to_equal_ranks(ranks: int, size: int, rounds: int) -> None:
     """What one bucket leaves over goes to another rank in each: after as many buckets as ranks all have as much."""
     layout = lay_out([size] * ranks * rounds, [1 / ranks] * ranks, 1)
-    owned = Counter({owner: 0 for owner in range(ranks)})
+    owned = Counter(dict.fromkeys(range(ranks), 0))
     for bucket in layout.buckets:
         for owner in range(ranks):
             begin, end = bucket.part(owner)
