@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.control.rank_messages import MEMBERSHIP_FD, EnterGeneration
 from shoal.cost.batch_plan import world_batch
@@ -32,7 +35,7 @@ from shoal.engine.start_training import (
     watch_node,
 )
 from shoal.engine.step import TrainingStep
-from shoal.engine.training_state import TrainingState
+from shoal.engine.training_state import StateTree, TrainingState
 from shoal.errors import PeerLost, RunFailed, ShoalError
 from shoal.host.network import link_mbps
 from shoal.sync.communication import is_timeout, lost_peer
@@ -40,6 +43,7 @@ from shoal.sync.fence import Fence, GenerationEnded
 from shoal.sync.kv_store_client import AgentStore
 from shoal.sync.membership_client import AgentConnection, MembershipClient
 from shoal.sync.process_groups import drop_groups
+from shoal.sync.replicas import flat_bytes
 from shoal.sync.world import (
     RankIdentity,
     World,
@@ -120,7 +124,7 @@ class Entry:
         return error
 
     def close(self) -> None:
-        shards = self.replica.shards
+        shards = self.replica.shards.sync
         if shards is not None and shards.weights is not None:
             # After an error of the program too it sees whole weights: it may save them.
             with suppress(OSError, RuntimeError, ShoalError, GenerationEnded):
@@ -207,7 +211,9 @@ class ElasticEntry(Entry):
         interface = choose_interface(placement)
         world = unjoined_world(placement, device)
         recorder = Recorder(start.run, world, member)
-        initial = InitialState(attached.reset or _keep_initial(attached.state), is_copy=attached.reset is None)
+        # Where the model is divided for want of memory, there is none for a copy of it.
+        folder = start.run.path if sync.is_sharded else None
+        initial = InitialState(attached.reset or _keep_initial(attached.state, folder), is_copy=attached.reset is None)
         super().__init__(
             start, attached, hooks, world, recorder, initial, fence=member.fence, leave_out=member.send_too_slow
         )
@@ -302,15 +308,54 @@ class ElasticEntry(Entry):
         self._announce(describe_process(replica.world))
 
 
-def _keep_initial(state: TrainingState) -> Callable[[], None]:
-    """Copy the state before the first step; return a function that puts it back."""
-    weights = {name: tensor.clone() for name, tensor in state.weights().items()}
+def _keep_initial(state: TrainingState, folder: Path | None) -> Callable[[], None]:
+    """Copy the state before the first step, to a file without a name in `folder` if that is given; return a function
+    that puts it back."""
     optimizer = state.optimizer_state()
-    optimizer = replace(optimizer, tensors={name: tensor.clone() for name, tensor in optimizer.tensors.items()})
+    # Not the tensors: they are those in use, and are freed when the model is divided.
+    values = optimizer.values
+    read_weights, read_moments = _copy(state.weights(), folder), _copy(optimizer.tensors, folder)
 
     def reset() -> None:
-        state.load_weights(weights)
+        state.load_weights(read_weights())
         state.reset_optimizers()
-        state.load_optimizer_state(optimizer)
+        state.load_optimizer_state(StateTree(read_moments(), values))
 
     return reset
+
+
+def _copy(tensors: Mapping[str, Tensor], folder: Path | None) -> Callable[[], dict[str, Tensor]]:
+    """Copy tensors, and return a function that returns the copies. On a full disk they are kept in memory."""
+    if folder is not None:
+        with suppress(OSError):
+            return _copy_to_file(tensors, folder)
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    return lambda: copies
+
+
+def _copy_to_file(tensors: Mapping[str, Tensor], folder: Path) -> Callable[[], dict[str, Tensor]]:
+    file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - open as long as it may be read
+    kinds = {name: (tensor.nbytes, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    try:
+        for tensor in tensors.values():
+            rest = memoryview(flat_bytes(tensor)).cast("B") if tensor.numel() else memoryview(b"")
+            while len(rest):
+                rest = rest[file.write(rest) or 0 :]
+    except BaseException:
+        file.close()
+        raise
+
+    def read() -> dict[str, Tensor]:
+        file.seek(0)
+        copies = {}
+        for name, (count, dtype, shape) in kinds.items():
+            copies[name] = tensor = torch.empty(shape, dtype=dtype)
+            rest = memoryview(flat_bytes(tensor)).cast("B") if count else memoryview(b"")
+            while len(rest):
+                got = file.readinto(rest)
+                if not got:
+                    raise RunFailed("the state before the first step is gone", why="its file has become shorter")
+                rest = rest[got:]
+        return copies
+
+    return read

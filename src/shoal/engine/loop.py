@@ -205,7 +205,7 @@ class Loop:
         replica.recorder.finish()
         if self.is_finished:
             self._save_state(step)
-        replica.end_parts()
+        replica.shards.end()
         barrier(replica.world, timeout_s=WRITE_TIMEOUT_S)
         status = "finished" if self.is_finished else "interrupted"
         is_early = self.is_finished and step < replica.config.train.steps

@@ -241,7 +241,7 @@ class GenerationChanger:
             parts = complete_weights(replica, world, source, is_at_step)
             if is_at_step:
                 with self.at_work():
-                    replica.call_after()
+                    replica.shards.call_after()
             return parts
         except NoSurvivingState:
             # All ranks raise it: none of them has a state that the others could continue from.
@@ -347,7 +347,7 @@ class GenerationChanger:
             self._is_ledger_behind = True
             replica.state.load_weights(received.weights)
         if divided is not None:
-            replica.adopt_parts(divided)
+            replica.shards.adopt(divided)
         self._outer_momentum = received.outer_momentum
         if plan.behind or self.chooser.preview(info.sync).is_outer:
             replica.state.load_optimizer_state(received.optimizer)
@@ -461,7 +461,7 @@ class GenerationChanger:
         replica.division.balance.adopt({})
         self.chooser.reset()
         replica.set_sync(self.chooser.initial_sync)
-        replica.forget_parts()
+        replica.shards.forget()
         if replica.initial.reset is not None:
             replica.initial.reset()
 

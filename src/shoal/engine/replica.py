@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -30,17 +30,12 @@ from shoal.engine.epochs import ends_epoch
 from shoal.engine.exchanges import Exchanges, make_exchanges, no_exchanges
 from shoal.engine.recorder import Recorder
 from shoal.engine.refusal import StepResult
-from shoal.engine.sharded_state import DividedOptimizers, WaitingUpdate
-from shoal.engine.sharding import agree_on_layout, divide, wants_copies
+from shoal.engine.replica_shards import ReplicaShards
 from shoal.engine.training_state import StateTree, TrainingState
-from shoal.engine.update import gradient_norm
-from shoal.errors import OutOfMemory, ShoalError
+from shoal.errors import ShoalError
 from shoal.sync.fence import Fence, OpenFence, StepBoundary
-from shoal.sync.gradients import GradientSync, NoExchange, check_gradients, make_gradient_sync
+from shoal.sync.gradients import GradientSync, NoExchange, make_gradient_sync
 from shoal.sync.outer import OuterSync
-from shoal.sync.sharded.exchange import PartExchange
-from shoal.sync.sharded.held import give_memory
-from shoal.sync.sharded.sync import ShardedSync
 from shoal.sync.world import World, without_group
 
 
@@ -116,10 +111,7 @@ class Replica:
         self.periodic = PeriodicProgress()
         self.round_start = RoundStart()
         self.steps = WorldSteps(config.train.steps)
-        # Of a divided model: whether a second rank is to keep each part, and whether this rank has all weights of its
-        # last step.
-        self.wants_copies = False
-        self.has_whole_weights = True
+        self.shards = ReplicaShards(state)
 
     @property
     def sync(self) -> GradientSync:
@@ -128,16 +120,6 @@ class Replica:
     @property
     def outer(self) -> OuterSync:
         return self.exchanges.outer
-
-    @property
-    def shards(self) -> ShardedSync | None:
-        """The exchange of gradients where each rank sums, keeps and updates a part of the model."""
-        return self.sync if isinstance(self.sync, ShardedSync) else None
-
-    @property
-    def part_exchange(self) -> PartExchange | None:
-        """What gathers the parts of a divided model; None for a single rank, or where nothing is divided."""
-        return None if self.shards is None else self.shards.exchange
 
     @property
     def model(self) -> nn.Module:
@@ -175,8 +157,7 @@ class Replica:
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
         """Inside, the model holds the weights that all ranks have in common, all of them."""
-        units = None if self.shards is None else self.shards.units
-        with self.outer.common(), nullcontext() if units is None else units.whole():
+        with self.outer.common(), self.shards.whole_weights():
             yield
 
     def common_weights(self) -> dict[str, Tensor]:
@@ -225,40 +206,6 @@ class Replica:
         if self.initial.is_copy:
             self.initial = InitialState()
 
-    # The gradients of a step.
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether the model has its gradients until the update: they are not exchanged during the step."""
-        return self.config.sync.shard_level < 2
-
-    def check_gradients(self, only: Collection[Tensor] | None) -> None:
-        """Raise `UnusedParameters` if backward has left out a parameter, or one of `only` these."""
-        if self.shards is None:
-            check_gradients(self.model, only)
-        else:
-            self.shards.check_gradients(only)
-
-    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the norm of all ranks' summed gradients of what this rank updates."""
-        return gradient_norm(parameters) if self.shards is None else self.shards.gradient_norm(parameters)
-
-    def await_update(self, update: WaitingUpdate | None) -> None:
-        """Note a step whose sums are complete; None when a step is begun, also one that is begun anew."""
-        if self.state.divided is not None:
-            self.state.divided.waiting = update
-
-    def note_update(self, norm: float, after: Callable[[], object] | None) -> None:
-        """Note that this rank has applied a step, whose gradients had this norm, and what is to be called after it."""
-        if (divided := self.state.divided) is not None:
-            divided.waiting, divided.last_norm, divided.after = None, norm, after
-
-    def call_after(self) -> None:
-        """Call what belongs to the step that was applied last: all weights of it have arrived."""
-        if (divided := self.state.divided) is not None and divided.after is not None:
-            divided.after()
-            divided.after = None
-
     def advance(self, step: int, after: Callable[[], object] | None = None) -> None:
         """Advance everything that goes with an update to `step`."""
         cursor = self.progress.cursor + self.global_batch
@@ -275,9 +222,7 @@ class Replica:
     # What a lost peer undoes.
 
     def drop_gradients(self) -> None:
-        divided = self.state.divided
-        if divided is not None and divided.waiting is None:
-            divided.drop_gradients()
+        self.shards.drop_gradients()
         for parameter in self.state.all_parameters:
             parameter.grad = None
 
@@ -314,8 +259,7 @@ class Replica:
 
     def leave_world(self) -> None:
         """Release every reference to the process group of a world that has ended."""
-        if self.shards is not None and self.shards.weights is not None:
-            self.has_whole_weights = self.shards.weights.is_complete
+        self.shards.leave_world()
         with suppress(OSError, RuntimeError, ShoalError):
             self.sync.close()
         self.exchanges = no_exchanges(self.model, self.world, self.exchanges.steps)
@@ -333,28 +277,12 @@ class Replica:
 
     def connect(self) -> None:
         """Make the exchanges with the ranks of this world."""
-        if self.config.sync.is_sharded and self.state.divided is None:
-            self.wants_copies |= wants_copies(self.config.sync, self.world.size)
-            layout, self.wants_copies = agree_on_layout(self.config.sync, self.state, self.world, self.wants_copies)
-            self.state.divided = divide(self.config.sync, self.state, layout, self.world)
-        self._warn_of_lost_copies()
+        self.shards.connect(self.config.sync, self.world)
+        if (warning := self.shards.missing_copies(self.world)) is not None and self.world.is_main:
+            self.recorder.warn(warning)
         self.exchanges = make_exchanges(self.config, self.state, self.world, self.plan)
+        self.shards.use(self.sync)
         self.mark_round_start()
-
-    def _warn_of_lost_copies(self) -> None:
-        """Warn when the copies of a divided model do not fit into the memory of this world's ranks."""
-        divided = self.state.divided
-        if divided is None or not self.wants_copies or divided.layout.copy_shift or self.world.size == 1:
-            return
-        if self.world.is_main:
-            self.recorder.warn(
-                OutOfMemory(
-                    f"no second copy of the parts of the model: {self.world.size} ranks have no room for it",
-                    why="each rank would keep its own part and that of another one",
-                    fix="after the next loss the run returns to its newest checkpoint; add a machine, or save more "
-                    "often: --set train.checkpoint_every=…",
-                )
-            )
 
     def set_sync(self, sync: SyncConfig) -> None:
         """Set the sync mode of the exchanges that `connect` makes next."""
@@ -380,24 +308,6 @@ class Replica:
         sync = make_gradient_sync(self.config.sync, self.model, self.world, after_backward=True)
         sync.load_state(residuals)
         self.exchanges = replace(self.exchanges, sync=sync)
-
-    def adopt_parts(self, divided: DividedOptimizers) -> None:
-        """Take other parts of a divided model in place of those that this rank has kept."""
-        if self.state.divided is not None:
-            self.state.divided.release()
-        self.state.divided = divided
-
-    def end_parts(self) -> None:
-        """Give the model all its weights, for what the program does with it after the training."""
-        if self.shards is not None and self.shards.units is not None:
-            self.shards.units.keep_whole()
-
-    def forget_parts(self) -> None:
-        """Forget how the model was divided, and what this rank knows of its parts."""
-        if self.state.divided is not None:
-            self.state.divided.release()
-            self.state.divided, self.state.are_weights_divided = None, False
-        give_memory(self.state.all_parameters)
 
     # The division of the batch.
 

@@ -164,9 +164,9 @@ class Saver:
         files: tuple[Path | None, Path | None] = self._folder.unfinished_files(replica.progress.step)
         if not (replica.world.keeps_files and self._folder.unfinished(replica.progress.step).is_dir()):
             files = (None, None)
-        self._joined_values = write_joined(replica.state, replica.part_exchange, files[1])
+        self._joined_values = write_joined(replica.state, replica.shards.exchange, files[1])
         if replica.state.are_weights_divided:
-            write_joined_weights(replica.state, replica.part_exchange, files[0])
+            write_joined_weights(replica.state, replica.shards.exchange, files[0])
 
     def _complete(self, shards: RankShards | None, must: bool) -> None:
         if not self._replica.world.keeps_files:

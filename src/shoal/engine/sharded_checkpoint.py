@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from shoal.engine.sharded_state import COUNT, WEIGHT, DividedOptimizers, divided_mark, dtype_of_mark, join
+from shoal.engine.sharded_state import ONCE, WEIGHT, DividedOptimizers, divided_mark, dtype_of_mark, join
 from shoal.engine.training_state import StateTree, TrainingState, take, tensor_at, weight_name
 from shoal.errors import CheckpointError
 from shoal.sync.replicas import broadcast_tensors, flat_bytes
@@ -254,7 +254,7 @@ def _with_marks(
             named[name] = dict(entries)
             for key, value in entries.items():
                 path = value.get("$tensor") if isinstance(value, dict) else None
-                if path is None or key == COUNT or name not in parameters:
+                if path is None or key in ONCE or name not in parameters:
                     continue
                 tensor = tree.tensors[path]
                 if tensor.shape == parameters[name].shape:

@@ -46,19 +46,19 @@ def finish_update(replica: Replica, world: World, has_state: bool, step: int, at
     """
     divided = replica.state.divided if has_state else None
     newest = max(own for [own] in gather_integers(world, [step if has_state else 0]))
-    norm = divided.last_norm if divided is not None and step == newest else -1.0
+    norm = divided.update.last_norm if divided is not None and step == newest else -1.0
     # Not a number compares with nothing.
     norm, is_bad = max_over_world(world, [norm if math.isfinite(norm) else -1.0, not math.isfinite(norm)])
-    if divided is None or divided.waiting is None or divided.waiting.step != newest or step == newest:
+    if divided is None or divided.update.waiting is None or divided.update.waiting.step != newest or step == newest:
         return step
-    update, divided.waiting = divided.waiting, None
+    update, divided.update.waiting = divided.update.waiting, None
     with at_work():
         _apply(replica, divided, update, math.inf if is_bad else norm)
         replica.advance(newest)
-    replica.note_update(math.inf if is_bad else norm, update.after)
+    replica.shards.note_update(math.inf if is_bad else norm, update.after)
     if update.loss_sum is not None:
         replica.exchanges.steps.note_own(float(update.loss_sum) * update.loss_factor)
-    replica.has_whole_weights = False
+    replica.shards.has_whole_weights = False
     return newest
 
 
@@ -121,7 +121,7 @@ def complete_weights(replica: Replica, world: World, source: int, is_at_step: bo
     if replica.config.sync.shard_level == 3:
         return parts
     digest = combine_digests(tensor_digests(replica.state.weights())) if is_at_step else 0
-    rows = gather_integers(world, [is_at_step, replica.has_whole_weights, digest])
+    rows = gather_integers(world, [is_at_step, replica.shards.has_whole_weights, digest])
     present = [row for row in rows if row[0]]
     if all(is_whole for _, is_whole, _ in present) and len({digest for *_, digest in present}) == 1:
         return parts
@@ -134,7 +134,7 @@ def complete_weights(replica: Replica, world: World, source: int, is_at_step: bo
                 divided.publish(index, owner, weights)
             # Also where this rank keeps the part itself: its bits are the same, or nearly so on another processor.
             broadcast_tensors(world, ranks[0], list(weights.views(begin, end)), keep=is_at_step)
-    replica.has_whole_weights = True
+    replica.shards.has_whole_weights = True
     return parts
 
 
@@ -146,9 +146,9 @@ def move_parts(replica: Replica, world: World, parts: OldParts, common: StateTre
     sync, old = replica.config.sync, replica.state.divided
     known = _keys_as_json(old, sync.shard_level) if old is not None and world.rank == parts.source else {}
     keys = broadcast_json(world, parts.source, known)
-    layout, replica.wants_copies = agree_on_layout(sync, replica.state, world, replica.wants_copies)
+    layout, replica.shards.wants_copies = agree_on_layout(sync, replica.state, world, replica.shards.wants_copies)
     new = divide(sync, replica.state, layout, world)
-    new.last_norm = old.last_norm if old is not None else -1.0
+    new.update.last_norm = old.update.last_norm if old is not None else -1.0
     for optimizer, document in zip(replica.state.optimizers, common.values, strict=False):
         new.load(optimizer, unflatten(document, common.tensors))
     names = list(new.parameters)

@@ -31,8 +31,9 @@ _ELEMENTWISE = {
 _DIVIDED = "divided:"
 # Stands for the weight itself among the names of a state, where weights are divided too.
 WEIGHT = "weight"
-# How often a parameter was updated: without dimensions, as the moments of a parameter without dimensions are.
-COUNT = "step"
+# What torch's optimizers keep once for each parameter: without dimensions, as the moments of a parameter without
+# dimensions are.
+ONCE = {"step", "mu_product", "eta", "mu"}
 
 
 def check_elementwise(optimizers: Sequence[Optimizer], mode: str) -> None:
@@ -66,6 +67,16 @@ class WaitingUpdate:
     is_clipped: bool = False
 
 
+@dataclass
+class UpdateProgress:
+    """How far the update of the newest step is on this rank."""
+
+    waiting: WaitingUpdate | None = None
+    last_norm: float = -1.0  # Of the step that was applied last.
+    # What the program does with the step that was applied last, until all weights of it have arrived.
+    after: Callable[[], object] | None = None
+
+
 class DividedOptimizers:
     """The optimizers of a training, with the pieces that this rank keeps."""
 
@@ -82,10 +93,7 @@ class DividedOptimizers:
         divided they are in that of `parts` instead, and where all ranks have rounded weights in that of `exact`."""
         self.parts = parts or {}
         self.exact = exact or {}
-        self.waiting: WaitingUpdate | None = None
-        # What the program does with the step that was applied last, until all weights of it have arrived.
-        self.after: Callable[[], object] | None = None
-        self.last_norm = -1.0  # Of the step that was applied last.
+        self.update = UpdateProgress()
         self.layout = layout
         self.rank = rank
         self._optimizers = list(optimizers)
@@ -308,7 +316,7 @@ def _own_part(key: str, value: Any, parameter: nn.Parameter, piece: HeldPiece) -
         return torch.zeros(piece.place.count, dtype=dtype, device=piece.weight.device)
     if not isinstance(value, Tensor):
         return value
-    if value.shape == parameter.shape and key != COUNT:
+    if value.shape == parameter.shape and key not in ONCE:
         whole = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         return flat(whole)[piece.place.of_parameter].clone()
     return value.clone()

@@ -106,7 +106,7 @@ class TrainingStep:
         self.guard.begin_step()
         self.parts.begin_step()
         self._work = StepWork()
-        replica.await_update(None)
+        replica.shards.begin_step()
         if self._seeds:
             # A function of rank and step instead of a running generator: resuming is exact without saving its state.
             seed = replica.config.train.seed + replica.world.rank
@@ -221,7 +221,7 @@ class TrainingStep:
         replica, step = self._replica, self._replica.progress.step + 1
         optimizers = self.parts.rest(only)
         chosen = None if len(optimizers) == len(replica.state.optimizers) else parameters_of(optimizers)
-        if replica.keeps_gradients:
+        if replica.shards.keeps_gradients:
             self.guard.check_gradients_kept(step)
         self._check_complete(step, chosen)
         comm = self._finish_exchange(chosen)
@@ -246,9 +246,8 @@ class TrainingStep:
             raise
         self._split_comm_time("backward", comm, stats[-1].wait_s if comm.wait_s is None else comm.wait_s)
         self._split_comm_time("optimizer", outer_times, outer_times.wait_s or 0.0)
-        if replica.shards is not None:
-            for phase, waited_s in replica.shards.take_waited_s().items():
-                self.timer.move(phase, "exposed", waited_s)
+        for phase, waited_s in replica.shards.take_waited_s().items():
+            self.timer.move(phase, "exposed", waited_s)
         self.timer.add("wait", replica.exchanges.steps.late_s)
         wants_stop = self._settle(stats)
         times = self._record(step, comm, outer_times, loss=result.loss, grad_norm=result.norm, **make_fields())
@@ -308,7 +307,7 @@ class TrainingStep:
         if not self._has_checked_gradients and not self.parts.current:
             # Some exchanges would fill in zeros, others wait forever.
             if not replica.config.train.unused_parameters:
-                replica.check_gradients(only if self.parts.updated else None)
+                replica.shards.check_gradients(only if self.parts.updated else None)
             self._has_checked_gradients = True
 
     def _too_many_backwards(self, count: int) -> UsageError:
@@ -368,8 +367,8 @@ class TrainingStep:
                 with replica.state.updating():
                     for optimizer in optimizers:
                         replica.scaler.unscale_(optimizer)
-            replica.await_update(waiting)
-            norm = replica.gradient_norm(parameters)
+            replica.shards.await_update(waiting)
+            norm = replica.shards.gradient_norm(parameters)
             numbers = StepNumbers(work.loss_sum, norm)
             if can_queue:
                 with replica.fence.apply_step(replica.outer.common_step(step)):
@@ -377,7 +376,7 @@ class TrainingStep:
                     replica.advance(step)
                 replica.drop_gradients()
             loss_sum, norm_value = numbers.read()
-            if replica.shards is not None and replica.scaler is not None:
+            if replica.shards and replica.scaler is not None:
                 # Each rank has looked at its own part.
                 set_found_inf(replica.scaler, optimizers, not math.isfinite(norm_value))
             if not can_queue:
@@ -395,7 +394,7 @@ class TrainingStep:
         """
         replica, world = self._replica, self._replica.world
         can_wait = world.device.type == "cuda" and world.gpu_group is None and "cpu" not in world.devices
-        can_wait &= replica.shards is None
+        can_wait &= not replica.shards
         is_sound = replica.scaler is None and replica.steps.nonfinite is None
         return can_wait and is_sound and can_decide_on_gpu(replica.state.optimizers)
 
@@ -454,19 +453,19 @@ class TrainingStep:
                             optimizer.step() if scaler is None else scaler.step(optimizer)
                     if scaler is not None:
                         scaler.update()
-                if replica.shards is None:
+                if not replica.shards:
                     replica.advance(step, after)
                 else:
                     # Not before all weights have arrived; not of a step that will be refused.
                     replica.advance(step)
-                    replica.note_update(result.norm, after if replica.steps.nonfinite is None else None)
+                    replica.shards.note_update(result.norm, after if replica.steps.nonfinite is None else None)
             replica.drop_gradients()
 
     def _call_with_weights(self, step: int) -> None:
         """Call what goes with an update of a divided model, when all of its weights have arrived."""
         replica = self._replica
         with replica.outer.common(), replica.fence.apply_step(step), self.guard.session_at_work():
-            replica.call_after()
+            replica.shards.call_after()
 
     def _outer_step(self, step: int) -> CommTimes:
         """Average parameters, at the end of a round of local steps."""

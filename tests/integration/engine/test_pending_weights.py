@@ -176,7 +176,7 @@ def settings_of(mode: str, steps: int, wire: str = "fp32") -> dict[str, Any]:
 
 
 def weights_of(session: Session) -> UpdatedWeights:
-    shards = session.replica.shards
+    shards = session.replica.shards.sync
     assert shards is not None
     assert shards.weights is not None
     return shards.weights

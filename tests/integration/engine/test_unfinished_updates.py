@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ from torch.optim.lr_scheduler import StepLR
 
 import shoal
 from shoal.control.rank_env import Placement
-from shoal.engine.replica import Replica
+from shoal.control.rank_messages import GenerationBroken
+from shoal.engine.replica_shards import ReplicaShards
 from shoal.errors import PeerLost
 from shoal.records.commit_log import check_ledger
 from shoal.run_folder import RunFolder
@@ -58,7 +60,7 @@ class Averages:
 
 
 def train(folder: Path, settings: dict[str, Any], faults: dict[int, str], is_scaled: bool, lost_after: int) -> None:
-    """Train; the ranks in `faults` lose their peers in step LOST_AT: after its `norm`, or before its `weights`.
+    """Train; the ranks in `faults` take their peers for lost in step LOST_AT, after its norm or before its weights.
 
     Without faults all wait after the step `lost_after` until one of them is lost.
     """
@@ -84,14 +86,14 @@ def train(folder: Path, settings: dict[str, Any], faults: dict[int, str], is_sca
 
 
 def break_update(folder: Path, rank: int, fault: str) -> None:
-    note_update, complete, gradient_norm = Replica.note_update, UpdatedWeights.complete, ShardedSync.gradient_norm
+    note_update, complete, gradient_norm = ReplicaShards.note_update, UpdatedWeights.complete, ShardedSync.gradient_norm
     seen: list[Any] = []
-    applied: list[Any] = []
+    applied: list[float] = []  # The norms of the steps that this rank has applied.
 
-    def note(replica: Replica, *arguments: Any) -> None:
-        note_update(replica, *arguments)
-        applied.append(replica.progress.step)
-        if replica.progress.step == LOST_AT:
+    def note(shards: ReplicaShards, norm: float, after: Callable[[], object] | None) -> None:
+        note_update(shards, norm, after)
+        applied.append(norm)
+        if len(applied) == LOST_AT:
             (folder / f"applied-{rank}").touch()
 
     def norm(sync: ShardedSync, *arguments: Any) -> Tensor:
@@ -106,17 +108,22 @@ def break_update(folder: Path, rank: int, fault: str) -> None:
             raise PeerLost("a fault of the test")
         complete(weights)
 
-    Replica.note_update, ShardedSync.gradient_norm = note, norm  # type: ignore[method-assign, assignment]
-    UpdatedWeights.complete = arrive  # type: ignore[method-assign, assignment]
+    ReplicaShards.note_update, ShardedSync.gradient_norm = note, norm  # type: ignore[method-assign,assignment]
+    UpdatedWeights.complete = arrive  # type: ignore[method-assign,assignment]
+
+
+def make_run(path: Path) -> RunFolder:
+    run = RunFolder.create(path, is_training=False)
+    for name in ("events", "checkpoints"):
+        (path / name).mkdir(exist_ok=True)
+    return run
 
 
 def lose_rank_1(
     path: Path, settings: dict[str, Any], faults: dict[int, str], is_scaled: bool, lost_after: int = 0
 ) -> list[Any]:
     """Return what ranks 0 and 2 have in the end, when rank 1 was lost in step LOST_AT, or after the step given."""
-    run = RunFolder.create(path, is_training=False)
-    for name in ("events", "checkpoints"):
-        (path / name).mkdir(exist_ok=True)
+    run = make_run(path)
     program: Callable[[], None] = partial(train, path, settings, faults, is_scaled, lost_after)
     with ScriptedAgent(path, 3, program=program) as agent:
         agent.start(0, 1, 2)
@@ -134,10 +141,14 @@ def lose_rank_1(
         (path / "lost").touch()
         agent.regroup((0, 2))
         agent.await_end((0, 2))
+    return read_ends(run, (0, 2))
+
+
+def read_ends(run: RunFolder, ranks: tuple[int, ...]) -> list[Any]:
     ledger = check_ledger(read_jsonl(run.commits))
     assert ledger.ok, ledger
     assert (ledger.steps, ledger.samples) == (STEPS, BATCH * STEPS)
-    return [dict(np.load(path / f"end-{rank}.npz")) for rank in (0, 2)]
+    return [dict(np.load(run.path / f"end-{rank}.npz")) for rank in ranks]
 
 
 ORDERS = {
@@ -164,3 +175,31 @@ def test_survivors_finish_the_step_alike(settings: dict[str, Any], order: str, i
             np.testing.assert_array_equal(values, first[name], err_msg=name)
             rtol, atol = (0.05, 0.01) if is_lossy else (1e-5, 1e-6)
             np.testing.assert_allclose(values, wanted[name], rtol=rtol, atol=atol, err_msg=name)
+
+
+def test_without_a_copy_survivors_begin_again_from_the_file_of_the_first_state(tmp_path: Path) -> None:
+    """There is no checkpoint yet. Afterwards the training is that of two ranks from the first step on."""
+    # BatchNorm sees as many samples at once whatever the number of ranks is.
+    settings = {"sync.mode": "zero1", "sync.copies": 0, "train.micro_batch": 2}
+    whole, lost = make_run(tmp_path / "whole"), make_run(tmp_path / "lost")
+    with ScriptedAgent(whole.path, 2, program=partial(train, whole.path, settings, {}, True, 0)) as agent:
+        agent.start(0, 1)
+        agent.form((0, 1))
+        agent.await_end((0, 1))
+    with ScriptedAgent(lost.path, 3, program=partial(train, lost.path, settings, {}, True, LOST_AT)) as agent:
+        agent.start(0, 1, 2)
+        agent.form((0, 1, 2))
+        agent.await_step(2, LOST_AT)
+        agent.kill(1)
+        (lost.path / "lost").touch()
+        with patch.object(agent, "await_formed"):
+            agent.regroup((0, 2))
+        for rank in (0, 2):
+            broken = agent.ranks[rank].receive(GenerationBroken, lambda message: message.generation == agent.generation)
+            assert "the parts of rank 1" in broken.why
+        agent.recover((0, 2))
+        agent.await_end((0, 2))
+    for actual, expected in zip(read_ends(lost, (0, 2)), read_ends(whole, (0, 1)), strict=True):
+        for name, values in actual.items():
+            np.testing.assert_allclose(values, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    assert not [path for path in lost.path.iterdir() if path.name.startswith("tmp")]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from shoal.errors import UsageError
 from shoal.sync.compression.base import State, load_tensors
-from shoal.sync.gradients import SyncDefaults, check_gradients
+from shoal.sync.gradients import SyncDefaults
 from shoal.sync.interruptible import await_work
 from shoal.sync.outer import OuterSync
 from shoal.sync.sharded.exchange import ExactPart, Part, PartExchange, Spread
@@ -34,6 +35,18 @@ from shoal.sync.world import World
 
 # ZeRO-2 waits for its buckets after each group of this many, while the next group is made: their memory is used again.
 _BUCKET_GROUP = 2
+
+
+@dataclass
+class _StepExchange:
+    """What has been exchanged of a step."""
+
+    is_last: bool = True  # The micro-batch at work is this rank's last one.
+    round: int = 0  # Micro-batches that were exchanged, where each is.
+    next: int = 0  # The bucket that is sent next.
+    reached: set[nn.Parameter] = field(default_factory=set)  # Those that have got a gradient.
+    sent: list[tuple[float, Future[float]]] = field(default_factory=list)
+    operations: list[tuple[str, int]] = field(default_factory=list)  # Of the last micro-batch, see `UnitWeights`.
 
 
 class ShardedSync(SyncDefaults):
@@ -56,56 +69,60 @@ class ShardedSync(SyncDefaults):
         self.units = units  # Gathers and frees weights, where they are divided too.
         self.weights: UpdatedWeights | None = None
         self.rounds = 1  # Micro-batches of the rank that has most.
-        self.has_contributed = False  # The sums are complete, and this rank's part of their norm was sent.
         self._world = world
         self._layout = layout
         self._parameters = parameters  # In the order of the layout.
         self._held = held
-        self._own = {id(piece.weight) for piece in held if piece.owner == world.rank}
         self.exchange = exchange  # None for a single rank.
         self._buckets = [_GradientBucket(index, layout, parameters) for index in range(len(layout.buckets))]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
-        self._keeps_gradients = level == 1
-        self._sums = {} if self._keeps_gradients else _make_sums(layout, world.rank, parameters)
-        self._is_last = True
+        # By bucket and owner, where gradients are exchanged in every micro-batch.
+        self._sums = {} if level == 1 or exchange is None else _make_sums(layout, world.rank, parameters)
         self._may_leave_out = may_leave_out
-        self._reached: set[nn.Parameter] = set()  # Those that have got a gradient in this step.
-        self._round = 0  # Micro-batches of this step that were exchanged, where each is.
-        self._next = 0  # The bucket that is sent next.
-        self._operations: list[tuple[str, int]] = []  # Of the last micro-batch, see `UnitWeights`.
-        self._sent: list[tuple[float, Future[float]]] = []
+        self._step = _StepExchange()
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in parameters]
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the model has its gradients until the end of the step."""
+        return not self._sums
+
+    def begin_step(self) -> None:
+        """Begin a step, also one that is done again from its first micro-batch."""
+        self._step = _StepExchange(operations=self._step.operations)
+        for bucket in self._buckets:
+            bucket.start_round(keep=True)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         if self.weights is not None:
             self.weights.complete()
         if self.units is not None:
             self.units.begin_backward()
-        self._is_last = last
+        self._step.is_last = last
         loss.backward()
-        if not last and not self._keeps_gradients:
+        if not last and not self.keeps_gradients:
             self._finish_round(is_final=False)
 
     def finish(self, only: Collection[Tensor] | None = None) -> CommTimes:
-        self._is_last = True
-        self._finish_round(is_final=self._keeps_gradients or self._round + 1 == self.rounds)
-        while not self._keeps_gradients and self._round < self.rounds:
+        self._step.is_last = True
+        self._finish_round(is_final=self.keeps_gradients or self._step.round + 1 == self.rounds)
+        while not self.keeps_gradients and self._step.round < self.rounds:
             # Another rank has more micro-batches than this one.
-            self._repeat_round(is_final=self._round + 1 == self.rounds)
+            self._repeat_round(is_final=self._step.round + 1 == self.rounds)
         if self.units is not None:
             self.units.know_order()
-        spans = [[begin, done.result()] for begin, done in self._sent]
+        spans = [[begin, done.result()] for begin, done in self._step.sent]
         self._set_sums(self._find_used())
         now = time.perf_counter()
         ready_at = spans[-1][0] if spans else now
-        self._sent, self._round = [], 0
+        self._step = _StepExchange(operations=self._step.operations)
         return CommTimes(ready_at, now - ready_at, covered(spans) if spans else 0.0, None if spans else 0.0)
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return the norm of all ranks' sums, each element counted at its owner."""
-        own = [p.grad for p in parameters if p.grad is not None and id(p) in self._own]
+        owned = {id(piece.weight) for piece in self._held if piece.owner == self._world.rank}
+        own = [p.grad for p in parameters if p.grad is not None and id(p) in owned]
         squares = squares_of(own, self._world.device).to(self._world.control_device)
-        self.has_contributed = True
         if self._world.size > 1:
             await_work(dist.all_reduce(squares, group=self._world.group, async_op=True), self._world.release)
         return squares.sqrt().float()
@@ -115,21 +132,12 @@ class ShardedSync(SyncDefaults):
         waits = self.weights or self.units
         return {} if waits is None else waits.take_waited_s()
 
-    def check_gradients(self, only: Collection[Tensor] | None) -> None:
-        if self._keeps_gradients:
-            check_gradients(self.module, only)
-
     def state(self) -> dict[str, Tensor]:
         residuals = self.exchange.residuals if self.exchange is not None else []
         return {f"residual.{number}": tensor for number, tensor in enumerate(residuals) if len(tensor)}
 
     def load_state(self, state: State) -> None:
         load_tensors(self.state(), state)
-
-    def drop_gradients(self) -> None:
-        self.has_contributed = False
-        for piece in self._held:
-            piece.weight.grad = None
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -146,7 +154,7 @@ class ShardedSync(SyncDefaults):
         if self.exchange is None:
             return
         bucket = self._bucket_of[parameter]
-        if bucket.index < self._next:
+        if bucket.index < self._step.next:
             raise UsageError(
                 f"a parameter of shape {tuple(parameter.shape)} got a second gradient in one backward, after the first "
                 "was sent",
@@ -154,33 +162,33 @@ class ShardedSync(SyncDefaults):
                 "two segments use this parameter",
                 fix="checkpoint(..., use_reentrant=False)",
             )
-        bucket.take(parameter, adds=not self._keeps_gradients and parameter not in bucket.missing)
-        self._reached.add(parameter)
-        if not self._keeps_gradients:
+        bucket.take(parameter, adds=not self.keeps_gradients and parameter not in bucket.missing)
+        self._step.reached.add(parameter)
+        if not self.keeps_gradients:
             parameter.grad = None
-        if self._is_last or not self._keeps_gradients:
+        if self._step.is_last or not self.keeps_gradients:
             bucket.missing.discard(parameter)
             if self.units is not None and not bucket.missing:
                 self.units.done(bucket.index)
             # In the order of the buckets, whichever is full first: all ranks must send in the same order.
-            while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-                self._send_next(self._keeps_gradients or self._round + 1 == self.rounds)
+            while self._step.next < len(self._buckets) and not self._buckets[self._step.next].missing:
+                self._send_next(self.keeps_gradients or self._step.round + 1 == self.rounds)
 
     def _finish_round(self, is_final: bool) -> None:
         """Send what is left of a micro-batch: buckets with parameters that the loss did not use."""
-        while self.exchange is not None and self._next < len(self._buckets):
-            self._buckets[self._next].fill_in_zeros()
+        while self.exchange is not None and self._step.next < len(self._buckets):
+            self._buckets[self._step.next].fill_in_zeros()
             self._send_next(is_final)
-        self._next = 0
-        self._round += 1
+        self._step.next = 0
+        self._step.round += 1
         if self.units is not None:
-            self._operations, self.units.operations = self.units.operations, []
+            self._step.operations, self.units.operations = self.units.operations, []
             self.units.free_unused()
             self.units.guard()
 
     def _repeat_round(self, is_final: bool) -> None:
         """Take part in the exchanges of a micro-batch that only other ranks have, in the order of the last one."""
-        for kind, index in self._operations:
+        for kind, index in self._step.operations:
             if self.units is not None and kind == WEIGHTS:
                 self.units.repeat(index)
             else:
@@ -190,34 +198,34 @@ class ShardedSync(SyncDefaults):
 
     def _send_next(self, is_final: bool) -> None:
         assert self.exchange is not None  # noqa: S101 - only a rank with others sends
-        bucket = self._buckets[self._next]
-        is_last = self._next == len(self._buckets) - 1
-        if not self._keeps_gradients and self._next % _BUCKET_GROUP == 0:
-            for _, done in self._sent[-2 * _BUCKET_GROUP : -_BUCKET_GROUP]:
+        bucket = self._buckets[self._step.next]
+        is_last = self._step.next == len(self._buckets) - 1
+        if not self.keeps_gradients and self._step.next % _BUCKET_GROUP == 0:
+            for _, done in self._step.sent[-2 * _BUCKET_GROUP : -_BUCKET_GROUP]:
                 done.result()
-        self._next += 1
+        self._step.next += 1
         if self.units is not None:
             self.units.operations.append((GRADIENTS, bucket.index))
         gradients, sums, copy = Part(0, bucket.flat), None, None
-        if self._keeps_gradients:
+        if self.keeps_gradients:
             copy = gradients if self._layout.copy_shift else None
         else:
             own, *copies = (self._sums[bucket.index, owner] for owner in self._layout.held_by(self._world.rank))
             sums, copy = own, copies[0] if copies and is_final else None
-            if self._round == 0:
+            if self._step.round == 0:
                 own.numbers.zero_()
-        bucket.start_round(keep=self._keeps_gradients)
-        ends_group = not self._keeps_gradients and self._next % _BUCKET_GROUP == 0
+        bucket.start_round(keep=self.keeps_gradients)
+        ends_group = not self.keeps_gradients and self._step.next % _BUCKET_GROUP == 0
         done = self.exchange.reduce_scatter(bucket.index, gradients, sums, copy, is_last or ends_group)
-        self._sent.append((time.perf_counter(), done))
+        self._step.sent.append((time.perf_counter(), done))
 
     def _find_used(self) -> Collection[int]:
         """Return the numbers of the parameters that have a gradient on any rank."""
         numbers: Collection[int] = range(len(self._parameters))
         if self._may_leave_out and self.exchange is not None:
-            counts = max_over_world(self._world, [float(parameter in self._reached) for parameter in self._parameters])
+            reached = self._step.reached
+            counts = max_over_world(self._world, [float(parameter in reached) for parameter in self._parameters])
             numbers = {number for number, count in enumerate(counts) if count}
-        self._reached.clear()
         return numbers
 
     def _set_sums(self, used: Collection[int]) -> None:
@@ -230,7 +238,7 @@ class ShardedSync(SyncDefaults):
                 piece.weight.grad = None if gradient is None else flat(gradient)[place.of_parameter]
             elif piece.parameter not in used:
                 piece.weight.grad = None
-            elif self._keeps_gradients:
+            elif self.keeps_gradients:
                 piece.weight.grad = bucket.flat[begin:end]
             else:
                 piece.weight.grad = self._sums[piece.bucket, piece.owner].view(begin, end)
