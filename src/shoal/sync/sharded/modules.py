@@ -190,15 +190,15 @@ class UnitWeights:
     @torch.no_grad()
     def _gather(self, index: int) -> None:
         self.operations.append((WEIGHTS, index))
-        flats = []
-        for parameter in self._units[index].parameters:
-            storage = parameter.untyped_storage()
-            storage.resize_(parameter.numel() * parameter.itemsize)
-            # A tensor of its own on this memory: what backward has saved must not look changed.
-            flats.append(torch.empty(0, dtype=parameter.dtype, device=parameter.device).set_(storage))
-        weights = Spread(self._layout.buckets[index], flats)
+        # Not intercepted: these weights are what the guard waits for.
         with torch._C.DisableTorchFunction():
-            # Not intercepted: these weights are what the guard waits for.
+            flats = []
+            for parameter in self._units[index].parameters:
+                storage = parameter.untyped_storage()
+                storage.resize_(parameter.nbytes)
+                # A tensor of its own on this memory: what backward has saved must not look changed.
+                flats.append(torch.empty(0, dtype=parameter.dtype, device=parameter.device).set_(storage))
+            weights = Spread(self._layout.buckets[index], flats)
             for owner in self._layout.held_by(self._rank):
                 part = self._parts[index, owner]
                 weights.write(part.begin, part.begin + len(part.numbers), part.numbers)
@@ -216,5 +216,6 @@ class UnitWeights:
         self._free_memory(index)
 
     def _free_memory(self, index: int) -> None:
-        for parameter in self._units[index].parameters:
-            parameter.untyped_storage().resize_(0)
+        with torch._C.DisableTorchFunction():
+            for parameter in self._units[index].parameters:
+                parameter.untyped_storage().resize_(0)

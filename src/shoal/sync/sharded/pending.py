@@ -28,7 +28,7 @@ _FIELDS = (
 )
 _METHODS = (
     *("numel", "nelement", "size", "dim", "ndimension", "stride", "storage_offset", "is_contiguous", "element_size"),
-    *("is_floating_point", "is_complex", "untyped_storage", "register_hook", "register_post_accumulate_grad_hook"),
+    *("is_floating_point", "is_complex", "register_hook", "register_post_accumulate_grad_hook"),
     *("__len__", "requires_grad_", "get_device", "is_inference"),
 )
 _WITHOUT_NUMBERS = {
