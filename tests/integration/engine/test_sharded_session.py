@@ -6,7 +6,7 @@ Exercises engine.sharded_state, engine.sharding, sync.sharded.sync, sync.sharded
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel
 
 from shoal.engine.sampling import sample_indices
 from shoal.engine.session import Session
+from shoal.errors import UsageError
 from shoal.sync.world import World
 from tests.support.programs import read_jsonl
 from tests.support.ranks import run_ranks
@@ -265,7 +268,13 @@ def check_close(actual: Arrays, expected: Arrays, rtol: float, atol: float) -> N
         np.testing.assert_allclose(values, expected[name], rtol=rtol, atol=atol, err_msg=name)
 
 
-MATRIX = [(name, mode, ranks) for name in CASES for mode in ("zero1", "zero2") for ranks in RANKS.get(name, (2, 3))]
+MATRIX = [
+    # Each method with one number of ranks is quick enough for every change.
+    pytest.param(name, mode, ranks, marks=[] if (mode == "zero1") == (ranks == 2) else pytest.mark.long)
+    for name in CASES
+    for mode in ("zero1", "zero2")
+    for ranks in RANKS.get(name, (2, 3))
+]
 
 
 @pytest.mark.parametrize(("name", "mode", "ranks"), MATRIX)
@@ -275,3 +284,87 @@ def test_ranks_train_what_one_process_does(name: str, mode: str, ranks: int, tmp
     rtol = CASES[name].rtol
     np.testing.assert_allclose(losses, expected_losses, rtol=rtol, atol=rtol / 100)
     check_close(weights[0], expected, rtol, atol=rtol / 100)
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum", "recurrent", "micro-batches", "scalars, ties and frozen"])
+def test_two_equal_ranks_have_the_bits_of_ddp(name: str, tmp_path: Path) -> None:
+    """Of two numbers there is one sum. Without clipping: the norm is summed in another order."""
+    results = {}
+    for mode in ("ddp", "zero1", "zero2"):
+        unclipped = replace(CASES[name], clip=None)
+        path = make_folder(tmp_path / mode, settings_of(unclipped, mode))
+        weights = run_ranks(train_unclipped, 2, tmp_path, path, name, mode)
+        results[mode] = weights[0], [commit["loss"] for commit in read_jsonl(path / "commits.jsonl")]
+    assert results["zero1"][1] == results["ddp"][1]
+    check_close(results["zero1"][0], results["ddp"][0], rtol=0, atol=0)
+    if name != "micro-batches":
+        assert results["zero2"][1] == results["ddp"][1]
+
+
+def train_unclipped(world: World, path: Path, name: str, mode: str) -> Arrays:
+    CASES[name] = replace(CASES[name], clip=None)
+    return train_case(world, path, name, mode)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # A bias before BatchNorm has no gradient but for rounding.
+        first = nn.Linear(LENGTH, 30, bias=False)
+        self.layers = nn.Sequential(first, nn.BatchNorm1d(30), nn.Tanh(), nn.Linear(30, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.layers(inputs)
+        return output
+
+
+def train_like_ddp(world: World, path: Path, mode: str, scale: float) -> tuple[Arrays, float]:
+    """Train a model with buffers, an average of its weights, and a scaler, whose first scales may be too large."""
+    case = Case(make_model=Normed)
+    session, model = open_session(world, path, settings_of(case, mode)), make_case_model(case)
+    optimizer, average = torch.optim.AdamW(model.parameters(), lr=0.01), AveragedModel(model, use_buffers=True)
+    scaler = GradScaler("cpu", init_scale=scale, growth_interval=2, enabled=bool(scale))
+    session.attach(model, optimizer, average, scaler)
+    data = make_data(case)
+    for step in session:
+        with step:
+            for inputs, targets in step.batches(data):
+                step.backward(*loss_sum(model, case, inputs, targets))
+            step.update(after=lambda: average.update_parameters(model))
+    return arrays(model) | {f"average {name}": values for name, values in arrays(average).items()}, scaler.get_scale()
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("zero1", 2), ("zero1", 3), ("zero2", 2), ("zero2", 3)])
+@pytest.mark.parametrize("scale", [0.0, 4.0, 2.0**127])
+def test_buffers_averages_and_scalers_are_those_of_ddp(mode: str, ranks: int, scale: float, tmp_path: Path) -> None:
+    results = {}
+    for name in ("ddp", mode):
+        path = make_folder(tmp_path / name, settings_of(Case(), name))
+        results[name] = run_ranks(train_like_ddp, ranks, tmp_path, path, name, scale)
+    for (actual, actual_scale), (expected, expected_scale) in zip(results[mode], results["ddp"], strict=True):
+        assert actual_scale == expected_scale
+        check_close(actual, expected, rtol=1e-4, atol=1e-6)
+        check_close(actual, results[mode][0][0], rtol=0, atol=0)
+
+
+def train_in_parts(world: World, path: Path) -> str:
+    session, model = open_session(world, path, settings_of(Case(), "zero1")), make_case_model(Case())
+    optimizers = two_optimizers(model)
+    session.attach(model, *optimizers)
+    data = make_data(Case())
+    try:
+        for step in session:
+            with step:
+                with step.part(optimizers[1]):
+                    for inputs, targets in step.batches(data):
+                        step.backward(*loss_sum(model, Case(), inputs, targets))
+                step.update()
+    except UsageError as error:
+        return error.render()
+    return ""
+
+
+def test_a_step_in_parts_is_refused_with_the_method_that_can(tmp_path: Path) -> None:
+    for error in run_ranks(train_in_parts, 2, tmp_path, make_folder(tmp_path / "run", settings_of(Case(), "zero1"))):
+        assert error.startswith("error: a step in parts, and sync.mode=zero1")
+        assert "--sync ddp" in error

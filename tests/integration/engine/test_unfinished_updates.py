@@ -162,7 +162,10 @@ ORDERS = {
 
 @pytest.mark.parametrize("is_scaled", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("settings", [{"sync.mode": "zero1"}, {"sync.mode": "zero2", "sync.wire": "bf16"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"sync.mode": "zero1"}, pytest.param({"sync.mode": "zero2", "sync.wire": "bf16"}, marks=pytest.mark.long)],
+)
 def test_survivors_finish_the_step_alike(settings: dict[str, Any], order: str, is_scaled: bool, tmp_path: Path) -> None:
     # A step that no survivor has applied is done again by two ranks, with other batches for BatchNorm.
     lost_after = LOST_AT - 1 if order == "both wait for the norm" else LOST_AT
