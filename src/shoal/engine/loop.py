@@ -174,7 +174,7 @@ class Loop:
 
     def _run_task(self, task: Task) -> None:
         periodic = self._replica.periodic
-        with self._replica.whole_weights():
+        with self._replica.shards.whole_weights(self._replica.outer):
             periodic.running = task.name
             try:
                 task.function()

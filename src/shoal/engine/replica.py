@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -78,13 +78,18 @@ class RoundStart:
     periodic_done_step: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class InitialState:
     """How the model and the optimizers are put back to their states before the first step."""
 
     reset: Callable[[], None] | None = None  # None if that is not possible.
     # `reset` holds a copy of that state: it is freed with the first checkpoint, to which a run can return instead.
     is_copy: bool = False
+
+    def free_copy(self) -> None:
+        """Free the copy of that state: there is a checkpoint now."""
+        if self.is_copy:
+            self.reset, self.is_copy = None, False
 
 
 class Replica:
@@ -154,12 +159,6 @@ class Replica:
         """Whether all replicas are equal after the present step: no round of outer steps is under way."""
         return self.outer.common_step(self.progress.step) == self.progress.step
 
-    @contextmanager
-    def whole_weights(self) -> Iterator[None]:
-        """Inside, the model holds the weights that all ranks have in common, all of them."""
-        with self.outer.common(), self.shards.whole_weights():
-            yield
-
     def common_weights(self) -> dict[str, Tensor]:
         """Return the weights that all ranks have in common. Call it inside `outer.common()`."""
         weights = self.state.weights()
@@ -200,11 +199,6 @@ class Replica:
         reported_step = max(reported_step, self.periodic.reported_step)
         self.periodic = PeriodicProgress(done_step, dict(tasks_done or {}), reported_step)
         self.round_start.periodic_done_step = done_step
-
-    def free_initial_copy(self) -> None:
-        """Free the copy of the state before the first step: there is a checkpoint now."""
-        if self.initial.is_copy:
-            self.initial = InitialState()
 
     def advance(self, step: int, after: Callable[[], object] | None = None) -> None:
         """Advance everything that goes with an update to `step`."""

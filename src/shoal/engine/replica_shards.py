@@ -6,7 +6,7 @@ Of a model that is not divided it keeps nothing, and everything here is as in pl
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from shoal.engine.training_state import TrainingState
 from shoal.engine.update import gradient_norm
 from shoal.errors import OutOfMemory
 from shoal.sync.gradients import GradientSync, check_gradients
+from shoal.sync.outer import OuterSync
 from shoal.sync.sharded.exchange import PartExchange
 from shoal.sync.sharded.held import give_memory
 from shoal.sync.sharded.sync import ShardedSync
@@ -39,13 +40,11 @@ class ReplicaShards:
         return None if self.sync is None else self.sync.exchange
 
     @contextmanager
-    def whole_weights(self) -> Iterator[None]:
-        """Inside, the model has all its weights. All ranks enter it together."""
-        if self.sync is None or self.sync.units is None:
+    def whole_weights(self, outer: OuterSync) -> Iterator[None]:
+        """Inside, the model has all the weights that the ranks have in common. All ranks enter it together."""
+        units = None if self.sync is None else self.sync.units
+        with outer.common(), nullcontext() if units is None else units.whole():
             yield
-        else:
-            with self.sync.units.whole():
-                yield
 
     # How the model is divided.
 

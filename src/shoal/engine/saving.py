@@ -144,7 +144,7 @@ class Saver:
             replica.recorder.warn(problem)
             return
         self._saved_step = step
-        replica.free_initial_copy()
+        replica.initial.free_copy()
         if replica.world.keeps_files:
             replica.recorder.event("checkpoint", step=step, write_s=round(time.perf_counter() - began, 6))
 

@@ -276,7 +276,7 @@ class Session:
 
     def whole_weights(self) -> AbstractContextManager[None]:
         """Give the model all its weights inside the block, with `zero3` too. All ranks enter it together."""
-        return self.replica.whole_weights()
+        return self.replica.shards.whole_weights(self.replica.outer)
 
     def best(self, value: float, lower: bool = True) -> bool:
         """Keep the checkpoint of this step beside the newest ones if `value` is the best so far; return whether it is.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.sync.sharded import exchange as exchange_module
-from shoal.sync.sharded.exchange import ExactPart, Part, PartExchange, Spread
+from shoal.sync.sharded.exchange import ExactPart, Part, PartExchange, Spread, make_codecs
 from shoal.sync.sharded.layout import BucketLayout, ShardLayout, fill_buckets, lay_out_parts
 from shoal.sync.world import World
 from tests.support.ranks import run_ranks
@@ -57,7 +57,9 @@ def reduce_all(world: World, wire: str, kind: str, in_rounds: bool) -> list[floa
     """
     dtype, results = DTYPES[kind], []
     for layout in layouts(world.size):
-        exchange = PartExchange(world, layout, wire, are_alike=True, dtypes=[dtype] * len(layout.buckets))
+        exchange = PartExchange(
+            world, layout, make_codecs(wire, 1), are_alike=True, dtypes=[dtype] * len(layout.buckets)
+        )
         waiting = []
         for index, bucket in enumerate(layout.buckets):
             flat = Part(0, gradients_of(world.rank, bucket.elements, dtype))
@@ -108,7 +110,9 @@ def gather_all(world: World, wire: str, kind: str) -> list[tuple[bytes, float]]:
     """Update this rank's parts, gather the weights; return their bits, and how far they are from exact ones."""
     dtype, results = DTYPES[kind], []
     for layout in layouts(world.size):
-        exchange = PartExchange(world, layout, wire, are_alike=False, dtypes=[dtype] * len(layout.buckets))
+        exchange = PartExchange(
+            world, layout, make_codecs(wire, 1), are_alike=False, dtypes=[dtype] * len(layout.buckets)
+        )
         before = [gradients_of(9, size, dtype) for size in SIZES]
         weights = [tensor.clone() for tensor in before]
         for index, bucket in enumerate(layout.buckets):
@@ -154,7 +158,7 @@ def test_all_ranks_get_the_same_weights(ranks: int, wire: str, kind: str, tmp_pa
 def sum_many(world: World, wire: str, steps: int) -> tuple[float, float]:
     """Sum the same gradients in every step; return the error of the mean over all steps, and that of one step."""
     layout = lay_out_parts([2000], [[0]], [1 / world.size] * world.size)
-    exchange = PartExchange(world, layout, wire, are_alike=True, dtypes=[torch.float32])
+    exchange = PartExchange(world, layout, make_codecs(wire, 1), are_alike=True, dtypes=[torch.float32])
     begin, end = layout.buckets[0].part(world.rank)
     exact = sum((gradients_of(rank, 2000, torch.float32) for rank in range(world.size)), torch.zeros(2000))[begin:end]
     total, first = torch.zeros(end - begin, dtype=torch.float64), 0.0
@@ -175,7 +179,7 @@ def test_what_int8_leaves_out_of_a_step_is_in_the_next_ones(tmp_path: Path) -> N
 def follow_updates(world: World, wire: str, steps: int) -> tuple[float, bytes]:
     """Make small updates that a rounded weight could not show; return how far the weights are from exact ones."""
     layout = lay_out_parts([2000], [[0]], [1 / world.size] * world.size)
-    exchange = PartExchange(world, layout, wire, are_alike=True, dtypes=[torch.float32])
+    exchange = PartExchange(world, layout, make_codecs(wire, 1), are_alike=True, dtypes=[torch.float32])
     weights = gradients_of(9, 2000, torch.float32)
     exact = weights.double()
     spread = Spread(layout.buckets[0], [weights])
@@ -206,7 +210,9 @@ def exchange_in_small_chunks(world: World, chunk_bytes: int) -> list[Any]:
     results: list[Any] = []
     for wire in ("fp32", "int8"):
         layout = lay_out_parts(SIZES, fill_buckets(SIZES, [0] * len(SIZES), 3000), SHARES[world.size][1], 1)
-        exchange = PartExchange(world, layout, wire, are_alike=True, dtypes=[torch.float32] * len(layout.buckets))
+        exchange = PartExchange(
+            world, layout, make_codecs(wire, 1), are_alike=True, dtypes=[torch.float32] * len(layout.buckets)
+        )
         parts = []
         for index, bucket in enumerate(layout.buckets):
             flat = Part(0, gradients_of(world.rank, bucket.elements, torch.float32))
