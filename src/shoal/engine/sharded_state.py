@@ -122,6 +122,7 @@ class DividedOptimizers:
             for number, optimizer in enumerate(self._optimizers)
             for parameter in _parameters_of(optimizer)
         }
+        self._hooks = [optimizer.register_state_dict_pre_hook(_refuse_state_dict) for optimizer in self._optimizers]
         # Of a whole state that is there already.
         for optimizer in self._optimizers:
             for parameter in values:
@@ -219,6 +220,8 @@ class DividedOptimizers:
 
     def release(self) -> None:
         """Forget the moments of these pieces: others have taken their place."""
+        for hook in self._hooks:
+            hook.remove()
         for optimizer in self._optimizers:
             for piece in self.held:
                 optimizer.state.pop(piece.weight, None)
@@ -297,6 +300,16 @@ class DividedOptimizers:
             optimizer.state[piece.weight] = {
                 key: _own_part(key, value, parameter, piece) for key, value in state.items()
             }
+
+
+def _refuse_state_dict(optimizer: Optimizer) -> None:
+    """Refuse the program's own `state_dict()`; that of this module asks for the state without the pieces."""
+    if optimizer.state:
+        raise UsageError(
+            f"the program called {type(optimizer).__name__}.state_dict()",
+            why="this rank has a part of the optimizer's state, and torch's method needs all of it",
+            fix="a checkpoint of the run has all of it: optimizer.safetensors in RUN/checkpoints/step-…; or --sync ddp",
+        )
 
 
 def divided_mark(dtype: torch.dtype) -> str:

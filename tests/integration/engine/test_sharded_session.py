@@ -347,6 +347,29 @@ def test_buffers_averages_and_scalers_are_those_of_ddp(mode: str, ranks: int, sc
         check_close(actual, results[mode][0][0], rtol=0, atol=0)
 
 
+def save_moments(world: World, path: Path) -> str:
+    session, model = open_session(world, path, settings_of(Case(), "zero1")), make_case_model(Case())
+    [optimizer] = adamw(model)
+    session.attach(model, optimizer)
+    data = make_data(Case())
+    try:
+        for step in session:
+            with step:
+                for inputs, targets in step.batches(data):
+                    step.backward(*loss_sum(model, Case(), inputs, targets))
+                step.update()
+            optimizer.state_dict()
+    except UsageError as error:
+        return error.render()
+    return ""
+
+
+def test_a_state_that_no_rank_has_is_refused_with_the_file_that_has_it(tmp_path: Path) -> None:
+    for error in run_ranks(save_moments, 2, tmp_path, make_folder(tmp_path / "run", settings_of(Case(), "zero1"))):
+        assert error.startswith("error: the program called AdamW.state_dict()")
+        assert "optimizer.safetensors" in error
+
+
 def train_in_parts(world: World, path: Path) -> str:
     session, model = open_session(world, path, settings_of(Case(), "zero1")), make_case_model(Case())
     optimizers = two_optimizers(model)
