@@ -472,11 +472,19 @@ class GenerationChanger:
             # A rank was lost before the first step, and the agents have said so: there was no state yet.
             return
         where = f"the checkpoint of step {step}" if step else "the first step, since there was no checkpoint yet"
+        is_sharded = self.replica.config.sync.is_sharded
+        lost = "a part of the model" if is_sharded else "the training's state"
         warning = RunFailed(
-            f"every rank that had the training's state was lost: the run goes on from {where}, "
-            f"and {redone} steps are done again",
-            why="ranks were lost within moments of each other, before one of the others had the state",
-            fix="nothing to do; to lose fewer steps next time, save more often: --set train.checkpoint_every=…",
+            f"every rank that had {lost} was lost: the run goes on from {where}, and {redone} steps are done again",
+            why="no other rank kept a copy of the part (sync.copies)"
+            if is_sharded
+            else "ranks were lost within moments of each other, before one of the others had the state",
+            fix=(
+                "keep a copy of each part: --copies 1; or"
+                if is_sharded
+                else "nothing to do; to lose fewer steps next time,"
+            )
+            + " save more often: --set train.checkpoint_every=…",
         )
         self.replica.recorder.warn(warning, step=step)
 
