@@ -15,10 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +28,7 @@ from shoal.control.rank_env import Placement
 from shoal.control.rank_messages import EnterGeneration, LeaseRenewed, LeaveGeneration, ToRank, to_frame
 from shoal.data.prepare import create_run, read_data_facts
 from shoal.data.tokens import TokenWindows, open_tokens
+from shoal.engine import state_transfer
 from shoal.engine.entry import Attached, ElasticEntry, Entry, Hooks
 from shoal.engine.environment import SessionStart
 from shoal.engine.loop import StepOutcome
@@ -283,7 +282,7 @@ def transfer_to(world: World, has_memory: bool) -> dict[str, Any]:
     before = digest_of(own)
     transfer = Transfer(world, plan, is_outer=False)
     if not has_memory:
-        setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))  # noqa: B010 - mypy rejects a plain assignment
+        vars(state_transfer)["available_bytes"] = lambda: 0
     shape = transfer.broadcast_shape(own)
     refused = False
     try:

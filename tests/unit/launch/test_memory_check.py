@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +10,11 @@ import pytest
 from shoal.cluster.node import Node
 from shoal.config.load import build_config
 from shoal.config.schema import Config
-from shoal.config.sync_choice import SYNC_METHODS
 from shoal.cost import memory
-from shoal.cost.memory import PROCESS_BYTES, MemoryNeed
+from shoal.cost.memory import PROCESS_BYTES
 from shoal.cost.strategy import SyncStrategy, strategy_of_config
 from shoal.cost.workload import Workload, workload_of
 from shoal.errors import ConfigError
-from shoal.launch import memory_check
 from shoal.launch.memory_check import check_memory
 
 GB = 1_000_000_000
@@ -69,20 +66,10 @@ def _workload(config: Config) -> tuple[Workload, SyncStrategy]:
     return workload_of(config), strategy_of_config(config.sync)
 
 
-def test_the_sync_method_that_divides_least_among_those_that_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = memory.needed
-
-    def divided(workload: Workload, strategy: SyncStrategy, sequences: int, world_size: int) -> MemoryNeed:
-        need = plain(workload, strategy.with_(sync="ddp"), sequences, world_size)
-        level = SYNC_METHODS[strategy.sync].shard_level
-        parts: Sequence[str] = ("moments", "gradients", "weights")[:level]
-        return replace(need, **{part: getattr(need, part) / world_size for part in parts})
-
-    for module in (memory, memory_check):
-        monkeypatch.setattr(module, "needed", divided)
-    config = build_config("gpt2-350m", sets=["train.global_batch=4", "train.micro_batch=1", "model.seq_len=128"])
-    fixes = []
-    for size in (1.5, 3.2, 4.5, 5.3):
+def test_the_sync_method_that_divides_least_among_those_that_fit_is_named() -> None:
+    sets = ["train.global_batch=4", "train.micro_batch=1", "model.seq_len=128", "sync.copies=0"]
+    config, fixes = build_config("gpt2-350m", sets=sets), []
+    for size in (1.5, 3.5, 4.5, 5.3):
         with pytest.raises(ConfigError) as refused:
             check_memory(config, machines(*[size * GB] * 4))
         fixes.append(refused.value.fix)
