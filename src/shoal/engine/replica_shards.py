@@ -16,6 +16,7 @@ from shoal.engine.sharding import agree_on_layout, divide, wants_copies
 from shoal.engine.training_state import TrainingState
 from shoal.engine.update import gradient_norm
 from shoal.errors import OutOfMemory
+from shoal.host.memory import return_freed_memory
 from shoal.sync.gradients import GradientSync, check_gradients
 from shoal.sync.outer import OuterSync
 from shoal.sync.sharded.exchange import PartExchange
@@ -50,6 +51,8 @@ class ReplicaShards:
 
     def connect(self, config: SyncConfig, world: World) -> None:
         """Divide the model over a world, unless a recovery has done it."""
+        if config.shard_level > 1:
+            return_freed_memory()
         if config.is_sharded and self._state.divided is None:
             wanted = self.wants_copies or wants_copies(config, world.size)
             layout, self.wants_copies = agree_on_layout(config, self._state, world, wanted)
@@ -78,8 +81,13 @@ class ReplicaShards:
         give_memory(self._state.all_parameters)
 
     def end(self) -> None:
-        """Give the model all its weights, for what the program does with it after the training."""
-        if self.sync is not None and self.sync.units is not None:
+        """Give the model all its weights, for what the program does with it after the training.
+
+        The moments make room for them: they are in the last checkpoint.
+        """
+        if self.sync is not None and self.sync.units is not None and self._state.divided is not None:
+            self._state.divided.release()
+            self.sync.free_sums()
             self.sync.units.keep_whole()
 
     def missing_copies(self, world: World) -> OutOfMemory | None:

@@ -8,6 +8,7 @@ nothing else is installed.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,11 @@ from shoal.host.topology import SYS, control_groups
 # In the statistics of a group: what the kernel drops before it lacks memory.
 _RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 _OOM_FILES = ("memory.events", "memory.oom_control")  # of version 2 and of version 1
+
+
+# Options of mallopt: blocks from 4 MB on are mapped one by one (M_MMAP_MAX, M_MMAP_THRESHOLD), and the heap gives back
+# what is free at its end from 64 MB on (M_TRIM_THRESHOLD).
+_RETURN_LARGE_BLOCKS = {-4: 1 << 16, -3: 4 << 20, -1: 64 << 20}
 
 
 @dataclass(frozen=True)
@@ -94,3 +100,15 @@ def _read_fields(file: Path) -> dict[str, int]:
     """Return the lines `name number` of a file."""
     lines = (line.split() for line in read_text(file).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) == 2 and words[1].isdigit()}
+
+
+def return_freed_memory() -> None:
+    """Let glibc give large blocks back to the system when they are freed, whatever it was told at its start.
+
+    A rank that divides a model frees what it has no room for: kept by the allocator it would be used all the same.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        for option, value in _RETURN_LARGE_BLOCKS.items():
+            libc.mallopt(option, value)
+        libc.malloc_trim(0)

@@ -127,6 +127,13 @@ class ShardedSync(SyncDefaults):
             await_work(dist.all_reduce(squares, group=self._world.group, async_op=True), self._world.release)
         return squares.sqrt().float()
 
+    def free_sums(self) -> None:
+        """Free the memory of the sums, after the last step."""
+        for part in self._sums.values():
+            part.numbers = part.numbers.new_empty(0)
+        for piece in self._held:
+            piece.weight.grad = None
+
     def take_waited_s(self) -> dict[str, float]:
         """Return how long the phases of a step have waited for weights since the last call."""
         waits = self.weights or self.units
