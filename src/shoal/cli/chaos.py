@@ -82,6 +82,7 @@ def list_(json: bool = False) -> None:
 
 @CHAOS.command(
     scenarios=argument("Names from the list, your own files (my.toml), or all.", "SCENARIO…"),
+    sync=Option("Train with this sync method, such as zero1 or ddp+int8.", metavar="MODE", shown="the scenario's"),
     times=Option("Repetitions of each scenario, with other random times.", low=1),
     out=Option("The folder to create.", shown="runs/chaos-TIME"),
 )
@@ -89,6 +90,7 @@ def run(
     scenarios: list[str],
     on: str = "lab:3",
     script: str | None = None,
+    sync: str | None = None,
     times: int = 1,
     seed: int = 1,
     out: Path | None = None,
@@ -103,7 +105,7 @@ def run(
     _clean_up_on_sigterm()
     folder = (out or default_out("chaos")).absolute()
     words = read_script(script)
-    wanted = choose_scenarios(scenarios, on, words)
+    wanted = choose_scenarios(scenarios, on, words, sync)
     for name, reason in scenarios_left_out(scenarios, on, words).items():
         sys.stderr.write(f"left out: {name} ({reason})\n")
     with _scenario_progress() as (show, done):

@@ -16,7 +16,7 @@ Rank = Annotated[int, Field(ge=0)]
 
 
 class Action(BaseModel):
-    """What all actions have: the moment. Without `at_step` and `after_s` it is that of the action before."""
+    """What all actions have: the moment. Without one it is that of the action before."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     # It needs emulated nodes, with links, clocks and lids.
@@ -24,13 +24,18 @@ class Action(BaseModel):
 
     at_step: Annotated[int, Field(ge=1)] | None = None  # when a rank has done that step
     after_s: Seconds | None = None  # since the action before
+    after_regroup: bool = False  # when the ranks have done a step in the generation that follows the action before
     random_s: Seconds = 0.0  # up to this much later; drawn for each of `--times` runs
 
     @model_validator(mode="after")
     def _has_one_moment(self) -> Action:
-        if self.at_step is not None and self.after_s is not None:
-            raise ValueError("at_step and after_s are two moments; give one of them")
+        if (self.at_step is not None) + (self.after_s is not None) + self.after_regroup > 1:
+            raise ValueError("at_step, after_s and after_regroup are moments; give one of them")
         return self
+
+    @property
+    def waits_for_event(self) -> bool:
+        return self.at_step is not None or self.after_regroup
 
     def parts(self) -> tuple[Action, ...]:
         """Return the single injections: an action that lasts has two, and the run is watched in between."""
@@ -270,7 +275,7 @@ def action_names() -> list[str]:
 
 def describe(action: Action) -> str:
     """Describe an action for a cell of a table: `freeze node2 for 1.5 s`."""
-    values = action.model_dump(exclude={"at_step", "after_s", "random_s", "do"}, exclude_defaults=True)
+    values = action.model_dump(exclude={"at_step", "after_s", "after_regroup", "random_s", "do"}, exclude_defaults=True)
     for_s = values.pop("for_s", None)
     words = [str(getattr(action, "do", "")), *(_describe_value(name, value) for name, value in values.items())]
     return " ".join([*words, *([f"for {for_s:g} s"] if for_s is not None else [])])

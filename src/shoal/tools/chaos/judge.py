@@ -267,6 +267,12 @@ def _regrouped(record: ScenarioRecord, after: float) -> list[Event]:
     return [event for event in memberships if event["time"] > after and event.get("how") != "first"]
 
 
+def has_regrouped(record: ScenarioRecord, after: float) -> bool:
+    """Tell whether the ranks have done a step in a generation that formed after a moment."""
+    formed = _formed(_regrouped(record, after))
+    return formed is not None and any(float(event["time"]) > formed for event in record.rank_events("step"))
+
+
 def _formed(regrouped: Sequence[Event]) -> float | None:
     """Return when the last rank of the first new generation had entered it."""
     if not regrouped:

@@ -25,12 +25,13 @@ from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.manage import StopResult, end_processes, stop_run
 from shoal.runs.start import start_script, start_training
 from shoal.runs.supervisor import RunJob
-from shoal.tools.chaos.actions import CutPower, Resume, StopRun, describe
+from shoal.tools.chaos.actions import Action, CutPower, Resume, StopRun, describe
 from shoal.tools.chaos.inject import Injector, NoDisplay, NoLines
 from shoal.tools.chaos.judge import (
     Assertion,
     ScenarioTimes,
     compare_digests,
+    has_regrouped,
     judge,
     measure,
     ranks_that_ended,
@@ -65,8 +66,13 @@ def scenarios_left_out(words: Sequence[str], on: str, script: Script = ()) -> di
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def choose_scenarios(words: Sequence[str], on: str, script: Script = ()) -> list[ChaosScenario]:
-    """Return the scenarios, checked before the first one is played. `all`: every built-in one possible there."""
+def choose_scenarios(
+    words: Sequence[str], on: str, script: Script = (), sync: str | None = None
+) -> list[ChaosScenario]:
+    """Return the scenarios, checked before the first one is played. `all`: every built-in one possible there.
+
+    With `sync` all of them train with this method.
+    """
     scenarios: list[ChaosScenario] = []
     for word in words:
         possible = (scenario for scenario in all_scenarios() if not _why_not(scenario, on, script))
@@ -75,7 +81,8 @@ def choose_scenarios(words: Sequence[str], on: str, script: Script = ()) -> list
         if reason := _why_not(scenario, on, script):
             where = f"{on} with {script[0]}" if script else on
             raise UsageError(f"{scenario.name} cannot be played on {where}", why=reason, fix="shoal chaos list")
-    return list({scenario.name: scenario for scenario in scenarios}.values())
+    chosen = {scenario.name: scenario for scenario in scenarios}.values()
+    return [scenario.with_sync(sync) if sync else scenario for scenario in chosen]
 
 
 def _why_not(scenario: ChaosScenario, on: str, script: Script) -> str:
@@ -262,18 +269,24 @@ class ScenarioPlayer:
             last = time.monotonic()
 
     def _await(self, injection: Injection, last: float) -> None:
-        reached: float | None = None
+        event_at: float | None = None
         may_be_over = isinstance(injection.action, Resume) or not self.scenario.trains
         while True:
             self._poll(f"waits to {describe(injection.action)}")
-            step, now = self.watch.furthest_step, time.monotonic()
-            if reached is None and step >= (injection.action.at_step or 0):
-                reached = now
-            if is_due(injection, step, None if reached is None else now - reached, now - last):
+            now = time.monotonic()
+            if event_at is None and self._has_happened(injection.action):
+                event_at = now
+            if is_due(injection, None if event_at is None else now - event_at, now - last):
                 return
             if self.watch.ended and not may_be_over and not self._was_stopped():
                 raise ScenarioFailed(f"the run ended before {describe(injection.action)}: {self._result_text()}")
             time.sleep(POLL_S)
+
+    def _has_happened(self, action: Action) -> bool:
+        """Tell whether what an action waits for has happened."""
+        if action.after_regroup:
+            return has_regrouped(self.record, float(self.record.injected[-1]["time"]))
+        return self.watch.furthest_step >= (action.at_step or 0)
 
     def _was_stopped(self) -> bool:
         return any(event.get("do") == StopRun.model_fields["do"].default for event in self.record.injected)

@@ -15,9 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from shoal.config.load import merge, validate
 from shoal.config.presets import did_you_mean, preset
-from shoal.config.schema import Config, EngineConfig
+from shoal.config.schema import Config, EngineConfig, SyncConfig
+from shoal.config.sync_choice import TRAINED_METHODS
 from shoal.errors import ConfigError, UsageError
 from shoal.events import Event
+from shoal.tools.bench.levers import parse_lever
 from shoal.tools.chaos.actions import (
     Action,
     AnyAction,
@@ -152,6 +154,10 @@ class ChaosScenario(BaseModel):
             if section in known
         }
 
+    def with_sync(self, mode: str) -> ChaosScenario:
+        """Return the same scenario with another sync method."""
+        return self.model_copy(update={"training": merge([self.training, {"sync": read_sync(mode)}])})
+
     def why_not_script(self) -> str:
         """Return why the scenario cannot be played on a user's script; empty when it can."""
         if not self.trains:
@@ -164,6 +170,10 @@ class ChaosScenario(BaseModel):
 
     @model_validator(mode="after")
     def _is_possible(self) -> ChaosScenario:
+        if self.steps[0].after_regroup:
+            raise ValueError(
+                f"{describe(self.steps[0])}: after_regroup follows another step"
+            )
         for step in self.steps:
             named = [getattr(step, "node", None), *getattr(step, "between", ())]
             for node in filter(None, named):
@@ -171,8 +181,9 @@ class ChaosScenario(BaseModel):
                     raise ValueError(f"{describe(step)}: the scenario has nodes = {self.nodes}")
             if (getattr(step, "rank", None) or 0) >= self.nodes:
                 raise ValueError(f"{describe(step)}: ranks count from 0, and the scenario has nodes = {self.nodes}")
-            if not self.trains and step.at_step is not None:
-                raise ValueError(f"{describe(step)}: at_step needs a training, and the scenario has trains = false")
+            if not self.trains and step.waits_for_event:
+                moment = "after_regroup" if step.after_regroup else "at_step"
+                raise ValueError(f"{describe(step)}: {moment} needs a training, and the scenario has trains = false")
         if any(name.startswith("command_") for name in self.expect.model_fields_set) and not any(
             isinstance(step, RunShoal) for step in self.steps
         ):
@@ -184,6 +195,18 @@ class ChaosScenario(BaseModel):
         if self.cuts_power and (self.disk_mb is None or self.disk_holds != "run"):
             raise ValueError('cut-power needs a disk of its own for the run: disk_mb = 64, disk_holds = "run"')
         return self
+
+
+def read_sync(mode: str) -> dict[str, Any]:
+    """Return the settings of a sync method, spelled as for `shoal bench levers`: zero1, diloco:20, ddp+int8."""
+    sync = parse_lever(mode)
+    try:
+        SyncConfig(**sync)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"].removeprefix("Value error, ")
+        fix = f"use one of: {', '.join(TRAINED_METHODS)}, ddp+int8"
+        raise UsageError(f"--sync {mode} cannot be trained", why=why, fix=fix) from None
+    return sync
 
 
 def load_scenario(file: Path) -> ChaosScenario:
@@ -260,11 +283,12 @@ def plan_injections(steps: Sequence[Action], seed: int, number: int) -> list[Inj
     return [Injection(part, draw.uniform(0, part.random_s)) for step in steps for part in step.parts()]
 
 
-def is_due(injection: Injection, step: int, step_since_s: float | None, since_last_s: float) -> bool:
-    """Tell whether it is time; `step` is the furthest of any rank, `step_since_s` the time since the awaited one."""
-    if injection.action.at_step is None:
-        return since_last_s >= (injection.action.after_s or 0.0) + injection.extra_s
-    return step >= injection.action.at_step and (step_since_s or 0.0) >= injection.extra_s
+def is_due(injection: Injection, since_event_s: float | None, since_last_s: float) -> bool:
+    """Tell whether it is time. `since_event_s` is the time since what the action waits for: a step, or a generation;
+    None before that."""
+    if injection.action.waits_for_event:
+        return since_event_s is not None and since_event_s >= injection.extra_s
+    return since_last_s >= (injection.action.after_s or 0.0) + injection.extra_s
 
 
 @dataclass

@@ -12,11 +12,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Protocol
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from shoal.cluster.lab import ShoalLab
 from shoal.config.presets import did_you_mean
-from shoal.config.schema import SyncConfig
 from shoal.config.sync_choice import TRAINED_METHODS as SYNC_MODES
 from shoal.control.processes import find_processes
 from shoal.errors import Interrupted, RunFailed, ShoalError, UsageError
@@ -24,13 +23,12 @@ from shoal.events import Event
 from shoal.records.commit_log import check_ledger
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.manage import StopResult, end_processes, stop_run
-from shoal.tools.bench.levers import parse_lever
 from shoal.tools.chaos.actions import describe
 from shoal.tools.chaos.growth import LEAST_S, Growth, ResourceSample, growth, sample_resources
 from shoal.tools.chaos.inject import Injector
 from shoal.tools.chaos.judge import Assertion, compare_digests, count_stale, longest_pause
 from shoal.tools.chaos.run import POLL_S, ScenarioWatch, Script, find_errors, start_run
-from shoal.tools.chaos.scenario import ChaosScenario, Injection, ScenarioRecord, is_due
+from shoal.tools.chaos.scenario import ChaosScenario, Injection, ScenarioRecord, is_due, read_sync
 from shoal.tools.chaos.soak_plan import SOAK_KINDS, SoakBlock, SoakFault, plan_blocks
 from shoal.tools.chaos.testbed import TestBed, keep_checkpoints, opened
 from shoal.units import format_duration, pluralize
@@ -158,7 +156,7 @@ class SoakOrder:
                 "text": "soak",
                 "nodes": self.nodes,
                 "disk_mb": disk_mb,
-                "training": {**_TRAINING, "sync": parse_lever(sync)},
+                "training": {**_TRAINING, "sync": read_sync(sync)},
                 "steps": [{"do": "heal"}],
             }
         )
@@ -201,12 +199,7 @@ def read_modes(words: Sequence[str]) -> tuple[str, ...]:
     if len(set(modes)) < len(modes):
         raise UsageError("--sync names a mode twice", why=f"it says {', '.join(modes)}", fix="name each mode once")
     for mode in modes:
-        sync = parse_lever(mode)
-        try:
-            SyncConfig(**sync)
-        except ValidationError as error:
-            why = error.errors()[0]["msg"].removeprefix("Value error, ")
-            raise UsageError(f"--sync {mode} cannot be trained", why=why, fix=f"use one of: {_MODES_TEXT}") from None
+        read_sync(mode)
     return tuple(modes)
 
 
@@ -437,7 +430,7 @@ class _FaultyRun:
         """Inject every action of the fault, then wait until shortly before the next one: the time for recovery."""
         began, skipped, last = time.time(), "", time.monotonic()
         for action in (part for step in fault.steps for part in step.parts()):
-            while not is_due(Injection(action), 0, None, time.monotonic() - last):
+            while not is_due(Injection(action), None, time.monotonic() - last):
                 self._poll()
             try:
                 self.watch.record.injected.append(self._injector.inject(action))

@@ -12,6 +12,7 @@ from shoal.tools.chaos.judge import (
     ScenarioTimes,
     compare_digests,
     count_stale,
+    has_regrouped,
     judge,
     longest_pause,
     measure,
@@ -70,6 +71,13 @@ def test_times_are_measured_from_the_fault() -> None:
     assert measured.rejoin_s == pytest.approx(3.0)
     assert measured.reconfigurations == 2
     assert measured.members == 3
+
+
+@pytest.mark.parametrize(("until", "regrouped"), [(100.1, False), (100.35, False), (100.45, False), (100.7, True)])
+def test_ranks_have_regrouped_when_they_have_done_a_step_in_the_new_generation(until: float, regrouped: bool) -> None:
+    record = surviving_run()
+    record.ranks = [event for event in record.ranks if event["time"] <= until]
+    assert has_regrouped(record, FAULT_AT) is regrouped
 
 
 def test_nothing_is_lost_and_the_user_gets_a_sentence() -> None:

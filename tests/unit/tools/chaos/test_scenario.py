@@ -71,6 +71,15 @@ def test_the_list_has_faults_and_expectations() -> None:
     assert 25 in document["by_tests_alone"]
 
 
+def test_a_scenario_is_played_with_another_sync_method() -> None:
+    [scenario] = choose_scenarios(["kill-rank"], "lab:3", sync="zero1+fp16")
+    sync = scenario.config("lab:3", seed=1).sync
+    assert (sync.mode, sync.wire) == ("zero1", "fp16")
+    with pytest.raises(UsageError) as refused:
+        choose_scenarios(["kill-rank"], "lab:3", sync="zero1+powersgd")
+    assert "cannot be trained" in refused.value.seen
+
+
 def test_a_custom_scenario_becomes_a_configuration(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(
@@ -97,7 +106,8 @@ def test_a_custom_scenario_becomes_a_configuration(tmp_path: Path) -> None:
         ({"steps": [{"do": "kill-node", "node": "node9"}]}, "kill-node node9: the scenario has nodes = 3", ""),
         ({"steps": [{"do": "kill-rank"}]}, "kill-rank takes a rank or a node", ""),
         ({"steps": [{"do": "kill-rank", "rank": 3}]}, "ranks count from 0", ""),
-        ({"steps": [{"do": "heal", "at_step": 1, "after_s": 1.0}]}, "two moments", ""),
+        ({"steps": [{"do": "heal", "at_step": 1, "after_s": 1.0}]}, "give one of them", ""),
+        ({"steps": [{"do": "heal", "after_regroup": True}]}, "follows another step", ""),
         ({"steps": [{"do": "fill-disk"}]}, "disk_mb = 4", ""),
         ({"trains": False}, "at_step needs a training", ""),
         ({"expect": {"command_code": 1}}, "no step is one", ""),

@@ -62,22 +62,24 @@ def test_random_moments_are_the_same_for_the_same_seed_and_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("injection", "step", "since_step", "since_last", "due"),
+    ("injection", "since_event", "since_last", "due"),
     [
-        (Injection(Heal(at_step=5)), 4, None, 99.0, False),
-        (Injection(Heal(at_step=5)), 5, 0.0, 0.0, True),
-        (Injection(Heal(at_step=5), extra_s=0.3), 6, 0.2, 9.0, False),
-        (Injection(Heal(at_step=5), extra_s=0.3), 6, 0.3, 9.0, True),
-        (Injection(Heal(after_s=2.0)), 0, None, 1.9, False),
-        (Injection(Heal(after_s=2.0), extra_s=0.5), 0, None, 2.4, False),
-        (Injection(Heal(after_s=2.0)), 0, None, 2.0, True),
-        (Injection(Heal()), 0, None, 0.0, True),
+        (Injection(Heal(at_step=5)), None, 99.0, False),
+        (Injection(Heal(at_step=5)), 0.0, 0.0, True),
+        (Injection(Heal(at_step=5), extra_s=0.3), 0.2, 9.0, False),
+        (Injection(Heal(at_step=5), extra_s=0.3), 0.3, 9.0, True),
+        (Injection(Heal(after_regroup=True)), None, 99.0, False),
+        (Injection(Heal(after_regroup=True), extra_s=0.3), 0.3, 0.4, True),
+        (Injection(Heal(after_s=2.0)), None, 1.9, False),
+        (Injection(Heal(after_s=2.0), extra_s=0.5), None, 2.4, False),
+        (Injection(Heal(after_s=2.0)), None, 2.0, True),
+        (Injection(Heal()), None, 0.0, True),
     ],
 )
-def test_an_injection_is_due_after_its_step_and_delay(
-    injection: Injection, step: int, since_step: float | None, since_last: float, due: bool
+def test_an_injection_is_due_after_its_event_and_delay(
+    injection: Injection, since_event: float | None, since_last: float, due: bool
 ) -> None:
-    assert is_due(injection, step, since_step, since_last) is due
+    assert is_due(injection, since_event, since_last) is due
 
 
 def test_a_soak_draws_the_same_faults_from_the_same_seed() -> None:
