@@ -164,13 +164,14 @@ OPTION_GROUPS = {
         "Steps and batch": "steps global_batch micro_batch scaling lr seed",
         "Machines": "on balance drop_slower_than on_silent_tie launcher confirm clean",
         "Exchange": "sync every accumulate wire copies inside measure",
-        "Compute": "threads device compile_ precision pin profile_steps",
+        "Compute": "threads device compile_ recompute precision pin profile_steps",
         "The run": "out resume lineage detach watch plan profile dry_run json",
     },
     "plan": {
         "Machines and links": "nodes link machine profile calibrate latency efficiency flops mfu memory_gb "
         "ranks_per_node on",
-        "Model and batch": "params grad_dtype tokens depth seq_len global_batch micro_batch scaling config set_",
+        "Model and batch": "params grad_dtype tokens depth seq_len global_batch micro_batch scaling recompute "
+        "config set_",
         "Exchange": "sync accumulate wire",
         "Result": "out json",
     },

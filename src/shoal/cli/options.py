@@ -69,6 +69,7 @@ SETTINGS = {
     "seed": Option("Of the first weights, the order of samples and dropout.", "train.seed"),
     "device": Option("auto, cpu or cuda.", "train.device"),
     "compile_": Option("torch.compile: on, off, or auto (if a trial shows a gain).", "train.compile"),
+    "recompute": Option("Compute blocks again in backward instead of keeping what they made.", "train.recompute"),
     "precision": Option(
         "Precision of matrix products: fp32, bf16 or auto; by default bf16 on a GPU that has it.", "train.precision"
     ),

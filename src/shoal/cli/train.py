@@ -64,6 +64,7 @@ class TrainRequest(Request):
     threads: int | None = None
     device: str | None = None
     compile_: str | None = None
+    recompute: bool = False
     precision: str | None = None
     pin: str | None = None
     profile_steps: str | None = None

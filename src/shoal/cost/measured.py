@@ -33,6 +33,11 @@ class ModelSpeed:
     threads: int
     is_measured: bool  # this model was measured, not only others like it
 
+    def recomputing(self) -> ModelSpeed:
+        """Return the speed with activation checkpointing: backward begins with another forward."""
+        backward = tuple((size, seconds + interpolate(self.forward, size)) for size, seconds in self.backward)
+        return replace(self, backward=backward)
+
     def slower(self, factor: float) -> ModelSpeed:
         def scaled(times: Times) -> Times:
             return tuple((size, factor * seconds) for size, seconds in times)
@@ -84,6 +89,7 @@ class MeasuredSpeed:
 
     def work(self, workload: Workload, rank: int, micro_batch: int, micro_batches: int) -> RankWork:
         speed = self.model_speed(workload.shape, rank, workload.train.precision)
+        speed = speed.recomputing() if workload.train.recompute else speed
         # A GPU needs no core for computing, so that an exchange slows nothing down.
         is_gpu, node = self.device(rank) == "cuda", self.node(rank)
         return RankWork(

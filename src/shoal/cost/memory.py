@@ -10,7 +10,7 @@ from functools import cached_property
 from shoal.config.schema import Config
 from shoal.config.sync_choice import SYNC_METHODS, join_or
 from shoal.cost.batch_plan import half_micro_batch, micro_batch, rank_weights
-from shoal.cost.model_size import activation_bytes, head_elements
+from shoal.cost.model_size import head_elements
 from shoal.cost.sharding import held_fractions, part_shares
 from shoal.cost.strategy import SyncStrategy, is_encoded, strategy_of_config
 from shoal.cost.workload import Workload, workload_of
@@ -79,7 +79,7 @@ def needed(
         gradients=gradients * element * size,
         moments=moments * 2 * _FLOAT_BYTES * size,
         buffers=buffers * size + (gathered_bytes(workload) if level == 3 else 0.0),
-        activations=activation_bytes(workload.shape, micro_batch, element),
+        activations=workload.activation_bytes(micro_batch),
     )
 
 
@@ -125,7 +125,7 @@ def largest_micro_batch(workload: Workload, strategy: SyncStrategy, available: S
     def is_too_much(sequences: int) -> bool:
         return not all(memory.fits for memory in rank_memories(workload, strategy, sequences, available))
 
-    one, two = (activation_bytes(workload.shape, sequences, workload.gradient_bytes) for sequences in (1, 2))
+    one, two = map(workload.activation_bytes, (1, 2))
     most = 1 + int(min(available) / (two - one))
     return max(0, bisect_left(range(1, most + 1), True, key=is_too_much))
 

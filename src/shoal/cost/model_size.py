@@ -37,10 +37,13 @@ def parameter_count(model: ModelConfig) -> int:
     return embeddings + model.layers * (12 * width**2 + 13 * width) + 2 * width
 
 
-def flops_per_token(model: ModelConfig) -> float:
-    """Count forward and backward: six per weight of a matrix (the tied head included), and attention's products."""
-    matrices = model.layers * 12 * model.width**2 + model.vocab_size * model.width
-    return 6.0 * matrices + 12.0 * model.layers * model.width * model.seq_len
+def flops_per_token(model: ModelConfig, recompute: bool = False) -> float:
+    """Count forward and backward: six per weight of a matrix (the tied head included), and attention's products. With
+    `recompute` the blocks have a second forward, which ends before its last product."""
+    width, length = model.width, model.seq_len
+    block = 72.0 * width**2 + 12.0 * width * length
+    again = 16.0 * width**2 + 4.0 * width * length if recompute else 0.0
+    return model.layers * (block + again) + 6.0 * model.vocab_size * width
 
 
 def step_bytes(model: ModelConfig, tokens: int) -> float:
@@ -54,11 +57,15 @@ def intensity(model: ModelConfig, tokens: int) -> float:
     return flops_per_token(model) * tokens / step_bytes(model, tokens)
 
 
-def saved_elements(model: ModelConfig) -> float:
+def saved_elements(model: ModelConfig, recompute: bool = False) -> float:
     """Return what forward keeps for backward per token, without dropout: the blocks, the last norm and the gradient of
-    the head's input."""
-    block = _BLOCK_WIDTHS * model.width + model.heads + _NORM_FIGURES * 2
-    return model.layers * block + 2 * model.width + _NORM_FIGURES
+    the head's input. With `recompute` a block keeps only its two inputs, of which the first block has one."""
+    blocks = (2 * model.layers - 1) * model.width if recompute else model.layers * _block_elements(model)
+    return blocks + 2 * model.width + _NORM_FIGURES
+
+
+def _block_elements(model: ModelConfig) -> int:
+    return _BLOCK_WIDTHS * model.width + model.heads + _NORM_FIGURES * 2
 
 
 def head_elements(model: ModelConfig) -> int:
@@ -66,11 +73,13 @@ def head_elements(model: ModelConfig) -> int:
     return model.vocab_size * model.width
 
 
-def activation_bytes(model: ModelConfig, sequences: int, element_bytes: int = 4) -> float:
-    """Return the peak, while the head computes: what was kept, and the logits of one chunk of tokens."""
+def activation_bytes(model: ModelConfig, sequences: int, element_bytes: int = 4, recompute: bool = False) -> float:
+    """Return the peak: what was kept, and the logits of one chunk of tokens while the head computes. With `recompute`
+    the block that is computed again may need more than these."""
     tokens = sequences * model.seq_len
     logits = min(tokens, max(1, HEAD_CHUNK // model.vocab_size)) * model.vocab_size
-    return float(element_bytes) * (tokens * saved_elements(model) + head_elements(model) + logits)
+    most = max(logits, tokens * _block_elements(model)) if recompute else logits
+    return float(element_bytes) * (tokens * saved_elements(model, recompute) + head_elements(model) + most)
 
 
 def grad_bytes(shapes: Iterable[Sequence[int]], wire: str) -> int:

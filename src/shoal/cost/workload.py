@@ -12,7 +12,7 @@ from shoal.config.presets import HEAD_WIDTH
 from shoal.config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from shoal.cost.batch_plan import MICRO_BATCH_CAP, BatchPlan, divide_batch, micro_batch, shares, world_batch
 from shoal.cost.buckets import BucketCost, GradientTensor, even_gradients, gradients
-from shoal.cost.model_size import flops_per_token, parameter_count
+from shoal.cost.model_size import activation_bytes, flops_per_token, parameter_count
 from shoal.cost.network import ExchangeCost
 
 GradientType = Literal["fp32", "bf16"]
@@ -44,6 +44,14 @@ class Workload:
     def shape(self) -> ModelConfig:
         """The model, or a GPT of its size."""
         return self.model or assumed_shape(self.parameters, self.seq_len)
+
+    def activation_bytes(self, micro_batch: int) -> float:
+        return activation_bytes(self.shape, micro_batch, self.gradient_bytes, self.train.recompute)
+
+    def recomputing(self) -> Workload:
+        """Return the same training with activation checkpointing."""
+        train = self.train.model_copy(update={"recompute": True})
+        return replace(self, train=train, flops_per_token=flops_per_token(self.shape, recompute=True))
 
     def sequences(self, world_size: int) -> int:
         return world_batch(self.train, world_size)
@@ -82,7 +90,7 @@ def workload_of(config: Config, gradient: GradientType = "fp32") -> Workload:
     return Workload(
         name=config.run.preset,
         parameters=parameter_count(model),
-        flops_per_token=flops_per_token(model),
+        flops_per_token=flops_per_token(model, config.train.recompute),
         seq_len=model.seq_len,
         train=config.train,
         model=model,

@@ -61,16 +61,22 @@ def check_memory(config: Config, nodes: Sequence[Node]) -> str:
 
 
 def _advise(workload: Workload, strategy: SyncStrategy, sequences: int, available: Sequence[float]) -> Iterator[str]:
-    """Yield what would fit: a smaller micro-batch, otherwise the sync method that divides least."""
+    """Yield what would fit: a smaller micro-batch, otherwise the sync method that divides least, otherwise activation
+    checkpointing with one of these."""
     world_size = len(available)
     level = SYNC_METHODS[strategy.sync].shard_level
     sharded = [method for method in SYNC_METHODS.values() if method.shard_level > level] if world_size > 1 else []
-    for name in (strategy.sync, *(method.name for method in sorted(sharded, key=lambda method: method.shard_level))):
+    names = (strategy.sync, *(method.name for method in sorted(sharded, key=lambda method: method.shard_level)))
+    ways = [(workload, name) for name in names]
+    if not workload.train.recompute:
+        ways += [(workload.recomputing(), name) for name in names]
+    for work, name in ways:
         other = strategy.with_(sync=name, every=1) if name != strategy.sync else strategy
-        if most := min(sequences, largest_micro_batch(workload, other, available)):
-            fitting = max(divisors(workload.sequences(world_size), most))
-            need = max(memory.need.total for memory in rank_memories(workload, other, fitting, available))
+        if most := min(sequences, largest_micro_batch(work, other, available)):
+            fitting = max(divisors(work.sequences(world_size), most))
+            need = max(memory.need.total for memory in rank_memories(work, other, fitting, available))
             flags = [f"--sync {name}"] if name != strategy.sync else []
+            flags += ["--recompute"] if work is not workload else []
             flags += [f"--micro-batch {fitting}"] if fitting < sequences else []
             yield f"{' '.join(flags)} needs {_gb(need)} a rank"
             return

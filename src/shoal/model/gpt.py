@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from shoal.config.schema import ModelConfig
 from shoal.cost.model_size import HEAD_CHUNK
 from shoal.model.kernels import Dropout, add_norm, attention, gelu, has_triton
+from shoal.model.recompute import recomputed
 
 # Receives the head's part of the gradient of the tied weight. Backward continues with the returned tensor, if any.
 TakeGradient = Callable[[Tensor], Tensor | None]
@@ -72,6 +74,13 @@ def compile_block(block: nn.Module, **options: Any) -> None:
     block.compile(dynamic=None if getattr(block, "takes_any_batch", False) else False, **options)
 
 
+def _run(block: nn.Module, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+    if branch is not None:
+        leave_batch_open(block, x, branch)
+    result: tuple[Tensor, Tensor] = block(x, branch)
+    return result
+
+
 def leave_batch_open(block: nn.Module, *inputs: Tensor) -> None:
     """Mark the inputs of a block whose compiled code is to take micro-batches of any size."""
     if block._compiled_call_impl is not None and getattr(block, "takes_any_batch", False):
@@ -84,9 +93,11 @@ class GPT(nn.Module):
 
     tied_name = "token.weight"
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, recompute: bool = False) -> None:
+        """With `recompute` a block keeps only its inputs, and is computed again during backward."""
         super().__init__()
         self.config = config
+        self.recompute = recompute
         self.rows_per_sample = config.seq_len
         self.token = nn.Embedding(config.vocab_size, config.width)
         self.position = nn.Embedding(config.seq_len, config.width)
@@ -109,15 +120,19 @@ class GPT(nn.Module):
         if x.is_cuda:
             # The residual stream too: the blocks are bound by memory there.
             x = x.to(self.matmul_dtype)
-        with torch.autocast(x.device.type, self.matmul_dtype, enabled=self.matmul_dtype != torch.float32):
+        is_mixed = self.matmul_dtype != torch.float32
+        precision = partial(torch.autocast, x.device.type, self.matmul_dtype, enabled=is_mixed)
+        with precision():
             # Compiled blocks share one code only if the first has a branch of the same kind.
             branch = None
             if self._is_compiled:
                 branch = torch.zeros_like(x, dtype=self.matmul_dtype, requires_grad=x.requires_grad)
             for block in self.blocks:
-                if branch is not None:
-                    leave_batch_open(block, x, branch)
-                x, branch = block(x, branch)
+                run = partial(_run, block)
+                if self.recompute and torch.is_grad_enabled():
+                    x, branch = recomputed(run, x, branch, context=precision, is_random=self.config.dropout > 0)
+                else:
+                    x, branch = run(x, branch)
             x = add_norm(x, branch, self.norm)[1]
         if targets is None:
             return F.linear(x.to(self.token.weight.dtype), self.token.weight)

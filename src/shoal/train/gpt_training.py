@@ -51,7 +51,7 @@ class GptTrainer:
     def __init__(self, session: Session, config: Config, run: RunFolder) -> None:
         torch.manual_seed(config.train.seed)
         self.session, self.config, self.run = session, config, run
-        self.model = GPT(config.model).to(session.device)
+        self.model = GPT(config.model, config.train.recompute).to(session.device)
         self.optimizer = make_optimizer(self.model, config.train)
         self.compute = Compute(self.model)
         facts = read_data_facts(run)

@@ -268,11 +268,12 @@ def check_close(actual: Arrays, expected: Arrays, rtol: float, atol: float) -> N
         np.testing.assert_allclose(values, expected[name], rtol=rtol, atol=atol, err_msg=name)
 
 
+# Each method with one number of ranks is quick enough for every change.
+QUICK = {("zero1", 2), ("zero2", 3), ("zero3", 2)}
 MATRIX = [
-    # Each method with one number of ranks is quick enough for every change.
-    pytest.param(name, mode, ranks, marks=[] if (mode == "zero1") == (ranks == 2) else pytest.mark.long)
+    pytest.param(name, mode, ranks, marks=[] if (mode, ranks) in QUICK else pytest.mark.long)
     for name in CASES
-    for mode in ("zero1", "zero2")
+    for mode in ("zero1", "zero2", "zero3")
     for ranks in RANKS.get(name, (2, 3))
 ]
 

@@ -44,10 +44,13 @@ def learned(run: RunFolder, step: int = STEPS) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
 
 
-@pytest.mark.parametrize("mode", ["zero1", "zero2"])
-def test_a_divided_model_learns_what_one_process_learns(mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "sets"),
+    [("zero1", ()), ("zero2", ()), ("zero3", ()), ("zero3", ("train.recompute=true", "train.micro_batch=2"))],
+)
+def test_a_divided_model_learns_what_one_process_learns(mode: str, sets: tuple[str, ...], tmp_path: Path) -> None:
     alone = learned(train_ranks(tmp_path / "alone", 1))
-    run = train_ranks(tmp_path / mode, 3, f"sync.mode={mode}")
+    run = train_ranks(tmp_path / mode, 3, f"sync.mode={mode}", *sets)
     divided = learned(run)
     assert divided.keys() == alone.keys()
     for name, tensor in alone.items():

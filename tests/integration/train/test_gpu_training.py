@@ -44,8 +44,13 @@ def train(run: Path, *options: str) -> list[dict[str, object]]:
         ("--sync", "zero1", "--wire", "int8"),
         ("--sync", "zero2"),
         ("--sync", "zero3", "--set", "train.compile=off"),
+        ("--sync", "zero3", "--recompute", "--set", "model.dropout=0.1"),
+        ("--recompute", "--compile", "on"),
     ],
-    ids=["shared memory", "gloo", "int8", "diloco", "zero1", "zero1 in int8", "zero2", "zero3"],
+    ids=[
+        *("shared memory", "gloo", "int8", "diloco", "zero1", "zero1 in int8", "zero2", "zero3"),
+        *("zero3 recomputed", "compiled and recomputed"),
+    ],
 )
 def test_two_ranks_share_a_gpu(options: tuple[str, ...], tmp_path: Path) -> None:
     need_gpu()

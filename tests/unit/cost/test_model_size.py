@@ -37,9 +37,9 @@ def loss_of(model: GPT, sequences: int) -> Tensor:
     return loss
 
 
-def kept_bytes(shape: ModelConfig, sequences: int) -> int:
+def kept_bytes(shape: ModelConfig, sequences: int, recompute: bool = False) -> int:
     """Count the bytes that forward saves for backward: each storage once, without the weights."""
-    model = GPT(shape)
+    model = GPT(shape, recompute)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
     alive: list[Tensor] = []
@@ -56,17 +56,22 @@ def kept_bytes(shape: ModelConfig, sequences: int) -> int:
     return sum(kept.values())
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_predicted_activations_are_those_the_model_saves(shape: ModelConfig) -> None:
-    assert kept_bytes(shape, 3) == 4 * (3 * shape.seq_len * saved_elements(shape) + head_elements(shape))
+def test_predicted_activations_are_those_the_model_saves(shape: ModelConfig, recompute: bool) -> None:
+    # The inputs of blocks are not kept for autograd, but to compute again.
+    inputs = (2 * shape.layers - 1) * shape.width if recompute else 0
+    elements = 3 * shape.seq_len * (saved_elements(shape, recompute) - inputs) + head_elements(shape)
+    assert kept_bytes(shape, 3, recompute) == 4 * elements
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_predicted_flops_are_those_torch_counts(shape: ModelConfig) -> None:
+def test_predicted_flops_are_those_torch_counts(shape: ModelConfig, recompute: bool) -> None:
     """Use plain attention: torch does not count FLOPs inside the fused kernel on a CPU."""
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        loss_of(GPT(shape), 3).backward()
-    assert counter.get_total_flops() == pytest.approx(3 * shape.seq_len * flops_per_token(shape))
+        loss_of(GPT(shape, recompute), 3).backward()
+    assert counter.get_total_flops() == pytest.approx(3 * shape.seq_len * flops_per_token(shape, recompute))
 
 
 def test_the_peak_holds_the_logits_of_one_chunk() -> None:

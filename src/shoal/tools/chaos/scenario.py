@@ -171,9 +171,7 @@ class ChaosScenario(BaseModel):
     @model_validator(mode="after")
     def _is_possible(self) -> ChaosScenario:
         if self.steps[0].after_regroup:
-            raise ValueError(
-                f"{describe(self.steps[0])}: after_regroup follows another step"
-            )
+            raise ValueError(f"{describe(self.steps[0])}: after_regroup follows another step")
         for step in self.steps:
             named = [getattr(step, "node", None), *getattr(step, "between", ())]
             for node in filter(None, named):

@@ -74,6 +74,7 @@ class PlanRequest:
     global_batch: int | None = None
     micro_batch: int | None = None
     scaling: str | None = None
+    recompute: bool | None = None
     accumulate: int | None = None
     wire: str | None = None
     sync: str | None = None
@@ -95,6 +96,7 @@ _FLAGS = {
     "micro_batch": "train.micro_batch",
     "scaling": "train.scaling",
     "seq_len": "model.seq_len",
+    "recompute": "train.recompute",
 }
 # Options that do not apply to a model given by --params.
 _NOT_BARE = ("preset", "config", "depth", "set_", "seq_len")
@@ -202,7 +204,9 @@ def bare(request: PlanRequest, params: float) -> Workload:
     if request.tokens is not None:
         batch = _sequences(request.tokens, BARE_SEQ_LEN)
     changes = {
-        name: getattr(request, name) for name in ("micro_batch", "scaling") if getattr(request, name) is not None
+        name: getattr(request, name)
+        for name in ("micro_batch", "scaling", "recompute")
+        if getattr(request, name) is not None
     }
     config = build_config(flags={"train": {"global_batch": batch, "base_batch": batch, **changes}})
     return bare_workload(parameters, BARE_SEQ_LEN, config.train, gradient_type(request.grad_dtype))
@@ -313,6 +317,7 @@ def train_words(request: PlanRequest, made_from: Basis, plan: Plan, option: Plan
         words += (
             ["--" + flag.replace("_", "-"), str(getattr(request, flag))] if getattr(request, flag) is not None else []
         )
+    words += ["--recompute"] if request.recompute else []
     batch = plan.workload.accumulated(strategy.accumulation).train.global_batch
     words += ["--global-batch", str(batch)] if has_file or batch != _preset_batch(request) else []
     is_stock = strategy.first_bucket_mb is not None and (strategy.sync, strategy.wire) == ("ddp", "fp32")
