@@ -282,7 +282,7 @@ class AgentMembership:
                         # This agent's ranks have it in their ledger: it need not be sent again.
                         self._environment.write(AbandonRecorded(str(self._abandon.lineage)))
                         self._abandon = None
-                    self._machine.formed(message.generation, dict(message.history))
+                    self._machine.formed(message.generation, dict(message.history), message.can_lose_parts)
             case rank_messages.LeftGeneration() if rank.generation == message.generation:
                 rank.record_left(message.state)
                 self._report_stopped()

@@ -92,6 +92,7 @@ class GroupFormed(StrictModel):
     copied_s: float = 0.0
     # The earlier lineages whose steps the state contains, and the step after which each was left.
     history: Annotated[tuple[tuple[Ballot, Count], ...], Field(max_length=MAX_FORKS)] = ()
+    can_lose_parts: bool = False  # The model is divided, and no other rank has a copy of this rank's part.
 
 
 class LeftGeneration(StrictModel):

@@ -289,7 +289,8 @@ class ElasticEntry(Entry):
         replica.recorder.enter_world(world, [])
         self._start_training(computing, self._start_membership)
         membership.record_entry(how="first")
-        membership.member.send_formed(enter.generation, 0.0)
+        can_lose_parts = replica.shards.can_lose_parts(sync, world)
+        membership.member.send_formed(enter.generation, 0.0, can_lose_parts=can_lose_parts)
 
     def _start_membership(self) -> None:
         self.membership.start()

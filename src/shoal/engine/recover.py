@@ -57,6 +57,7 @@ from shoal.sync.membership_client import MembershipClient
 from shoal.sync.process_groups import GroupNotFormed, RankMissing, drop_groups
 from shoal.sync.replicas import broadcast_integers, combine_digests, gather_integers, tensor_digests
 from shoal.sync.world import RankIdentity, World, form_world, set_collective_timeout
+from shoal.units import pluralize
 
 _MAX_FAILED_RECOVERIES = 5
 # How long the agents may take to learn of the loss that broke the first group of a launch. Longer: ranks that cannot
@@ -142,7 +143,8 @@ class GenerationChanger:
         else:
             has_copied = self._continue_from_furthest(world, enter)
         done = time.perf_counter()
-        self.member.send_formed(enter.generation, done - formed, self.replica.history)
+        can_lose_parts = self.replica.shards.can_lose_parts(sync, world)
+        self.member.send_formed(enter.generation, done - formed, self.replica.history, can_lose_parts)
         self.replica.recorder.commit(self.replica.outer.common_step(self.replica.progress.step))
         self.record_entry(
             how="recovered" if enter.recovers else "regrouped" if enter.has_state else "joined",
@@ -475,7 +477,8 @@ class GenerationChanger:
         is_sharded = self.replica.config.sync.is_sharded
         lost = "a part of the model" if is_sharded else "the training's state"
         warning = RunFailed(
-            f"every rank that had {lost} was lost: the run goes on from {where}, and {redone} steps are done again",
+            f"every rank that had {lost} was lost: the run goes on from {where}, and "
+            f"{pluralize(redone, 'step')} {'is' if redone == 1 else 'are'} done again",
             why="no other rank kept a copy of the part (sync.copies)"
             if is_sharded
             else "ranks were lost within moments of each other, before one of the others had the state",

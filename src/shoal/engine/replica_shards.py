@@ -90,6 +90,14 @@ class ReplicaShards:
             self.sync.free_sums()
             self.sync.units.keep_whole()
 
+    def can_lose_parts(self, config: SyncConfig, world: World) -> bool:
+        """Whether a rank that is lost may have had the only copy of its part."""
+        if not config.is_sharded or world.size == 1:
+            return False
+        if self._state.divided is not None:
+            return not self._state.divided.layout.copy_shift
+        return not (self.wants_copies or wants_copies(config, world.size))
+
     def missing_copies(self, world: World) -> OutOfMemory | None:
         """Return the warning that the ranks of a world have no room for copies of the parts, if that is so."""
         divided = self._state.divided

@@ -122,9 +122,12 @@ class MembershipClient:
         """Return whether waiting for this generation is pointless: it is over, or a newer one is announced."""
         return self.fence.is_over or self._next is not None
 
-    def send_formed(self, generation: Ballot, copied_s: float, history: Sequence[tuple[str, int]] = ()) -> None:
+    def send_formed(
+        self, generation: Ballot, copied_s: float, history: Sequence[tuple[str, int]] = (), can_lose_parts: bool = False
+    ) -> None:
         left = tuple((read_ballot(lineage), step) for lineage, step in history[-MAX_FORKS:])
-        self._send(GroupFormed(generation=generation, copied_s=copied_s, history=left))
+        formed = GroupFormed(generation=generation, copied_s=copied_s, history=left, can_lose_parts=can_lose_parts)
+        self._send(formed)
 
     def committed(self, step: int) -> None:
         self.fence.committed(step)

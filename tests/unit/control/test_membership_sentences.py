@@ -73,6 +73,13 @@ def test_a_loss_is_described_in_one_sentence() -> None:
     )
 
 
+def test_a_lost_part_is_looked_for_before_a_step_counts_as_kept() -> None:
+    change = GenerationChange(FIRST, SECOND, {2: "silent"}, since_s=0.0, can_lose_parts=True)
+    assert sentences.regrouped(change, name).endswith("at once, and a lost part of the model is looked for.")
+    returned = GenerationChange(SECOND, FIRST, {}, since_s=0.0, can_lose_parts=True)
+    assert sentences.regrouped(returned, name).endswith("and no committed step is lost.")
+
+
 def test_no_time_is_written_where_it_would_be_zero() -> None:
     sentence = sentences.regrouped(GenerationChange(FIRST, SECOND, {2: "silent"}, since_s=0.04), name)
     assert "; that was agreed at once, and no committed step is lost." in sentence

@@ -32,6 +32,7 @@ class GenerationChange:
     after: Generation
     causes: Mapping[int, Cause]  # why members are missing
     since_s: float  # how long training has been interrupted so far
+    can_lose_parts: bool = False  # a lost rank may have had the only copy of a part of the state
 
 
 def regrouped(change: GenerationChange, name: Name) -> str:
@@ -41,10 +42,15 @@ def regrouped(change: GenerationChange, name: Name) -> str:
     fork = f" as a lineage of {'its' if is_alone else 'their'} own, since others may go on too" if is_fork else ""
     # Rounded it would be "0.0 s".
     agreed = f"after {change.since_s:.1f} s" if change.since_s >= 0.05 else "at once"
+    is_smaller = after.world_size < before.world_size
+    lost = (
+        "a lost part of the model is looked for"
+        if change.can_lose_parts and is_smaller
+        else "no committed step is lost"
+    )
     return (
         f"{events}. {_join(after.members, name)} {'goes' if is_alone else 'go'} on{fork}, as generation "
-        f"{after.id.number}, with step {after.state.step + 1}; that was agreed {agreed}, and no committed step is "
-        "lost."
+        f"{after.id.number}, with step {after.state.step + 1}; that was agreed {agreed}, and {lost}."
     )
 
 

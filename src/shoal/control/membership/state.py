@@ -83,6 +83,7 @@ class LocalRankStates:
     has_state: bool = False
     phase: Phase = Phase.STOPPED
     after_step: bool = False  # they stop after their step
+    can_lose_parts: bool = False  # of the state of the generation that they formed last
 
     def stop(self, generation: Ballot, after_step: bool) -> list[StopGeneration]:
         """Ask the ranks to stop once, and once more if they must not finish their step after all."""

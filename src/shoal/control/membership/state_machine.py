@@ -150,14 +150,18 @@ class MembershipMachine:
         self.committed(committed)
         return self._advance()
 
-    def formed(self, generation: Ballot, left: Mapping[Ballot, int] | None = None) -> None:
+    def formed(
+        self, generation: Ballot, left: Mapping[Ballot, int] | None = None, can_lose_parts: bool = False
+    ) -> None:
         """This agent's ranks have formed the group of this generation and have its state.
 
         `left`: the earlier lineages that this state contains, and the step after which each was left.
+        `can_lose_parts`: ranks have parts of the state that no other rank has.
         """
         if self._state.is_current(generation) and self._state.ranks.phase is not Phase.STOPPED:
             self._state.voter.set_shared_steps(left or {})
             self._state.ranks.has_state = self._state.progress.formed = True
+            self._state.ranks.can_lose_parts = can_lose_parts
             self._state.peers.detector.set_starting(False)
 
     def committed(self, step: int) -> None:
@@ -362,7 +366,8 @@ class GenerationEntry:
         missing = [member for member in before.members if member not in after.members]
         causes = {member: state.peers.cause(member, before) for member in missing}
         silent_s = [state.peers.detector.silent_s(member) for member, cause in causes.items() if cause == "silent"]
-        change = GenerationChange(before, after, causes, max(self._proposer.needed_s, *silent_s, 0.0))
+        since_s = max(self._proposer.needed_s, *silent_s, 0.0)
+        change = GenerationChange(before, after, causes, since_s, state.ranks.can_lose_parts)
         state.log((sentences.begun_without if begins else sentences.regrouped)(change, state.name), after.id)
 
 

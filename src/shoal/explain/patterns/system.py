@@ -188,6 +188,7 @@ SHOAL = (
         "shoal.members",
         (
             "no committed step is lost.",
+            "a lost part of the model is looked for.",
             ", before the first step. ",
             " and continues with step ",
             "No machine has the training's state any more",
