@@ -114,6 +114,7 @@ class RunFolder:
     job = _File("job.json")  # the supervisor's job; see `runs.supervisor.RunJob`
     script = _File("script.json")  # what a machine that joins a script needs; see `runs.supervisor.SharedScript`
     joined = _File("joined.json")  # where a machine that joined reached the run; see `joined_host`
+    slurm = _File("slurm.json")  # the job of Slurm that this run is; see `runs.slurm_job`
     # The supervisor's events: the only file that shows whether the last launch has ended, and how.
     supervisor = _File("supervisor.jsonl")
     chaos = _File("chaos.jsonl")  # faults that were injected on purpose

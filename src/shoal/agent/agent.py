@@ -64,7 +64,7 @@ from shoal.control.orders import (
     save_orders,
 )
 from shoal.control.processes import MESSENGER, SUPERVISOR, TEMPLATE, find_processes, remove_own_marks, restore_signals
-from shoal.control.rank_env import MEASURE, torch_caches
+from shoal.control.rank_env import MEASURE, TERM_IS_FOR_ALL, torch_caches
 from shoal.control.rank_messages import RankReady, ToAgent
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
@@ -471,8 +471,12 @@ class Agent:
         self._tasks.spawn(self._stop_everywhere(at_once=self._end.signals > 1))
 
     def _on_terminate(self) -> None:
-        """Leave the run: a machine that is switched off sends SIGTERM to all its processes, and the others train on."""
-        if self._membership is None or self._end.signals or not self._membership.leave():
+        """Leave the run: a machine that is switched off sends SIGTERM to all its processes, and the others train on.
+
+        A scheduler sends it to all nodes of a job at once, which then save together.
+        """
+        is_for_all = TERM_IS_FOR_ALL in os.environ
+        if is_for_all or self._membership is None or self._end.signals or not self._membership.leave():
             self._on_interrupt()
 
     async def _stop_everywhere(self, at_once: bool) -> None:

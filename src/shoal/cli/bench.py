@@ -90,6 +90,7 @@ def scaling(request: ScalingRequest) -> int:
     on the first 1, 2, 3 machines of one cluster (--nodes). A row that cannot run is skipped, with the reason.
     """
     from shoal.cli.progress import make_display
+    from shoal.cluster.slurm.job import enter_allocation
     from shoal.tools.bench.scaling import measure_scaling, scaling_csv, scaling_document
 
     refuse_wrong_rows(request.on or [], request.nodes, request.ranks)
@@ -99,6 +100,7 @@ def scaling(request: ScalingRequest) -> int:
             why="only one of them can be printed on stdout",
             fix="leave one out; both are files in the folder of the result: scaling.json and scaling.csv",
         )
+    enter_allocation(*request.on or [])
     folder = request.out or default_out("scaling")
     rows = _scaling_rows(request, folder)
     result = measure_scaling(rows, folder, make_display, request.repeat, lambda text: sys.stderr.write(f"{text}\n"))
@@ -154,9 +156,11 @@ def levers(request: LeversRequest) -> None:
     For comparison, one node alone and, as the upper limit, all nodes without any exchange are measured too.
     """
     from shoal.cli.progress import make_display
+    from shoal.cluster.slurm.job import enter_allocation
     from shoal.config.load import build_config, refuse_duplicate_settings
     from shoal.tools.bench.levers import measure_levers
 
+    enter_allocation(request.on)
     flags: Overrides = {
         "train": {"steps": request.steps, "eval_every": max(1, request.steps // 10)},
         "run": {"on": request.on},

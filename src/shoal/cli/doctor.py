@@ -56,6 +56,7 @@ def doctor(
 
     Exit code 1: something would stop a run or make it much slower.
     """
+    from shoal.cluster.slurm.job import enter_allocation
     from shoal.tools.doctor.run import examine
 
     if json and fix_commands:
@@ -64,6 +65,7 @@ def doctor(
         )
     training = _training_config(on, preset, config, sync, set_ or [])
     on = on or (training.run.on if training else "local:2")
+    enter_allocation(on)
     status = make_console(stderr=True)
     with status.status("") as spinner:
         diagnosis = examine(on, lambda text: spinner.update(escape(text)), port, not no_proof, training)

@@ -53,7 +53,7 @@ _COPIES = f"Copies of each part of {', '.join(SHARDED_METHODS)} on another rank:
 # Options that give a setting, in the order of the settings.
 SETTINGS = {
     "on": Option(
-        "local:N, lab:N[,link=1gbit,…], lab[:NAME], a hosts file or join:N.", "run.on", shown="local:2"
+        "local:N, lab:N[,link=1gbit,…], lab[:NAME], slurm:N, a hosts file or join:N.", "run.on", shown="local:2"
     ),
     "threads": Option("Threads per rank.", "run.threads", shown="cores / ranks"),
     "balance": Option(f"{_BALANCE}.", "run.balance", shown="live where machines differ by more than 10%"),
@@ -94,7 +94,7 @@ SETTINGS = {
 
 # The same for `shoal run`, whose script may have a session or not.
 SESSION_SETTINGS = {
-    "on": Option("Where to run: local:N, lab:N[,link=1gbit,…] or a hosts file.", "run.on", "new run"),
+    "on": Option("Where to run: local:N, lab:N[,link=1gbit,…], slurm:N or a hosts file.", "run.on", "new run"),
     "threads": Option("Threads per rank.", "run.threads", "new run", shown="cores / ranks", low=1),
     "steps": Option("Steps of the script's session.", "train.steps", low=1),
     "sync": Option(f"{SYNC_HELP} (session).", "sync.mode"),

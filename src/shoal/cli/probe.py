@@ -30,7 +30,7 @@ _BACKENDS = {"gloo": "over gloo", "nccl": "over NCCL", "staged": "between GPUs, 
 
 
 @command(
-    on=Option("What to measure: local:N, lab[:N], or a hosts file."),
+    on=Option("What to measure: local:N, lab[:N], slurm[:N], or a hosts file."),
     out=Option("The profile to write.", flags="--out --output -o"),
     budget=Option("Seconds to aim at; starting ranks and the shortest measurements may take longer.", low=5),
     model=Option("Also time this model: a preset, or depth:N; may be repeated."),
@@ -48,11 +48,13 @@ def probe(
 
     Models are timed on processors and GPUs alike. NCCL needs two GPUs; with fewer, gloo through pinned memory is timed.
     """
+    from shoal.cluster.slurm.job import enter_allocation
     from shoal.config.load import check_profile_writable, write_profile
     from shoal.tools.probe.figure import plot_probe
     from shoal.tools.probe.run import probe as measure
 
     check_profile_writable(out)
+    enter_allocation(on)
     picture = picture_of(out)
     names = [*(model or []), *([f"depth:{depth}"] if depth is not None else [])]
     models = {name: _find_model(name) for name in names}

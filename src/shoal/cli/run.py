@@ -14,13 +14,14 @@ from shoal.cli.command import COMMANDS, Group, Request, command
 from shoal.cli.options import PROFILE, SESSION_SETTINGS, SETTINGS, Option, argument
 from shoal.cli.output import advising_flags, print_json, print_note
 from shoal.config.defaults import DEFAULT_CLAIM, DEFAULT_PRESET, GRACE_S, MOUNT
-from shoal.config.presets import PRESETS, depth_overrides, did_you_mean
+from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_mean
 from shoal.errors import ShoalError, UsageError
 from shoal.run_folder import RunFolder, default_out, write_atomically
 
 if TYPE_CHECKING:
     from shoal.config.schema import Config
     from shoal.launch.emit import EmitJob
+    from shoal.launch.emit_slurm import SlurmJob
     from shoal.runs.supervisor import RunJob
 
 
@@ -321,19 +322,60 @@ def torchrun(request: TorchrunRequest) -> None:
         sys.stdout.write(torchrun_text(job, request.port))
 
 
-@EMIT.command(out=Option("The run folder.", shown="runs/NAME-JOBID"))
-def slurm(request: EmitRequest) -> None:
-    """Print an sbatch script: one task per node, each a torchrun."""
-    from shoal.launch.emit import slug, slurm_text
+@dataclass(frozen=True, kw_only=True)
+class SlurmRequest(Request):
+    runconfig: list[str] | None = None
+    on: str | None = None
+    depth: int | None = None
+    set_: list[str] | None = None
+    out: Path | None = None
+    python: str = sys.executable
+    json: bool = False
 
-    config = _config(request)
-    job = _job(config, request.out or Path("runs") / slug(config.run.preset), request.python)
-    _print_file(
-        "slurm",
-        f"shoal-{slug(config.run.preset)}.sbatch",
-        slurm_text(job, new_folder=request.out is None),
-        request.json,
-    )
+
+@EMIT.command(
+    takes_words=True,
+    runconfig=argument(
+        "A preset, a TOML file with settings, a run folder, or a script and its own arguments.", shown="grammar"
+    ),
+    on=replace(SETTINGS["on"], help="Nodes and ranks: slurm:N,partition=P, local:N, lab:N.", shown="local:2"),
+    out=Option("The run folder.", shown="runs/NAME-JOBID"),
+)
+def slurm(request: SlurmRequest) -> None:
+    """Print a job script that checks the nodes, probes the network, and trains on them; for sbatch.
+
+    shoal train --on slurm:N and shoal run --on slurm:N submit a job themselves, and show its run.
+    """
+    from shoal.launch.emit import slug
+    from shoal.launch.emit_slurm import slurm_text, training_job
+
+    words = request.runconfig or [DEFAULT_PRESET]
+    if words[0] == "-m" or words[0].endswith(".py"):
+        job = _slurm_script(request, words)
+    else:
+        if len(words) > 1:
+            raise UsageError(
+                f"{words[1]!r} after {words[0]} means nothing",
+                why="options stand before it, and only a script has arguments",
+                fix="shoal emit slurm --help",
+            )
+        preset, file = find_config(words[0])
+        config = _placed(preset, file, depth_overrides(request.depth) | request.overrides(), request.set_)
+        training = _job(config, request.out or Path("runs") / slug(config.run.preset), request.python)
+        job = training_job(training, new_folder=request.out is None)
+    _print_file("slurm", f"{job.name}.sbatch", slurm_text(job), request.json)
+
+
+def _slurm_script(request: SlurmRequest, words: list[str]) -> SlurmJob:
+    from shoal.cluster.cluster import planned_nodes
+    from shoal.launch.emit_slurm import script_job
+
+    if request.depth is not None:
+        raise UsageError("--depth does not go with a script", why="it is of shoal's own GPT", fix="leave it out")
+    argv, _ = script_command(words)
+    on = request.on or "local:2"
+    sets = [word for setting in request.set_ or [] for word in ("--set", setting)]
+    return script_job(argv, on, planned_nodes(on), sets, request.out, request.python)
 
 
 @EMIT.command(
@@ -355,12 +397,15 @@ def k8s(request: K8sRequest) -> None:
 
 
 def _config(request: EmitRequest) -> Config:
+    preset, file = find_config(request.runconfig or DEFAULT_PRESET)
+    return _placed(preset, file, depth_overrides(request.depth) | request.overrides(), request.set_)
+
+
+def _placed(preset: str, file: Path | None, flags: Overrides, sets: list[str] | None) -> Config:
     from shoal.cluster.target import place_ranks
     from shoal.config.load import build_config
 
-    preset, file = find_config(request.runconfig or DEFAULT_PRESET)
-    flags = depth_overrides(request.depth) | request.overrides()
-    return place_ranks(build_config(preset, file, flags, request.set_ or []))
+    return place_ranks(build_config(preset, file, flags, sets or []))
 
 
 def find_config(name: str) -> tuple[str, Path | None]:

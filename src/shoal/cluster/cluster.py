@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from shoal.cluster.hosts.spec import HostsSpec
 from shoal.cluster.node import Node, Note, RunFiles, local_node
 from shoal.cluster.node_program import LocalProgram, RemoteProgram, closing_all, module_command
+from shoal.cluster.slurm.spec import SlurmSpec
 from shoal.cluster.target import ExistingLab, JoinSpec, LocalSpec, parse_on
 from shoal.errors import ShoalError, UsageError
 from shoal_lab.spec import LabSpec
@@ -81,6 +82,7 @@ def open_cluster(
     from shoal.cluster.hosts.cluster import HostsCluster
     from shoal.cluster.join import JoinCluster
     from shoal.cluster.lab import LabCluster, ShoalLab
+    from shoal.cluster.slurm.cluster import SlurmCluster
 
     match parse_on(on):
         case LocalSpec(ranks=ranks):
@@ -95,6 +97,8 @@ def open_cluster(
         case JoinSpec() as join:
             with JoinCluster.open(join, run_files, note, confirm) as cluster:
                 yield cluster
+        case SlurmSpec() as slurm:
+            yield SlurmCluster.open(slurm)
 
 
 @contextmanager
@@ -126,6 +130,10 @@ def planned_nodes(on: str) -> list[Node]:
             return [planned_node(host) for host in hosts.hosts]
         case JoinSpec(machines=machines, address=address):
             return [Node(f"machine-{number}", address or "", None, 1, None) for number in range(1, machines + 1)]
+        case SlurmSpec() as slurm:
+            from shoal.cluster.slurm.cluster import planned_nodes as planned_slurm_nodes
+
+            return planned_slurm_nodes(slurm)
 
 
 @dataclass(frozen=True)
@@ -144,6 +152,7 @@ def start_on_nodes(on: str, module: str) -> Iterator[NodePrograms]:
     from shoal.cluster.hosts.cluster import hosts_as_nodes
     from shoal.cluster.hosts.cluster import visit as visit_hosts
     from shoal.cluster.lab import ShoalLab, as_nodes
+    from shoal.cluster.slurm.cluster import visit as visit_slurm
 
     with ExitStack() as stack:
         started: Mapping[str, RemoteProgram | ShoalError]
@@ -159,6 +168,8 @@ def start_on_nodes(on: str, module: str) -> Iterator[NodePrograms]:
             case LocalSpec(ranks=ranks):
                 nodes = [local_node(ranks)]
                 started = {nodes[0].name: RemoteProgram(nodes[0].name, LocalProgram(module_command(module)))}
+            case SlurmSpec() as slurm:
+                nodes, started = visit_slurm(slurm, module)
             case JoinSpec():
                 raise UsageError(
                     "machines that join by themselves cannot be looked at before they have joined",

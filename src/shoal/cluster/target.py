@@ -7,6 +7,8 @@ lab:2,slots=2                two ranks on each node
 lab                          the lab that is up already; with a name: lab:NAME
 hosts.toml                   machines over SSH: a cluster file, or an MPI or DeepSpeed hostfile
 join:3                       this machine and two that join it by themselves, see shoal host
+slurm                        the nodes of the Slurm job that this process is in
+slurm:2,partition=main       two nodes of Slurm, which are asked for where this process is in no job
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 
 from shoal.cluster.hosts.spec import HostsSpec, is_file, read_hosts
 from shoal.cluster.lab import ShoalLab, parse_lab, per_node
+from shoal.cluster.slurm.spec import SlurmSpec, parse_slurm
 from shoal.config.load import AnyConfig
 from shoal.config.presets import did_you_mean
 from shoal.config.schema import DEVICES, EngineConfig
@@ -56,7 +59,7 @@ class JoinSpec:
     port: int = 0
 
 
-On = LocalSpec | LabSpec | ExistingLab | HostsSpec | JoinSpec
+On = LocalSpec | LabSpec | ExistingLab | HostsSpec | JoinSpec | SlurmSpec
 
 
 def parse_on(text: str) -> On:
@@ -74,11 +77,14 @@ def parse_on(text: str) -> On:
         return parse_lab(text)
     if text.startswith("join:"):
         return parse_join(text)
+    if re.match(r"slurm(?![\w./-])", text):
+        return parse_slurm(text)
     if "/" in text or text.endswith(_HOSTS_FILES) or is_file(Path(text)):
         return read_hosts(Path(text))
     raise UsageError(
         f"--on {text!r} names no cluster",
-        why="ranks run on this machine (local:N), on the nodes of a lab (lab:N) or on the machines of a hosts file",
+        why="ranks run on this machine (local:N), on the nodes of a lab (lab:N) or of Slurm (slurm:N), or on the "
+        "machines of a hosts file",
         fix="write for example: --on local:2, --on lab:3,link=1gbit or --on hosts.toml",
     )
 
@@ -116,8 +122,13 @@ def parse_join(text: str) -> JoinSpec:
 
 def absolute_on(on: str) -> str:
     """Return `on` such that it names the same cluster from every folder."""
-    spec = parse_on(on)
-    return str(spec.path.absolute()) if isinstance(spec, HostsSpec) else on
+    match parse_on(on):
+        case HostsSpec(path=path):
+            return str(path.absolute())
+        case SlurmSpec() as slurm:
+            return slurm.absolute()
+        case _:
+            return on
 
 
 def weights_of(on: On) -> str | None:
@@ -191,6 +202,8 @@ def rank_count(on: On) -> int:
             return sum(host.slots for host in on.hosts)
         case JoinSpec():
             return on.machines
+        case SlurmSpec():
+            return on.rank_count()
 
 
 def on_first_ranks(config: AnyConfig, on: str) -> AnyConfig:
@@ -219,6 +232,8 @@ def first_nodes(on: On, count: int, folder: Path) -> str | None:
             return str(_write_first_hosts(on, count, folder / name))
         case JoinSpec():
             return None
+        case SlurmSpec():
+            return on.first(count).absolute()
         case _:
             return _smaller_lab(on.nodes[:count])
 

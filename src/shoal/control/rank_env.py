@@ -36,6 +36,9 @@ SETTINGS = "SHOAL_SETTINGS"
 # The agent's store for a session. Not `AGENT_FD`: a script may also use torch's own store, in the usual way.
 SESSION_FD = "SHOAL_SESSION_FD"
 RESUME = "SHOAL_RESUME"
+# Set where a scheduler sends SIGTERM to all nodes of a job at once. Elsewhere a machine sends it before it is switched
+# off, and the ranks of others can continue.
+TERM_IS_FOR_ALL = "SHOAL_TERM_IS_FOR_ALL"
 # The threads of a rank where the launcher chose their number: only then a rank may try others.
 DEFAULT_THREADS = "SHOAL_DEFAULT_THREADS"
 

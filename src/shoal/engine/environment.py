@@ -25,7 +25,7 @@ import psutil
 from shoal.config.load import merge, refuse_without_effect, to_toml, typed_settings, validate_session
 from shoal.config.schema import EngineConfig
 from shoal.control.processes import RUN_MARK
-from shoal.control.rank_env import RESUME, SESSION_FD, SETTINGS, Placement, use_private_caches
+from shoal.control.rank_env import RESUME, SESSION_FD, SETTINGS, TERM_IS_FOR_ALL, Placement, use_private_caches
 from shoal.control.rank_messages import MEMBERSHIP_FD
 from shoal.control.rank_stacks import register_stacks
 from shoal.cost.batch_plan import world_batch
@@ -209,7 +209,7 @@ def _catch_stop_signals(stop: StopRequest) -> None:
 
     try:
         signal.signal(signal.SIGINT, request_stop)
-        if MEMBERSHIP_FD not in os.environ:
+        if MEMBERSHIP_FD not in os.environ or TERM_IS_FOR_ALL in os.environ:
             signal.signal(signal.SIGTERM, request_stop)
     except ValueError:
         # Only the main thread can; a session in another one is stopped by `session.stop()`.

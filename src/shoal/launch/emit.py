@@ -1,4 +1,4 @@
-"""Writes the same training for other launchers: torchrun commands, an sbatch script, a Kubernetes manifest."""
+"""Writes the same training for other launchers: torchrun commands, a Kubernetes manifest."""
 
 from __future__ import annotations
 
@@ -41,6 +41,10 @@ class EmitJob:
     @property
     def ranks(self) -> int:
         return sum(node.slots for node in self.nodes)
+
+    @property
+    def summary(self) -> str:
+        return f"{self.config.run.preset}: {pluralize(self.ranks, 'rank')} on {pluralize(len(self.nodes), 'node')}"
 
     @property
     def needs_gpus(self) -> bool:
@@ -102,22 +106,18 @@ def _quoted(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _threads_on(job: EmitJob, node: Node) -> int | None:
+def threads_on(job: EmitJob, node: Node) -> int | None:
     """Return the threads of each rank on a node; None where its cores are not known yet."""
     return job.config.run.threads or node.rank_threads
 
 
 def _cores_per_node(job: EmitJob) -> int:
     """Return the cores that the largest node needs: a scheduler gives every node the same number."""
-    return max(node.slots * (_threads_on(job, node) or 1) for node in job.nodes)
+    return max(node.slots * (threads_on(job, node) or 1) for node in job.nodes)
 
 
 def _slots_per_node(job: EmitJob) -> int:
     return max(node.slots for node in job.nodes)
-
-
-def _summary(job: EmitJob) -> str:
-    return f"{job.config.run.preset}: {pluralize(job.ranks, 'rank')} on {pluralize(len(job.nodes), 'node')}"
 
 
 def _requirements(job: EmitJob, first: str, shared: str) -> list[str]:
@@ -146,15 +146,18 @@ def _comment(text: str, bullet: str = "") -> str:
     )
 
 
+def comment_lines(about: str, needed: Iterable[str]) -> list[str]:
+    return [_comment(about), *(_comment(item, "- ") for item in needed)]
+
+
 def slug(name: str) -> str:
     """Return a job name that Slurm, and DNS behind a Kubernetes service, allow."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower())[:40].strip("-") or "run"
 
 
-# The script that one node of a scheduler's job runs, in plain POSIX shell: find its interface, set its number of ranks,
-# become torchrun. Slurm and Kubernetes run the same lines, one process per node. They differ only in how a node learns
-# its number (`NODE_RANK`) and where the first node is (`MASTER_ADDR`, `MASTER_PORT`). `SHOAL_OUT` is the run folder;
-# any value in `SHOAL_RESUME` resumes the run there.
+# The script that a pod runs, in plain POSIX shell: find its interface, set its number of ranks, become torchrun.
+# `MASTER_ADDR` and `MASTER_PORT` are where the first pod is, `SHOAL_OUT` is the run folder; any value in `SHOAL_RESUME`
+# resumes the run there.
 
 # Not `ip route get`: on the first node it prints "lo" for the node's own address, containers seldom have it, and on
 # Debian it is not on the PATH of ordinary users. shoal is installed anyway.
@@ -164,10 +167,8 @@ _FIND_INTERFACE = (
 )
 
 
-def _node_script(job: EmitJob, number: str, nodes: str, shape: list[str]) -> str:
-    """Return the script. `number` and `nodes` are shell words for the node's number and the number of nodes; `shape`
-    are lines that set `ranks` and `threads`.
-    """
+def _pod_script(job: EmitJob, shape: list[str]) -> str:
+    """Return the script; `shape` are lines that set `ranks` and `threads`."""
     preset, *settings = worker_words(job)
     pairs = [shlex.join(settings[i : i + 2]) for i in range(0, len(settings), 2)]
     words = [shlex.quote(preset), '--out "$SHOAL_OUT"', *pairs, '--set run.threads="$threads"']
@@ -177,7 +178,7 @@ def _node_script(job: EmitJob, number: str, nodes: str, shape: list[str]) -> str
             f"python={shlex.quote(job.python)}",
             "# Python must not import from the current folder, which other users may be able to write to.",
             "export PYTHONSAFEPATH=1",
-            f"NODE_RANK={number}",
+            "NODE_RANK=$JOB_COMPLETION_INDEX",
             *shape,
             f'interface=$("$python" -c {shlex.quote(_FIND_INTERFACE)} "$MASTER_ADDR")',
             'export GLOO_SOCKET_IFNAME="$interface" NCCL_SOCKET_IFNAME="$interface" OMP_NUM_THREADS="$threads"',
@@ -188,7 +189,7 @@ def _node_script(job: EmitJob, number: str, nodes: str, shape: list[str]) -> str
             # An explicit choice: on NFS a node that looked for the run folder too early would not see it for a while.
             "    ${SHOAL_RESUME:+--resume}",
             'exec "$python" -m torch.distributed.run \\',
-            f'    --nnodes={nodes} --node-rank="$NODE_RANK" --nproc-per-node="$ranks" \\',
+            f'    --nnodes={len(job.nodes)} --node-rank="$NODE_RANK" --nproc-per-node="$ranks" \\',
             '    --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" -m shoal.train.worker "$@"',
         ]
     )
@@ -326,7 +327,7 @@ def k8s_text(job: EmitJob, pods: Pods) -> str:
             )
     name = k8s_name(job)
     about = (
-        f"{_summary(job)}; every node is a pod. Start: kubectl apply -f THIS_FILE. Watch: kubectl logs -f -l "
+        f"{job.summary}; every node is a pod. Start: kubectl apply -f THIS_FILE. Watch: kubectl logs -f -l "
         f"app={name} --prefix. To go on with a run that ended early: kubectl delete job {name}, set SHOAL_RESUME "
         "below, and apply it again. Needed:"
     )
@@ -335,8 +336,8 @@ def k8s_text(job: EmitJob, pods: Pods) -> str:
     if len(job.nodes) == 1:
         needed.append(f"{volume}, for the run folder")
     needed += _requirements(job, "the first pod", f"{volume}, with access mode ReadWriteMany")
-    shape = _by_number([f"ranks={node.slots} threads={_threads_on(job, node) or 1}" for node in job.nodes])
-    script = _node_script(job, "$JOB_COMPLETION_INDEX", str(len(job.nodes)), [*shape, _WAIT_FOR_FIRST_POD])
+    shape = _by_number([f"ranks={node.slots} threads={threads_on(job, node) or 1}" for node in job.nodes])
+    script = _pod_script(job, [*shape, _WAIT_FOR_FIRST_POD])
     gpus = {"nvidia.com/gpu": _slots_per_node(job)} if job.needs_gpus else {}
     memory = pods.memory or pod_memory(job)
     manifest = Template(_JOB).substitute(
@@ -351,8 +352,7 @@ def k8s_text(job: EmitJob, pods: Pods) -> str:
         limits=_quoted({"memory": memory, **gpus}),
         claim=_quoted(pods.claim),
     )
-    comments = [_comment(about), *(_comment(item, "- ") for item in needed)]
-    return "\n".join([*comments, Template(_SERVICE).substitute(name=name) + "---", manifest])
+    return "\n".join([*comment_lines(about, needed), Template(_SERVICE).substitute(name=name) + "---", manifest])
 
 
 def pod_memory(job: EmitJob) -> str:
@@ -371,77 +371,6 @@ def pod_memory(job: EmitJob) -> str:
 
 def k8s_name(job: EmitJob) -> str:
     return f"shoal-{slug(job.out.name)}"
-
-
-# Slurm: an sbatch script that starts one torchrun on every node.
-
-# The first node's own name may resolve to 127.0.1.1 there: take the address it uses towards the second node.
-_OWN_ADDRESS = (
-    "import socket, sys; from shoal.host.facts import source_address; "
-    "print(source_address(socket.gethostbyname(sys.argv[1])))"
-)
-_NODE_END = "END_OF_NODE_SCRIPT"
-
-
-def slurm_text(job: EmitJob, new_folder: bool) -> str:
-    """Return an sbatch script. With `new_folder` every submission gets its own run folder, named after its job id."""
-    name = f"shoal-{slug(job.config.run.preset)}"
-    options = [
-        f"job-name={name}",
-        f"nodes={len(job.nodes)}",
-        "ntasks-per-node=1",
-        f"cpus-per-task={_cores_per_node(job)}",
-        f"output={name}-%j.log",
-        "signal=TERM@90",
-    ]
-    if job.needs_gpus:
-        options.append(f"gpus-per-node={_slots_per_node(job)}")
-    about = [
-        f"{_summary(job)}. One task per node runs torchrun, which starts the node's ranks: Slurm then need not know "
-        "how ranks share its CPUs and GPUs, and a rank sees all GPUs of its node, as it would anywhere else.",
-        "Submit it with the options of your site: sbatch --partition=… --account=… --time=… THIS_FILE. Options there "
-        "override those above. 90 s before the time is over the ranks finish their step and save; to go on: "
-        "SHOAL_RESUME=RUN_FOLDER sbatch … THIS_FILE. Needed:",
-    ]
-    needed = _requirements(
-        job, "the first node", "the folder you submit from, on a file system that all nodes share, at the same path"
-    )
-    out = shlex.quote(str(job.out)) + ("-$SLURM_JOB_ID" if new_folder else "")
-    if job.config.run.threads:
-        threads = [f"threads={job.config.run.threads}"]
-    else:
-        threads = ["threads=$((SLURM_CPUS_PER_TASK / ranks))", '[ "$threads" -gt 0 ] || threads=1']
-    ranks = _by_number([f"ranks={node.slots}" for node in job.nodes])
-    shape = ["export SHOAL_NODE=$SLURMD_NODENAME", *ranks, *threads]
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *(f"#SBATCH --{option}" for option in options),
-            *(_comment(text) for text in about),
-            *(_comment(item, "- ") for item in needed),
-            "",
-            "set -euo pipefail",
-            "export SHOAL_OUT=${SHOAL_RESUME:-}",
-            f'[ -n "$SHOAL_OUT" ] || SHOAL_OUT={out}',
-            'hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
-            'mapfile -t hosts <<<"$hosts"',
-            # A port below those that the kernel hands out, and not the one of another job on that node.
-            "export MASTER_ADDR=127.0.0.1 MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))",
-            "if ((${#hosts[@]} > 1)); then",
-            "    # This is the first node. Its own name may mean 127.0.1.1 here: take its address towards the second.",
-            f'    MASTER_ADDR=$({shlex.quote(job.python)} -P -c {shlex.quote(_OWN_ADDRESS)} "${{hosts[1]}}")',
-            "fi",
-            "",
-            f"node_script=$(cat <<'{_NODE_END}'",
-            _node_script(job, "$SLURM_NODEID", '"$SLURM_NNODES"', shape),
-            _NODE_END,
-            ")",
-            "# srun asks for its CPUs anew since Slurm 22.05; without this each torchrun is bound to a single one.",
-            'exec srun --nodes="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\',
-            '    --kill-on-bad-exit=1 --label sh -c "$node_script"',
-            "",
-        ]
-    )
 
 
 # Plain torchrun: one command per node, to be typed there.
@@ -473,7 +402,7 @@ def torchrun_text(job: EmitJob, port: int) -> str:
         f"port {port} free on {first} (who has it: ss -ltnp 'sport = :{port}'), or choose another with --port",
     ]
     lines = [
-        _comment(f"{_summary(job)}, started by torchrun."),
+        _comment(f"{job.summary}, started by torchrun."),
         _comment("Type each command on its node, all in the same folder; they wait 15 minutes for each other. Needed:"),
         *(_comment(item, "- ") for item in needed),
     ]
@@ -483,7 +412,7 @@ def torchrun_text(job: EmitJob, port: int) -> str:
 
 
 def _torchrun_command(job: EmitJob, port: int, node_rank: int, node: Node) -> str:
-    first, threads = job.nodes[0].address, _threads_on(job, node)
+    first, threads = job.nodes[0].address, threads_on(job, node)
     if node.interface:
         name = shlex.quote(node.interface)
         interface = f"GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"

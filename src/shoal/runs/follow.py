@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from shoal.cluster.slurm.spec import in_allocation
 from shoal.control.processes import find_processes
 from shoal.errors import RunFailed, from_dict
 from shoal.events import Event, EventTail
@@ -126,6 +127,9 @@ def forwarding_signals(start: Callable[[], Supervisor], answer: bytes = STOPPING
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
         nonlocal count
+        if signum == signal.SIGTERM and in_allocation():
+            # Slurm sends it to all processes of a job, and two signals would mean to end at once.
+            return
         count += 1
         if signum == signal.SIGINT:
             # Not by print: the handler may have interrupted a print.

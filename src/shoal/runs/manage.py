@@ -267,12 +267,14 @@ def stop_run(run: RunFolder, wait_s: float | None = None) -> StopResult:
 
     By default wait as long as a step and a checkpoint may take, or as long as the ranks of a script may take to end.
     """
+    from shoal.runs.slurm_job import stop_job
     from shoal.runs.supervisor import is_script
 
-    if not find_processes(run.path):
-        return StopResult.NOT_RUNNING
     if wait_s is None:
         wait_s = max(ASK_S, grace_of(run) + _END_S)
+    if not find_processes(run.path):
+        has_saved = stop_job(run, wait_s) if run.slurm.is_file() else None
+        return {None: StopResult.NOT_RUNNING, True: StopResult.STOPPED, False: StopResult.ENDED}[has_saved]
     ask_to_stop(_heads(run))
     if wait_s and wait_until_ended(lambda: find_processes(run.path), wait_s):
         return StopResult.ENDED if is_script(run) and _had_to_be_killed(run) else StopResult.STOPPED
@@ -432,11 +434,11 @@ def attach_training(run: RunFolder, watch: MakeDisplay) -> None:
     if not run.supervisor.exists():
         _attach_unsupervised(run, config, watch)
         return
-    log, supervisor = SupervisorLog(run), find_supervisor(run.path)
+    log, is_going_on = SupervisorLog(run), _condition(run)
     rank_events = RunEvents(run)
     with contextlib.closing(watch(config)) as display:
         display(read_opening(run))
-        for notes in _poll_notes(log, supervisor):
+        for notes in _poll_notes(log, is_going_on):
             display([*notes, *rank_events.poll()])
     log.raise_error()
 
@@ -488,21 +490,30 @@ def attach_script(run: RunFolder, display: ScriptDisplay, show_events: Callable[
     from shoal.launch.logs import LogFollower
     from shoal.runs.follow import SupervisorLog
 
-    log, supervisor = SupervisorLog(run), find_supervisor(run.path)
+    log, is_going_on = SupervisorLog(run), _condition(run)
     logs = LogFollower(run, shows_current=display.is_live)
     with contextlib.closing(display):
-        for notes in _poll_notes(log, supervisor):
+        for notes in _poll_notes(log, is_going_on):
             show_events(notes)
             display.lines(logs.poll(), logs.current())
         display.lines(logs.last_words())
     log.raise_error()
 
 
-def _poll_notes(log: SupervisorLog, supervisor: RunProcess | None) -> Iterator[list[Event]]:
+def _condition(run: RunFolder) -> Callable[[], bool]:
+    """Return what tells whether the run continues: by its supervisor here, or by its job of Slurm."""
+    from shoal.runs.slurm_job import JobWatch
+
+    if supervisor := find_supervisor(run.path):
+        return lambda: is_alive(supervisor)
+    return JobWatch(run) if run.slurm.is_file() else lambda: False
+
+
+def _poll_notes(log: SupervisorLog, is_going_on: Callable[[], bool]) -> Iterator[list[Event]]:
     """Yield the supervisor's new notes at each poll, and once more after its end."""
     from shoal.runs.follow import POLL_S
 
-    while supervisor is not None and is_alive(supervisor):
+    while is_going_on():
         yield log.poll()
         time.sleep(POLL_S)
     yield log.poll()

@@ -56,6 +56,7 @@ from shoal.records.verify import verify_run
 from shoal.run_folder import RunFolder, is_accessible, user_name
 from shoal.runs.confirm import require_terminal
 from shoal.runs.follow import STOPPING_SCRIPT, RunEvents, SupervisorLog, await_running, follow, forwarding_signals
+from shoal.runs.slurm_job import is_requeued, refuse_running_job
 from shoal.runs.supervisor import RunJob, is_script, read_job, start_supervisor
 from shoal.units import format_si, pluralize
 
@@ -98,6 +99,8 @@ def start_training(
     """
     if confirm:
         refuse_confirm(config.run.on)
+    if is_requeued(RunFolder(out)):
+        return resume_training(out, watch, detach=detach)
     config = place_ranks(config)
     # Before there is a folder. What other machines have free is compared by the launcher, which asks their agents.
     check_memory(config, planned_nodes(config.run.on))
@@ -308,6 +311,7 @@ def _train(
     with contextlib.ExitStack() as stack:
         lock_scope = stack.enter_context(contextlib.ExitStack())
         lock = lock_scope.enter_context(run.held())
+        refuse_running_job(run)
         job = replace(job, commands=(*_earlier_commands(run), command_line(sys.argv)))
         notes = prepare()
         config = load_config(run.config)
@@ -430,7 +434,11 @@ def start_script(
         require_shoal(python)
     source, about_stdin = choose_stdin(job.on, detach)
     job = replace(job, on=absolute_on(job.on), python=python, has_stdin=source is not StdinSource.NONE)
-    run = RunFolder.open(out) if job.resume else RunFolder.create(out, is_training=False)
+    if is_requeued(RunFolder(out)):
+        job = replace(job, resume=RunFolder(out).has_checkpoint())
+        run = RunFolder.open(out)
+    else:
+        run = RunFolder.open(out) if job.resume else RunFolder.create(out, is_training=False)
     before(run)
     commands = (*(_earlier_commands(run) if job.resume else ()), command_line(sys.argv))
     job = replace(job, commands=commands)
@@ -449,6 +457,7 @@ def start_script(
 
     with contextlib.ExitStack() as lock_scope, contextlib.ExitStack() as relay_scope:
         lock = lock_scope.enter_context(run.held())
+        refuse_running_job(run)
         stdin = relay_scope.enter_context(relay_terminal()) if source is StdinSource.TERMINAL else None
         with forwarding_signals(lambda: start_supervisor(run, job, lock, stdin), STOPPING_SCRIPT) as supervisor:
             lock_scope.close()

@@ -55,6 +55,7 @@ from shoal.records.rank_log import read_rank_logs
 from shoal.records.summary import summarize
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.confirm import PipeConfirm
+from shoal.runs.slurm_job import job_spec, supervise_job
 from shoal.units import format_ms, format_percent, pluralize
 
 END_SIGNALS = {signal.SIGINT, signal.SIGTERM}
@@ -121,7 +122,7 @@ def start_supervisor(
     `template` is the socket to the template of a lab.
     """
     variables = {} if template is None else {TEMPLATE_FD: str(template)}
-    write_atomically(run.job, json.dumps(asdict(job)) + "\n")
+    write_job(run, job)
     with run.supervisor.with_suffix(".log").open("ab") as output:
         return subprocess.Popen(
             (sys.executable, "-P", "-m", "shoal.runs.supervisor", str(run.path)),
@@ -144,6 +145,10 @@ def blocked_signals(signals: set[signal.Signals]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def write_job(run: RunFolder, job: RunJob) -> None:
+    write_atomically(run.job, json.dumps(asdict(job)) + "\n")
+
+
 def read_job(run: RunFolder) -> RunJob:
     try:
         return TypeAdapter(RunJob).validate_json(run.job.read_bytes(), strict=True)
@@ -163,7 +168,8 @@ def is_script(run: RunFolder) -> bool:
         return False
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, begins_with: str = "") -> int:
+    """Supervise the run; `begins_with` is the first note for the user."""
     run = RunFolder(folder)
     remove_own_marks()
     restore_signals(signal.valid_signals() - END_SIGNALS)
@@ -174,10 +180,16 @@ def main(folder: Path) -> int:
     # Private: it contains the code of an invitation.
     log = EventLog(run.supervisor, 0, private=True)
     log.write("supervising", pid=os.getpid())
+    if begins_with:
+        log.write("note", text=begins_with)
     error: ShoalError | None = None
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
-        _supervise(run, read_job(run), log)
+        job = read_job(run)
+        if spec := job_spec(job.on if job.script else load_config(run.config).run.on):
+            # Its end is written by the supervisor in the job.
+            return int(supervise_job(run, spec, log)["code"])
+        _supervise(run, job, log)
     except ShoalError as raised:
         error = raised
     except KeyboardInterrupt:

@@ -29,7 +29,7 @@ import torch
 from shoal.config.load import build_config, load_config
 from shoal.config.schema import Config
 from shoal.control.processes import tie_to
-from shoal.control.rank_env import Placement, use_private_caches
+from shoal.control.rank_env import TERM_IS_FOR_ALL, Placement, use_private_caches
 from shoal.control.rank_messages import MEMBERSHIP_FD
 from shoal.control.rank_stacks import register_stacks
 from shoal.cost.memory import OUT_OF_MEMORY_ADVICE, out_of_memory_advice
@@ -169,7 +169,7 @@ def _catch_stop_signals(stop: StopRequest, is_elastic: bool) -> None:
         stop.wanted = True
 
     signal.signal(signal.SIGINT, request_stop)
-    if not is_elastic:
+    if not is_elastic or TERM_IS_FOR_ALL in os.environ:
         signal.signal(signal.SIGTERM, request_stop)
 
 

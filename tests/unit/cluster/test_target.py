@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cluster.lab import LabSpec
 from shoal.cluster.target import LocalSpec, first_nodes, on_first_ranks, parse_on, place_ranks
 from shoal.config.load import build_config
 from shoal.config.schema import Config
@@ -100,7 +101,10 @@ def test_the_first_nodes_keep_their_settings(tmp_path: Path) -> None:
     assert first_nodes(lab, 1, tmp_path) == "lab:1,cpu=1,memory=2gb,slots=2"
     two = first_nodes(lab, 2, tmp_path)
     assert two is not None
-    assert parse_on(two).nodes == lab.nodes[:2]  # type: ignore[union-attr]
+    smaller_lab = parse_on(two)
+    assert isinstance(lab, LabSpec)
+    assert isinstance(smaller_lab, LabSpec)
+    assert smaller_lab.nodes == lab.nodes[:2]
     hosts = tmp_path / "hosts.toml"
     hosts.write_text(MIXED)
     smaller = first_nodes(parse_on(str(hosts)), 2, tmp_path)

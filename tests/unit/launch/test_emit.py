@@ -28,11 +28,11 @@ from shoal.launch.emit import (
     Pods,
     k8s_text,
     make_job,
-    slurm_text,
     torchrun_commands,
     torchrun_text,
     worker_words,
 )
+from shoal.launch.emit_slurm import slurm_text, training_job
 from tests.integration.cli.test_commands import Call
 from tests.support.paths import GOLDEN, ROOT
 
@@ -42,6 +42,7 @@ NODES = (
     Node("small", "10.0.0.2", "wlan0", 1, 2),
     Node("far", "10.0.0.3", "", 1, 0),
 )
+EQUAL = tuple(Node(name, "", None, 2, 8) for name in ("one", "two"))
 SHAKESPEARE = ("data.path=texts/tiny shakespeare.txt", "train.steps=500", "train.global_batch=16")
 
 
@@ -61,7 +62,8 @@ def test_the_torchrun_commands_match_the_golden_file() -> None:
 
 
 def test_the_slurm_script_matches_the_golden_file() -> None:
-    assert_golden("slurm.sbatch", slurm_text(job(*SHAKESPEARE, preset="shakespeare-char"), new_folder=True))
+    training = training_job(job(*SHAKESPEARE, preset="shakespeare-char", nodes=EQUAL), new_folder=True)
+    assert_golden("slurm.sbatch", slurm_text(training))
 
 
 def test_the_kubernetes_manifest_matches_the_golden_file() -> None:
@@ -127,10 +129,10 @@ def test_a_job_that_cannot_train_is_refused() -> None:
 
 @pytest.mark.parametrize("form", ["torchrun", "slurm"])
 def test_a_file_name_with_a_newline_stays_inside_its_comment(form: str) -> None:
-    strange = job('data.path="a\\ntouch stolen"')
-    text = torchrun_text(strange, 1) if form == "torchrun" else slurm_text(strange, new_folder=True)
+    strange = job('data.path="a\\ntouch stolen"', nodes=EQUAL)
+    text = torchrun_text(strange, 1) if form == "torchrun" else slurm_text(training_job(strange, new_folder=True))
     assert not [line for line in text.splitlines() if line.startswith("touch")]
-    assert "the text a touch stolen on" in text
+    assert "the text a touch stolen" in text
 
 
 # torchrun
@@ -162,13 +164,42 @@ def test_threads_of_a_hosts_file_are_used() -> None:
 # Slurm
 
 
-def test_slurm_requests_the_resources_of_the_largest_node() -> None:
-    lines = slurm_text(job("train.device=cuda"), new_folder=True).splitlines()
-    options = {line for line in lines if line.startswith("#SBATCH")}
-    wanted = ("nodes=3", "ntasks-per-node=1", "cpus-per-task=8", "gpus-per-node=2")
-    assert {f"#SBATCH --{option}" for option in wanted} <= options
-    # Slurm stops reading its options at the first line that is a command.
-    assert lines.index("set -euo pipefail") > max(lines.index(option) for option in options)
+def options_of(text: str) -> list[str]:
+    """Return the options of sbatch; Slurm stops reading at the first line that is a command."""
+    lines = text.splitlines()
+    options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
+    assert lines[1 : 1 + len(options)] == [f"#SBATCH {option}" for option in options]
+    return options
+
+
+def test_slurm_is_asked_for_what_the_ranks_need() -> None:
+    options = options_of(slurm_text(training_job(job("train.device=cuda", nodes=EQUAL), new_folder=True)))
+    assert {"--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=4", "--gpus-per-node=2", "--no-kill"} <= set(options)
+
+
+def test_slurm_is_asked_for_what_on_says() -> None:
+    asked = job("run.on=slurm:3,partition=gpu,gpus=4", nodes=EQUAL)
+    options = options_of(slurm_text(training_job(asked, new_folder=True)))
+    assert {"--partition=gpu", "--nodes=3", "--gpus-per-node=4", "--ntasks-per-node=4"} <= set(options)
+
+
+def test_nodes_with_different_numbers_of_ranks_are_no_job_of_slurm() -> None:
+    with pytest.raises(ConfigError, match="different numbers of ranks"):
+        training_job(job(), new_folder=True)
+
+
+def test_a_script_becomes_a_job_too(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "my_train.py"
+    script.touch()
+    monkeypatch.chdir(tmp_path)
+    result = call("emit", "slurm", "--on", "slurm:2,gpus=4", "--set", "train.steps=9", "my_train.py", "--lr", "a b")
+    assert result.code == 0, result.err
+    assert "--gpus-per-node=4" in options_of(result.out)
+    command = result.out.rpartition("\nexec ")[2]
+    assert shlex.split(command.replace("\\\n", "")) == [
+        *("$python", "-P", "-m", "shoal", "run", "--on", "slurm", "--out", "runs/my-train-$SLURM_JOB_ID"),
+        *("--set", "train.steps=9", str(script), "--lr", "a b"),
+    ]
 
 
 # Kubernetes

@@ -15,6 +15,7 @@ from typing import Any
 
 from shoal.cluster.hosts.spec import HostsSpec
 from shoal.cluster.lab import LabSpec, ShoalLab
+from shoal.cluster.slurm.spec import SlurmSpec
 from shoal.cluster.target import (
     ExistingLab,
     On,
@@ -160,9 +161,11 @@ def _count_machines(spec: On, on: str) -> int:
             return len(spec.nodes)
         case ExistingLab():
             return len(ShoalLab.open(spec.name).nodes)
+        case SlurmSpec():
+            return len(spec.places())
     raise UsageError(
         f"--nodes does not go with --on {on}",
-        why="it measures the first machines of a lab or of a hosts file; local:N is one machine with N ranks",
+        why="it measures the first machines of a lab, of a hosts file or of Slurm; local:N is one machine with N ranks",
         fix=f"{_NODES_EXAMPLE}, or --ranks 1,2,4",
     )
 

@@ -1,0 +1,274 @@
+"""Runs on the nodes of a real Slurm: in an allocation and as jobs, with ranks, agents, steps and nodes lost on the way.
+
+Exercises `shoal train`, cluster.slurm.cluster, cluster.slurm.job, runs.slurm_job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.control.processes import find_processes
+from shoal.run_folder import RunFolder
+from tests.support.labs import mounted
+from tests.support.programs import shoal_command
+from tests.support.runs import ended_afterwards
+from tests.support.slurm import Slurm, SlurmRun, running_slurm, training
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+
+PLAIN_DDP = """\
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+weights = [torch.zeros(1, 4) for _ in range(dist.get_world_size())]
+dist.all_gather(weights, model.module.weight.detach())
+print("rank", dist.get_rank(), "equal", all(torch.equal(each, weights[0]) for each in weights))
+dist.destroy_process_group()
+"""
+SESSION = """\
+import torch
+import shoal
+
+torch.manual_seed(0)
+session = shoal.Session(steps=100_000, global_batch=8)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session.attach(model, optimizer)
+samples = torch.utils.data.TensorDataset(torch.randn(64, 4))
+for step in session:
+    with step:
+        for (inputs,) in step.batches(samples):
+            step.backward(model(inputs).square().sum())
+        step.update()
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with running_slurm(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(slurm: Slurm, tmp_path: Path) -> Iterator[None]:
+    yield
+    wait_until(lambda: not slurm.jobs(), 40, why=lambda: slurm.run("squeue"))
+    runs = [path for path in tmp_path.iterdir() if path.is_dir()]
+    wait_until(lambda: not [process for run in runs for process in find_processes(run)], 10)
+
+
+def check(run: SlurmRun) -> None:
+    """The ledger is complete, and the replicas agree."""
+    code, output = run.slurm.shoal("verify", run.path)
+    assert code == 0, output
+
+
+def restore(slurm: Slurm, node: str) -> None:
+    """Wait until Slurm uses a node again, as it does by itself when the node answers; otherwise have it do so."""
+
+    def is_idle() -> bool:
+        state = slurm.run("sinfo", "--noheader", "--nodes", node, "--format=%t")
+        if "down" in state:
+            slurm.run("scontrol", "update", f"nodename={node}", "state=resume")
+        return "idle" in state
+
+    wait_until(is_idle, 30)
+
+
+def test_an_allocation_trains_and_shows_no_token(slurm: Slurm, tmp_path: Path) -> None:
+    with training(slurm, tmp_path / "run", inside=True) as run:
+        run.await_steps(5)
+        token = (run.path / "token").read_text().strip()
+        [job] = slurm.jobs()
+        shown = slurm.run("scontrol", "show", "job", "--details", job) + slurm.run("scontrol", "show", "step")
+        for pid in psutil.pids():
+            try:
+                shown += Path(f"/proc/{pid}/cmdline").read_text() + Path(f"/proc/{pid}/environ").read_text()
+            except (OSError, UnicodeDecodeError):
+                continue
+        assert job in shown
+        assert token not in shown
+        code, output = run.stop()
+        assert "saved what was done" in output, output
+    check(run)
+    assert code != 0  # interrupted; salloc has an exit code of its own
+
+
+def test_a_job_is_submitted_followed_and_stopped(slurm: Slurm, tmp_path: Path) -> None:
+    with training(slurm, tmp_path / "run") as run:
+        run.await_steps(5)
+        assert "running" in slurm.shoal("ps")[1]
+        code, output = run.stop()
+    assert code == 130
+    assert "saved what was done" in output, output
+    assert "runs on node[2-3]" in output
+    check(run)
+    code, output = slurm.shoal("train", "--resume", run.path, "--steps", str(run.steps() + 5))
+    assert code == 0, output
+    manifest = json.loads((run.path / "manifest.json").read_text())
+    assert manifest["byte_equivalent"] is True
+    assert [node["name"] for node in manifest["nodes"]] == ["node2", "node3"]
+
+
+def test_a_job_continues_without_the_command_that_submitted_it(slurm: Slurm, tmp_path: Path) -> None:
+    with training(slurm, tmp_path / "run") as run:
+        run.await_steps(5)
+        supervisors = [process.pid for process in find_processes(run.path) if process.part == "supervisor"]
+        [submitted] = [pid for pid in supervisors if "SLURM_JOB_ID" not in psutil.Process(pid).environ()]
+        os.kill(submitted, signal.SIGKILL)
+        run.await_steps(20)
+        code, output = slurm.shoal("train", "--resume", run.path)
+        assert code == 2, output
+        assert "is being trained in: Slurm job" in output
+        code, output = slurm.shoal("stop", run.path)
+        assert code == 0, output
+    check(run)
+    assert "finished its step and stopped" in output
+
+
+@pytest.mark.parametrize("victim", ["rank-1", "agent", "slurmstepd"])
+def test_the_others_go_on_without_a_killed(victim: str, slurm: Slurm, tmp_path: Path) -> None:
+    with training(slurm, tmp_path / "run") as run:
+        run.await_steps(20)
+        agent = run.part("agent", node="node3")
+        pid = run.part("rank-1").pid if victim == "rank-1" else agent.pid
+        if victim == "slurmstepd":
+            above = psutil.Process(agent.pid).parents()
+            [pid] = [process.pid for process in above if process.name().startswith("slurmstepd")]
+        os.kill(pid, signal.SIGKILL)
+        run.await_steps(50)
+        code, output = run.stop()
+    assert code == 130, output
+    check(run)
+
+
+def test_the_others_go_on_without_a_node(slurm: Slurm, tmp_path: Path) -> None:
+    with training(slurm, tmp_path / "run") as run:
+        run.await_steps(20)
+        slurm.run("scontrol", "update", "nodename=node3", "state=down", "reason=test")
+        run.await_steps(100)
+        code, output = run.stop()
+    restore(slurm, "node3")
+    assert code == 130, output
+    check(run)
+
+
+def test_a_requeued_job_resumes(slurm: Slurm, tmp_path: Path) -> None:
+    with training(slurm, tmp_path / "run") as run:
+        run.await_steps(20)
+        [job] = slurm.jobs()
+        before = run.steps()
+        slurm.run("scontrol", "requeue", job)
+        # Slurm lets it begin two minutes later.
+        wait_until(lambda: slurm.state_of(job) == "PENDING", 40)
+        slurm.run("scontrol", "update", f"jobid={job}", "starttime=now")
+        wait_until(lambda: "started job" in (run.path / "supervisor.jsonl").read_text(), 60, why=run.output_so_far)
+        wait_until(lambda: run.steps() > before + 20, 60, why=run.output_so_far)
+        code, output = run.stop()
+    assert code == 130, output
+    assert f"Slurm has started job {job} again" in output
+    check(run)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["salloc", "job"])
+def test_a_cancelled_job_saves(inside: bool, slurm: Slurm, tmp_path: Path) -> None:
+    with training(slurm, tmp_path / "run", inside=inside) as run:
+        run.await_steps(20)
+        [job] = slurm.jobs()
+        slurm.run("scancel", job)
+        code, output = run.end()
+    assert code != 0
+    saved = [int(path.name.removeprefix("step-")) for path in (run.path / "checkpoints").glob("step-*")]
+    assert max(saved, default=0) >= 20, output
+    check(run)
+
+
+def test_the_time_limit_saves(slurm: Slurm, tmp_path: Path) -> None:
+    with training(slurm, tmp_path / "run", "--on", "slurm:2,time=2") as run:
+        run.await_steps(5)
+        code, output = run.end(150)
+    assert code == 130, output
+    assert "saved what was done" in output
+    check(run)
+
+
+def test_two_jobs_at_once(slurm: Slurm, tmp_path: Path) -> None:
+    with (
+        training(slurm, tmp_path / "one", "--on", "slurm:1", steps=30) as one,
+        training(slurm, tmp_path / "two", "--on", "slurm:1", steps=30) as two,
+    ):
+        assert [run.end()[0] for run in (one, two)] == [0, 0]
+    manifests = [json.loads((run.path / "manifest.json").read_text()) for run in (one, two)]
+    assert {node["name"] for manifest in manifests for node in manifest["nodes"]} == {"node2", "node3"}
+
+
+def test_a_node_without_shoal_is_named(slurm: Slurm, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with mounted(slurm.lab, "node3", "--bind", str(empty), sys.prefix), training(slurm, tmp_path / "run") as run:
+        code, output = run.end()
+    assert code == 3, output
+    assert "node3 cannot run shoal" in output
+
+
+def test_a_plain_ddp_script_and_a_session_run_too(slurm: Slurm, tmp_path: Path) -> None:
+    plain = tmp_path / "plain.py"
+    plain.write_text(PLAIN_DDP)
+    code, output = slurm.shoal("run", "--on", "slurm:2", "--out", tmp_path / "plain", plain)
+    assert code == 0, output
+    assert "rank 0 equal True" in output
+    assert "rank 1 equal True" in output
+    script = tmp_path / "session.py"
+    script.write_text(SESSION)
+    command = shoal_command("run", "--on", "slurm:2", "--out", tmp_path / "session", script)
+    with slurm.start(*command) as started:
+        run = SlurmRun(slurm, tmp_path / "session", started)
+        run.await_steps(20)
+        os.kill(run.part("rank-1").pid, signal.SIGKILL)
+        run.await_steps(50)
+        code, output = run.stop()
+    assert code == 130, output
+    check(run)
+
+
+def test_an_emitted_script_checks_the_nodes_saves_and_resumes(slurm: Slurm, tmp_path: Path) -> None:
+    script, run, batch = tmp_path / "session.py", tmp_path / "run", tmp_path / "job.sbatch"
+    script.write_text(SESSION)
+    code, text = slurm.shoal("emit", "slurm", "--on", "slurm:2", "--out", run, script)
+    assert code == 0, text
+    batch.write_text(text)
+    job = slurm.run("sbatch", "--parsable", f"--chdir={tmp_path}", str(batch)).strip()
+    with ended_afterwards(run), slurm.start("true") as nothing:
+        trained = SlurmRun(slurm, run, nothing)
+        trained.await_steps(20, within_s=120)
+        slurm.run("scancel", job)
+        wait_until(lambda: not slurm.jobs(), 40)
+        log = (tmp_path / f"shoal-session-{job}.log").read_text()
+        assert "ready: node2, node3" in log
+        assert (tmp_path / f"shoal-probe-{job}.toml").is_file()
+        assert "saved what was done" in log or RunFolder(run).has_checkpoint(), log
+        before = trained.steps()
+        resumed = slurm.run(
+            *("env", f"SHOAL_RESUME={run}", "SHOAL_ANYWAY=1", "sbatch", "--parsable", f"--chdir={tmp_path}", str(batch))
+        ).strip()
+        wait_until(lambda: trained.steps() > before + 20, 120, why=trained.output_so_far)
+        slurm.run("scancel", "--batch", "--signal=INT", resumed)
+        wait_until(lambda: not slurm.jobs(), 40)
+    check(trained)
