@@ -279,6 +279,8 @@ def test_a_messenger_fetches_only_files_of_its_own_ranks(tmp_path: Path) -> None
 class Silent:
     """A link to an agent that keeps running."""
 
+    sends_files = False
+
     def ended(self) -> None:
         return None
 

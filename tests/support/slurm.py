@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 
 from shoal.control.processes import RunProcess, find_processes
+from shoal.run_folder import RunFolder
 from shoal_lab.lab import Lab
-from tests.support.labs import run_on, running_lab
+from tests.support.labs import mounted, run_on, running_lab
 from tests.support.needs import need_tool
 from tests.support.programs import TINY, set_flags, shoal_command
 from tests.support.runs import ended_afterwards
@@ -78,7 +79,9 @@ class Slurm:
         self.nodes = [node.name for node in lab.nodes if node.name != LOGIN]
         # The job that this machine may be in is another one.
         foreign = {name: "" for name in os.environ if name.startswith("SLURM")}
-        self._env = {**foreign, "SLURM_CONF": str(folder / "slurm.conf"), "PYTHONWARNINGS": ""}
+        # A node shares its files with the others, but for the temporary ones.
+        places = {"TMPDIR": str(folder / "tmp"), "SLURM_CONF": str(folder / "slurm.conf")}
+        self._env = {**foreign, **places, "PYTHONWARNINGS": ""}
 
     def run(self, *argv: str, node: str = LOGIN) -> str:
         """Run a command on a node and return what it prints; one that fails fails the test."""
@@ -131,7 +134,8 @@ def running_slurm(folder: Path, nodes: int = 2) -> Iterator[Slurm]:
         slurm = Slurm(lab, folder)
         text = _SETTINGS.format(login=LOGIN, folder=folder, nodes=",".join(slurm.nodes))
         (folder / "slurm.conf").write_text(text)
-        (folder / "state").mkdir()
+        for name in ("state", "tmp"):
+            (folder / name).mkdir()
         key = folder / "munge.key"
         key.touch(mode=0o400)
         key.write_bytes(secrets.token_bytes(128))
@@ -144,6 +148,7 @@ def running_slurm(folder: Path, nodes: int = 2) -> Iterator[Slurm]:
         stack.enter_context(slurm.start("slurmctld", "-D"))
         for node in slurm.nodes:
             (folder / f"spool-{node}").mkdir()
+            stack.enter_context(mounted(lab, node, "-t", "tmpfs", "tmpfs", str(folder / "tmp")))
             stack.enter_context(slurm.start("slurmd", "-D", node=node))
         wait_until(lambda: _idle(slurm) == nodes, 30)
         yield slurm
@@ -171,6 +176,10 @@ class SlurmRun:
         before = self.steps()
         wait_until(lambda: self.steps() >= before + count, within_s, why=self.output_so_far)
 
+    def saved(self) -> int:
+        """Return the step of the newest checkpoint."""
+        return RunFolder(self.path).newest_checkpoint()
+
     def part(self, part: str, node: str | None = None) -> RunProcess:
         return next(
             process for process in find_processes(self.path) if process.part == part and node in (None, process.node)
@@ -197,6 +206,6 @@ def training(slurm: Slurm, path: Path, *words: str, steps: int = 100_000, inside
     if not any(word.startswith("slurm") for word in words):
         words = ("--on", "slurm" if inside else "slurm:2", *words)
     command = shoal_command("train", "--out", path, *sets, *words)
-    salloc = ["salloc", f"--nodes={len(slurm.nodes)}", "--no-kill"] if inside else []
+    salloc = ["salloc", "--nodes=2", "--no-kill"] if inside else []
     with ended_afterwards(path), slurm.start(*salloc, *command) as started:
         yield SlurmRun(slurm, path, started)

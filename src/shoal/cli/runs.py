@@ -165,8 +165,10 @@ def _print_past_runs(runs: list[PastRun]) -> None:
 def _delete_runs(folders: list[RunFolder], yes: bool) -> None:
     """Delete run folders after a confirmation; refuse one that is running."""
     from shoal.runs.manage import read_past_run
+    from shoal.runs.slurm_job import refuse_running_job
 
     for folder in folders:
+        refuse_running_job(folder)
         if find_processes(folder.path) or folder.is_held():
             raise UsageError(
                 f"{shown(folder.path)} is running",

@@ -29,6 +29,8 @@ def agent_command(run: Path | str, node: str, python: str = sys.executable) -> t
 class AgentLink(Protocol):
     """`send` carries orders to the agent; its answers are in its journal in the run folder."""
 
+    sends_files: bool = False  # what the run writes there arrives over this link, also after the agent is done
+
     def send(self, line: bytes) -> None:
         """Send an order; do nothing when the agent has ended, which its journal shows."""
         ...
@@ -47,6 +49,8 @@ class AgentLink(Protocol):
 
 class PipeLink:
     """A link to an agent on this machine or on an emulated node, which share this run folder."""
+
+    sends_files = False
 
     def __init__(
         self, argv: Sequence[str], run: Path, node: str, stdin: int | None = None, template: int | None = None

@@ -110,6 +110,12 @@ def _own_lab(spec: LabSpec) -> Iterator[ShoalLab]:
         yield lab
 
 
+def temporary_parent(on: str) -> Path | None:
+    """Return where the folder of a temporary run may be; None: anywhere. Each node of Slurm has a /tmp of its own, and
+    all of them share the current folder."""
+    return Path.cwd() if isinstance(parse_on(on), SlurmSpec) else None
+
+
 def planned_nodes(on: str) -> list[Node]:
     """Return the nodes that `--on` names without starting anything, for `--dry-run`."""
 

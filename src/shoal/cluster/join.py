@@ -135,6 +135,7 @@ class JoinedLink:
     channel: Channel
     code: str  # the one it joined with, which no other machine can use
     loop: asyncio.AbstractEventLoop
+    sends_files = True
     _ended: str | None = None
     _reachable: bool = True
     _listening: Any = field(default=None, repr=False)

@@ -27,6 +27,7 @@ class SlurmJob:
     out: Path  # the run folder
     new_folder: bool  # every submission has its own, named after its job
     python: str
+    interface: str | None = None  # by whose addresses the ranks meet
     needed: Sequence[str] = ()  # besides what every job needs
 
 
@@ -44,6 +45,7 @@ def training_job(job: EmitJob, new_folder: bool) -> SlurmJob:
         out=job.out,
         new_folder=new_folder,
         python=job.python,
+        interface=_interface(config.run.on),
         needed=text,
     )
 
@@ -62,7 +64,13 @@ def script_job(
         out=out or Path("runs") / slug(name),
         new_folder=out is None,
         python=python,
+        interface=_interface(on),
     )
+
+
+def _interface(on: str) -> str | None:
+    spec = parse_on(on)
+    return spec.interface if isinstance(spec, SlurmSpec) else None
 
 
 def _options(on: str, nodes: Sequence[Node], threads: Sequence[int | None], needs_gpus: bool) -> list[str]:
@@ -104,6 +112,7 @@ def slurm_text(job: SlurmJob) -> str:
         *job.needed,
     ]
     out = shlex.quote(str(job.out)) + ("-$SLURM_JOB_ID" if job.new_folder else "")
+    on = f"slurm,interface={job.interface}" if job.interface else "slurm"
     # A setting stays with its --set.
     lines = shlex.join(job.words).replace(" --set ", " \\\n    --set ")
     return "\n".join(
@@ -116,13 +125,14 @@ def slurm_text(job: SlurmJob) -> str:
             f"python={shlex.quote(job.python)}",
             'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then',
             "    # The job ends here if something is wrong, unless SHOAL_ANYWAY=1.",
-            '    "$python" -P -m shoal doctor --on slurm || [ -n "${SHOAL_ANYWAY:-}" ]',
-            f'    "$python" -P -m shoal probe --on slurm --budget {_PROBE_S} -o "shoal-probe-$SLURM_JOB_ID.toml"',
+            f'    "$python" -P -m shoal doctor --on {on} || [ -n "${{SHOAL_ANYWAY:-}}" ]',
+            f'    "$python" -P -m shoal probe --on {on} --budget {_PROBE_S} -o "shoal-probe-$SLURM_JOB_ID.toml" \\',
+            '        || [ -n "${SHOAL_ANYWAY:-}" ]',
             "fi",
             'if [ -n "${SHOAL_RESUME:-}" ]; then',
             f'    exec "$python" -P -m shoal {job.verb} --resume "$SHOAL_RESUME"',
             "fi",
-            f'exec "$python" -P -m shoal {job.verb} --on slurm --out {out} {lines}',
+            f'exec "$python" -P -m shoal {job.verb} --on {on} --out {out} {lines}',
             "",
         ]
     )

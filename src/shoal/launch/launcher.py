@@ -23,6 +23,7 @@ from shoal.agent.membership import highest_generation
 from shoal.cluster.agent_link import AgentLink
 from shoal.cluster.cluster import Cluster, without_nodes
 from shoal.cluster.node import Node, Rendezvous
+from shoal.cluster.slurm.spec import in_allocation
 from shoal.config.defaults import GRACE_S
 from shoal.config.load import load_config
 from shoal.config.schema import MembersConfig, RunConfig
@@ -341,8 +342,9 @@ class Launch:
         deadline, interrupts_before = time.monotonic() + _END_WITHIN_S, self.interrupts
         if is_unfinished := any(not agent.done for agent in self.agents):
             self._send(END)
-        while any(agent.is_busy() for agent in self.agents):
-            if time.monotonic() > deadline and (is_unfinished or self.interrupts > interrupts_before):
+        while busy := [agent for agent in self.agents if agent.is_busy()]:
+            is_cut_short = is_unfinished or self.interrupts > interrupts_before
+            if time.monotonic() > deadline and (is_cut_short or not any(agent.link.sends_files for agent in busy)):
                 break
             time.sleep(POLL_S / 5)
         for agent in self.agents:
@@ -372,7 +374,9 @@ class Launch:
         return drop_survived(self.ranks.ends) if self.is_elastic else self.ranks.ends
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
-        self.interrupts += 1
+        # Slurm may send SIGTERM to every process of a job, and again at its time limit: that is no second Ctrl-C.
+        is_of_job = signum == signal.SIGTERM and in_allocation()
+        self.interrupts = max(self.interrupts, 1) if is_of_job else self.interrupts + 1
 
     def _pass_on_interrupts(self) -> None:
         while self._interrupts_sent < self.interrupts:

@@ -55,7 +55,7 @@ class SupervisorLog:
                 case "supervising":
                     # A later launch of the same run: forget the earlier one.
                     self.running, self.ended, notes, self._questions = False, None, [], []
-                case "running":
+                case "running" | "submitted":
                     self.running = True
                 case "ended":
                     self.ended = event
@@ -128,7 +128,9 @@ def forwarding_signals(start: Callable[[], Supervisor], answer: bytes = STOPPING
     def pass_on(signum: int, frame: FrameType | None) -> None:
         nonlocal count
         if signum == signal.SIGTERM and in_allocation():
-            # Slurm sends it to all processes of a job, and two signals would mean to end at once.
+            # Not as Ctrl-C: the supervisor may have it too, and would end at once after two of those.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(supervisor.pid, signal.SIGTERM)
             return
         count += 1
         if signum == signal.SIGINT:

@@ -285,6 +285,9 @@ def stop_run(run: RunFolder, wait_s: float | None = None) -> StopResult:
             # It was killed, too.
             end = Interrupted("ended by shoal stop: its processes did not end when they were asked to")
             EventLog(run.supervisor, 0, private=True).write("ended", code=end.exit_code, **end.as_dict())
+    if run.slurm.is_file():
+        # What was ended here only follows the job.
+        stop_job(run, 0)
     return StopResult.ENDED
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from types import FrameType
 
 from shoal.cluster.slurm.job import JobState, cancel, look_at, send_signal, submit
-from shoal.cluster.slurm.spec import SlurmSpec, in_allocation, job_id, restart_count
+from shoal.cluster.slurm.spec import SlurmSpec, in_allocation, in_batch_job, job_id, restart_count
 from shoal.cluster.target import parse_on
 from shoal.control.processes import SUPERVISOR, make_marks
-from shoal.errors import Interrupted, RunFailed, ShoalError, UsageError
+from shoal.errors import Interrupted, RunFailed, UsageError
 from shoal.events import Event, EventLog, EventTail
 from shoal.records.documents import read_document
 from shoal.run_folder import RunFolder, write_atomically
@@ -44,8 +44,10 @@ def running_job(run: RunFolder) -> tuple[str, JobState] | None:
     """Return the job of this run and its state, if it waits or runs; it continues without the process that submitted
     it."""
     job = read_document(run.slurm).get("job")
-    with contextlib.suppress(ShoalError):
-        if isinstance(job, str) and job != job_id() and not (state := look_at(job)).has_ended:
+    if not isinstance(job, str) or job == job_id():
+        return None
+    with contextlib.suppress(UsageError):  # There is no Slurm on this machine.
+        if not (state := look_at(job)).has_ended:
             return job, state
     return None
 
@@ -69,14 +71,15 @@ def stop_job(run: RunFolder, wait_s: float) -> bool | None:
     if running is None:
         return None
     job, state = running
-    if state.state == "PENDING" or not wait_s:
+    if not state.has_begun or not wait_s:
         cancel(job)
         return False
     send_signal(job, signal.SIGINT)
     until = time.monotonic() + wait_s
     while time.monotonic() < until:
-        if look_at(job).has_ended:
-            return True
+        with contextlib.suppress(RunFailed):
+            if look_at(job).has_ended:
+                return True
         time.sleep(POLL_S / 2)
     cancel(job)
     return False
@@ -90,7 +93,8 @@ class JobWatch:
 
     def __call__(self) -> bool:
         if self._is_there and time.monotonic() - self._asked_at > _WATCH_S:
-            self._is_there = running_job(self._run) is not None
+            with contextlib.suppress(RunFailed):
+                self._is_there = running_job(self._run) is not None
             self._asked_at = time.monotonic()
         return self._is_there
 
@@ -107,11 +111,15 @@ class JobFollower:
         self._state = JobState("PENDING")
         self._interrupts = self._sent = 0
         self._asked_at = 0.0
+        self._must_leave = False
         self.ended: Event | None = None
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """Count a signal; the loop acts on it."""
-        self._interrupts += 1
+        """Count a signal; the loop acts on it. SIGTERM is for this process: some machines send it after a logout."""
+        if signum == signal.SIGTERM:
+            self._must_leave = True
+        else:
+            self._interrupts += 1
 
     def wait(self, job: str) -> JobState:
         """Wait until the job has ended."""
@@ -121,9 +129,12 @@ class JobFollower:
             self._take_events()
             if state.has_ended:
                 return state
+            if self._must_leave:
+                # Without an end of the run, which is the job's to write.
+                raise SystemExit(Interrupted.exit_code)
             self._pass_on(state)
-            until = time.monotonic() + POLL_S
-            while time.monotonic() < until and self._interrupts == self._sent:
+            seen, until = self._interrupts, time.monotonic() + POLL_S
+            while time.monotonic() < until and self._interrupts == seen and not self._must_leave:
                 time.sleep(0.05)
 
     def read_end(self) -> Event | None:
@@ -160,17 +171,20 @@ class JobFollower:
                 self.ended = event
 
     def _pass_on(self, state: JobState) -> None:
-        if self._interrupts > self._sent:
-            self._sent, self._asked_at = self._interrupts, time.monotonic()
-            # A job that has ended meanwhile has no process to signal.
-            with contextlib.suppress(RunFailed):
-                if state.state == "PENDING":
-                    cancel(self._job)
-                else:
-                    send_signal(self._job, signal.SIGINT)
-        elif self._sent > 1 and time.monotonic() - self._asked_at > _CANCEL_AFTER_S:
-            with contextlib.suppress(RunFailed):
+        has_new = self._interrupts > self._sent
+        is_late = self._sent > 1 and time.monotonic() - self._asked_at > _CANCEL_AFTER_S
+        if not has_new and not is_late:
+            return
+        try:
+            if is_late or not state.has_begun:
                 cancel(self._job)
+            else:
+                send_signal(self._job, signal.SIGINT)
+        except RunFailed as error:
+            # Also where the job has just ended, as the next look shows.
+            self._show(f"{error.seen}; trying again")
+            return
+        self._sent, self._asked_at = self._interrupts, time.monotonic()
 
     @property
     def was_interrupted(self) -> bool:
@@ -187,7 +201,8 @@ def supervise_job(run: RunFolder, spec: SlurmSpec, log: EventLog) -> Event:
     # Before the job exists: an interrupt that came in between would leave it behind.
     with _handling_signals(follower):
         job = submit(spec, f"shoal-{run.path.name}", log_file, command, make_marks(run.path, SUPERVISOR))
-        write_atomically(run.slurm, json.dumps({"job": job}) + "\n")
+        _record_job(run, job)
+        log.write("submitted", job=job)
         state = follower.wait(job)
         if end := follower.read_end():
             return end
@@ -200,12 +215,31 @@ def supervise_job(run: RunFolder, spec: SlurmSpec, log: EventLog) -> Event:
     )
 
 
+def _record_job(run: RunFolder, job: str) -> None:
+    write_atomically(run.slurm, json.dumps({"job": job}) + "\n")
+
+
+@contextlib.contextmanager
+def recorded_job(run: RunFolder, on: str) -> Iterator[None]:
+    """Let commands on other machines find the job that this run is in, be it of its own or of a script of the user."""
+    if not in_batch_job() or not isinstance(parse_on(on), SlurmSpec):
+        yield
+        return
+    # Another job: one that was submitted although sbatch answered too late, or was started by hand.
+    refuse_running_job(run)
+    _record_job(run, job_id())
+    yield
+    # A job script may do other things now. A run that was interrupted may go on when Slurm starts the job again.
+    run.slurm.unlink(missing_ok=True)
+
+
 def _why(state: JobState) -> str:
     reasons = {
         "TIMEOUT": "its time limit ended it, before the ranks had saved",
         "NODE_FAIL": "its first node, with the supervisor, was lost, and Slurm did not start it again",
         "CANCELLED": "it was cancelled, and the ranks did not save in time",
         "PREEMPTED": "another job took its nodes",
+        "OUT_OF_MEMORY": "it needed more memory than it was given; ask for more: --on slurm:N,memory=…",
     }
     given = state.reason if state.reason not in ("", "None") else "its first process ended before it could say why"
     return reasons.get(state.state, given)

@@ -100,6 +100,10 @@ def start_training(
     if confirm:
         refuse_confirm(config.run.on)
     if is_requeued(RunFolder(out)):
+        manifest = read_manifest(RunFolder(out))
+        if manifest is not None and manifest.status == "finished":
+            # Another training of the same job was interrupted.
+            return RunFolder(out), manifest
         return resume_training(out, watch, detach=detach)
     config = place_ranks(config)
     # Before there is a folder. What other machines have free is compared by the launcher, which asks their agents.
@@ -434,9 +438,9 @@ def start_script(
         require_shoal(python)
     source, about_stdin = choose_stdin(job.on, detach)
     job = replace(job, on=absolute_on(job.on), python=python, has_stdin=source is not StdinSource.NONE)
-    if is_requeued(RunFolder(out)):
-        job = replace(job, resume=RunFolder(out).has_checkpoint())
-        run = RunFolder.open(out)
+    if is_again := is_requeued(RunFolder(out)):
+        run = RunFolder.find(out)
+        job = replace(job, resume=run.has_checkpoint())
     else:
         run = RunFolder.open(out) if job.resume else RunFolder.create(out, is_training=False)
     before(run)
@@ -445,7 +449,7 @@ def start_script(
     for text in filter(None, (about_python, about_stdin)):
         display.note(text)
     log = SupervisorLog.from_now(run)
-    logs = LogFollower(run, only_new=job.resume, shows_current=display.is_live)
+    logs = LogFollower(run, only_new=job.resume or is_again, shows_current=display.is_live)
     show = watch(run)
 
     def look(notes: list[Event]) -> None:

@@ -55,7 +55,7 @@ from shoal.records.rank_log import read_rank_logs
 from shoal.records.summary import summarize
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.confirm import PipeConfirm
-from shoal.runs.slurm_job import job_spec, supervise_job
+from shoal.runs.slurm_job import job_spec, recorded_job, supervise_job
 from shoal.units import format_ms, format_percent, pluralize
 
 END_SIGNALS = {signal.SIGINT, signal.SIGTERM}
@@ -186,10 +186,12 @@ def main(folder: Path, begins_with: str = "") -> int:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
         job = read_job(run)
-        if spec := job_spec(job.on if job.script else load_config(run.config).run.on):
+        on = job.on if job.script else load_config(run.config).run.on
+        if spec := job_spec(on):
             # Its end is written by the supervisor in the job.
             return int(supervise_job(run, spec, log)["code"])
-        _supervise(run, job, log)
+        with recorded_job(run, on):
+            _supervise(run, job, log)
     except ShoalError as raised:
         error = raised
     except KeyboardInterrupt:

@@ -16,8 +16,8 @@ from shoal.errors import UsageError
 
 @pytest.fixture(autouse=True)
 def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLURM_JOB_ID", "SLURM_HET_SIZE", "SLURM_RESTART_COUNT"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("JOB_ID", "HET_SIZE", "RESTART_COUNT", "NTASKS", "NTASKS_PER_NODE"):
+        monkeypatch.delenv(f"SLURM_{name}", raising=False)
 
 
 def enter_job(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
@@ -72,12 +72,13 @@ def test_the_options_of_a_job() -> None:
         "--no-kill",
     ]
     # Without a number of cores and without GPUs a rank has all cores of its node.
-    assert "--exclusive" in parse_slurm("slurm:2").options()
+    assert {"--exclusive", "--mem=0"} <= set(parse_slurm("slurm:2").options())
+    assert "--mem=0" not in parse_slurm("slurm:2,memory=8G").options()
     assert "--cpus-per-task=8" in parse_slurm("slurm:2,cpus=16,slots=2").options()
 
 
 def test_an_allocation_has_the_nodes_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    enter_job(monkeypatch, JOB_NUM_NODES="4", TASKS_PER_NODE="2(x3),1", JOB_NODELIST="n[1-4]")
+    enter_job(monkeypatch, JOB_NUM_NODES="4", TASKS_PER_NODE="2(x3),1", JOB_NODELIST="n[1-4]", NTASKS="7")
     assert rank_count(parse_on("slurm")) == 7
     assert rank_count(parse_on("slurm:2")) == 4
     assert rank_count(parse_on("slurm,slots=3")) == 12
@@ -87,8 +88,13 @@ def test_an_allocation_has_the_nodes_and_ranks(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_step_says_nothing_about_the_nodes_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    enter_job(monkeypatch, JOB_NUM_NODES="2", TASKS_PER_NODE="8")
+    enter_job(monkeypatch, JOB_NUM_NODES="2", TASKS_PER_NODE="8", NTASKS="8")
     assert rank_count(parse_on("slurm")) == 2
+
+
+def test_the_cores_of_whole_nodes_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    enter_job(monkeypatch, JOB_NUM_NODES="4", TASKS_PER_NODE="64(x4)", JOB_NODELIST="n[1-4]")
+    assert rank_count(parse_on("slurm")) == 4
 
 
 def test_a_heterogeneous_job_has_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +105,8 @@ def test_a_heterogeneous_job_has_groups(monkeypatch: pytest.MonkeyPatch) -> None
         "JOB_NUM_NODES_HET_GROUP_0": "1",
         "JOB_NUM_NODES_HET_GROUP_1": "2",
         "TASKS_PER_NODE_HET_GROUP_0": "4",
+        "NTASKS_HET_GROUP_0": "4",
+        "NTASKS_HET_GROUP_1": "2",
         "TASKS_PER_NODE_HET_GROUP_1": "1(x2)",
     }
     enter_job(monkeypatch, **variables)

@@ -109,6 +109,8 @@ class SshLink:
     """A link to the agent of another machine over SSH, which reconnects when it breaks. The files that the run writes
     there arrive over it in pieces and go to the same places of the run folder here."""
 
+    sends_files = True
+
     def __init__(
         self,
         ready: ReadyHost,

@@ -33,6 +33,12 @@ _COMMAND_TIMEOUT_S = 30.0
 _ANSWER_COUNTS_S = 5.0
 _ANSWER_WITHIN_S = 1.0
 _DISCARD_PORT = 9
+# What the allocation was asked for. srun would take it as options of the step, which has one task and all there is.
+_OF_THE_ALLOCATION = (
+    *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_CPUS_PER_GPU", "SLURM_MEM_PER_GPU"),
+    *("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_PER_SOCKET", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU"),
+    *("SLURM_NTASKS_PER_NODE", "SLURM_HINT", "SLURM_EXACT", "SLURM_EXCLUSIVE", "SLURM_DISTRIBUTION"),
+)
 # An agent on a node that does not share the disk would work in an empty folder, unseen.
 _IN_FOLDER = 'test -d "$1" || { echo "$1 is not on this node: it is no shared folder" >&2; exit 3; }; shift; exec "$@"'
 
@@ -117,7 +123,12 @@ def visit(spec: SlurmSpec, module: str) -> tuple[list[Node], dict[str, RemotePro
     for node in allocated:
         program = LocalProgram((*step_command(node, "shoal-look"), *module_command(module)))
         programs[node.name] = RemoteProgram(node.name, program)
-    return _named_nodes(allocated, spec), programs
+    try:
+        nodes = SlurmCluster.open(spec).nodes
+    except ShoalError:
+        # The caller finds out why.
+        nodes = _named_nodes(allocated, spec)
+    return nodes, programs
 
 
 def _named_nodes(allocated: Iterable[AllocatedNode], spec: SlurmSpec) -> list[Node]:
@@ -137,10 +148,12 @@ def step_command(node: AllocatedNode, name: str) -> tuple[str, ...]:
     resources = ("--overlap", "--mem=0", "--cpu-bind=none")
     group = () if node.group is None else (f"--het-group={node.group}",)
     place = (*group, "--nodes=1", "--ntasks=1", f"--nodelist={node.name}")
-    return ("srun", *resources, *place, "--quit-on-interrupt", "--unbuffered", f"--job-name={name}")
+    unset = (f"--unset={variable}" for variable in _OF_THE_ALLOCATION)
+    words = ("--export=ALL", "--quit-on-interrupt", "--unbuffered", f"--job-name={name}")
+    return ("env", *unset, "srun", *resources, *place, *words)
 
 
-def run_slurm(*argv: str, stdin: str = "") -> str:
+def run_slurm(*argv: str, stdin: str = "", within_s: float = _COMMAND_TIMEOUT_S) -> str:
     """Run a command of Slurm and return what it prints."""
     if shutil.which(argv[0]) is None:
         raise UsageError(
@@ -149,10 +162,10 @@ def run_slurm(*argv: str, stdin: str = "") -> str:
             fix="log in there; or write a job for it here: shoal emit slurm",
         )
     try:
-        done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
+        done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=within_s)
     except subprocess.TimeoutExpired:
         raise RunFailed(
-            f"{argv[0]} did not answer within {_COMMAND_TIMEOUT_S:.0f} s",
+            f"{argv[0]} did not answer within {within_s:.0f} s",
             why="Slurm's controller is busy or gone",
             fix="look at it: sinfo",
         ) from None
@@ -178,8 +191,10 @@ def _ask(nodes: Iterable[AllocatedNode]) -> dict[str, _Facts]:
             try:
                 output, errors = program.communicate(timeout=max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
+                program.kill()
+                words = program.communicate()[1].splitlines()
                 raise HostError(
-                    f"{name} gave no answer within {_FACTS_WITHIN_S:.0f} s",
+                    f"{name} gave no answer within {_FACTS_WITHIN_S:.0f} s" + (f": {words[-1]}" if words else ""),
                     why="the node is down or very busy, or Slurm has not noticed yet that it is gone",
                     fix=f"see its state: scontrol show node {name}",
                 ) from None

@@ -16,7 +16,20 @@ from shoal.errors import RunFailed
 
 # How long before its time limit a job is asked to save and end. Slurm may ask a minute earlier.
 SAVE_S = 60
-_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE")
+# A busy controller takes its time, and a job that is submitted after all would be a second one.
+_SUBMIT_WITHIN_S = 180.0
+_ENDED = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "OUT_OF_MEMORY",
+    "REVOKED",
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,11 @@ class JobState:
     @property
     def has_ended(self) -> bool:
         return not self.state or self.state in _ENDED
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its first process may be there; the nodes of a job that is CONFIGURING still boot."""
+        return self.state not in ("PENDING", "CONFIGURING")
 
     def sentence(self, job: str) -> str:
         if self.state == "RUNNING":
@@ -60,7 +78,7 @@ def submit(spec: SlurmSpec, name: str, log: str, command: Sequence[str], marks: 
     ]
     exports = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in marks.items())
     script = f"#!/bin/sh\n{exports}exec {shlex.join(command)}\n"
-    return run_slurm(*words, stdin=script).strip().partition(";")[0]
+    return run_slurm(*words, stdin=script, within_s=_SUBMIT_WITHIN_S).strip().partition(";")[0]
 
 
 def look_at(job: str) -> JobState:
@@ -72,7 +90,8 @@ def look_at(job: str) -> JobState:
             return JobState("")
         raise
     fields = dict(word.partition("=")[::2] for word in text.split())
-    return JobState(fields["JobState"], fields.get("Reason", ""), fields.get("StartTime", ""), fields["NodeList"])
+    reason, start, nodes = (fields.get(name, "") for name in ("Reason", "StartTime", "NodeList"))
+    return JobState(fields.get("JobState", ""), reason, start, nodes)
 
 
 def send_signal(job: str, signum: signal.Signals) -> None:

@@ -80,8 +80,8 @@ class SlurmSpec:
         if "cpus" in given:
             words.append(f"--cpus-per-task={max(1, int(given['cpus']) // slots)}")
         elif "gpus" not in given:
-            # Slurm's own default is one core for each task.
-            words.append("--exclusive")
+            # Slurm's own default is one core for each task, and its default memory also with --exclusive.
+            words += ["--exclusive", *([] if "memory" in given else ["--mem=0"])]
         return words
 
     def absolute(self) -> str:
@@ -136,6 +136,11 @@ def in_allocation() -> bool:
     return bool(job_id())
 
 
+def in_batch_job() -> bool:
+    """Whether this process belongs to a job of sbatch; the one of salloc ends with the user's shell."""
+    return in_allocation() and os.environ.get("ENVIRONMENT") == "BATCH"
+
+
 def job_id() -> str:
     return os.environ.get("SLURM_JOB_ID", "")
 
@@ -163,6 +168,8 @@ def _allocated_slots(env: Mapping[str, str]) -> Iterator[tuple[int, int | None]]
             for tasks, times in _TASKS.findall(env.get(f"SLURM_TASKS_PER_NODE{suffix}", ""))
             for _ in range(int(times or 1))
         ]
-        # Within a step, as of `srun --pty bash`, the tasks are those of the step.
-        for slots in tasks if len(tasks) == count else [1] * count:
+        # Where no tasks were asked for, Slurm gives the number of cores here; within a step, as of `srun --pty bash`,
+        # the tasks of the step.
+        is_asked = any(f"{name}{suffix}" in env for name in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"))
+        for slots in tasks if is_asked and len(tasks) == count else [1] * count:
             yield slots, group

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 from pathlib import Path
 
-from shoal.cluster.cluster import NodePrograms, open_cluster, start_on_nodes
+from shoal.cluster.cluster import NodePrograms, open_cluster, start_on_nodes, temporary_parent
 from shoal.cluster.node import Node, RunFiles
 from shoal.cluster.node_program import Answer, RemoteProgram, ask_each
 from shoal.config.schema import Config, RunConfig
@@ -99,7 +99,7 @@ def _measure_clock(program: RemoteProgram) -> dict[str, float]:
 
 def _prove(on: str, cluster: ClusterFacts) -> ClusterFacts:
     """Start ranks on every node, as a training does, in a temporary run, and add the results of their all-reduces."""
-    with tempfile.TemporaryDirectory(prefix="shoal-proof-") as folder:
+    with tempfile.TemporaryDirectory(prefix="shoal-proof-", dir=temporary_parent(on)) as folder:
         run = RunFolder.create(Path(folder) / "proof")
         log = EventLog(run.path / "supervisor.jsonl", 0)
         failure: ShoalError | None = None

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
 
-from shoal.cluster.cluster import NodePrograms, open_cluster, start_on_nodes
+from shoal.cluster.cluster import NodePrograms, open_cluster, start_on_nodes, temporary_parent
 from shoal.cluster.node import Node, RunFiles
 from shoal.config.profile import (
     SMALL_GPT,
@@ -91,7 +91,7 @@ def probe(on: str, budget_s: float, report: Report, models: Mapping[str, ModelCo
 
 
 def _run_ranks(on: str, left_s: float, models: Mapping[str, ModelConfig], report: Report) -> list[Event]:
-    with tempfile.TemporaryDirectory(prefix="shoal-probe-") as folder:
+    with tempfile.TemporaryDirectory(prefix="shoal-probe-", dir=temporary_parent(on)) as folder:
         run = RunFolder.create(Path(folder) / "probe")
         with contextlib.closing(EventLog(run.path / "supervisor.jsonl", 0)) as log, _reporting(run, report):
             shapes = {name: model.model_dump(mode="json") for name, model in models.items()}
