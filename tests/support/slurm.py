@@ -108,7 +108,7 @@ class Slurm:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def shoal(self, *words: str | Path, timeout_s: float = 90.0) -> tuple[int, str]:
+    def shoal(self, *words: str | Path, timeout_s: float = 180.0) -> tuple[int, str]:
         """Run a shoal command on the login node; return its exit code, and all that it printed."""
         with self.start(*shoal_command(*words)) as command:
             return command.end(timeout_s)
@@ -171,7 +171,7 @@ class SlurmRun:
         files = self.path.glob("events/rank-*.jsonl")
         return max((text.count('{"event":"step"') for text in map(Path.read_text, files)), default=0)
 
-    def await_steps(self, count: int, within_s: float = 60.0) -> None:
+    def await_steps(self, count: int, within_s: float = 120.0) -> None:
         """Wait until that many more steps are done."""
         before = self.steps()
         wait_until(lambda: self.steps() >= before + count, within_s, why=self.output_so_far)
@@ -189,7 +189,7 @@ class SlurmRun:
         files = [self.path / "supervisor.jsonl", *self.path.glob("agents/*.log"), *self.path.glob("agents/*.jsonl")]
         return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in files if path.exists())
 
-    def end(self, within_s: float = 90.0) -> tuple[int, str]:
+    def end(self, within_s: float = 180.0) -> tuple[int, str]:
         return self.command.end(within_s)
 
     def stop(self) -> tuple[int, str]:

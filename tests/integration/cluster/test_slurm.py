@@ -21,7 +21,7 @@ from tests.support.runs import ended_afterwards
 from tests.support.slurm import Slurm, SlurmRun, running_slurm, training
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 PLAIN_DDP = """\
 import torch
@@ -67,7 +67,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 @pytest.fixture(autouse=True)
 def nothing_left(slurm: Slurm, tmp_path: Path) -> Iterator[None]:
     yield
-    wait_until(lambda: not slurm.jobs(), 40, why=lambda: slurm.run("squeue"))
+    wait_until(lambda: not slurm.jobs(), 90, why=lambda: slurm.run("squeue"))
     runs = [path for path in tmp_path.iterdir() if path.is_dir()]
     wait_until(lambda: not [process for run in runs for process in find_processes(run)], 10)
 
@@ -220,7 +220,7 @@ def test_an_emitted_script_checks_the_nodes_and_trains_a_session(slurm: Slurm, t
         trained = SlurmRun(slurm, run, nothing)
         trained.await_steps(20, within_s=240)
         slurm.run("scancel", job)
-        wait_until(lambda: not slurm.jobs(), 40)
+        wait_until(lambda: not slurm.jobs(), 90)
     log = (tmp_path / f"shoal-session-{job}.log").read_text()
     assert "ready: node2, node3" in log
     assert (tmp_path / f"shoal-probe-{job}.toml").is_file()
