@@ -112,9 +112,9 @@ def slurm_text(job: SlurmJob) -> str:
         *job.needed,
     ]
     out = shlex.quote(str(job.out)) + ("-$SLURM_JOB_ID" if job.new_folder else "")
-    on = f"slurm,interface={job.interface}" if job.interface else "slurm"
+    on = shlex.quote(f"slurm,interface={job.interface}") if job.interface else "slurm"
     # A setting stays with its --set.
-    lines = shlex.join(job.words).replace(" --set ", " \\\n    --set ")
+    words = " ".join("\\\n    --set" if word == "--set" else shlex.quote(word) for word in job.words)
     return "\n".join(
         [
             "#!/bin/sh",
@@ -132,7 +132,7 @@ def slurm_text(job: SlurmJob) -> str:
             'if [ -n "${SHOAL_RESUME:-}" ]; then',
             f'    exec "$python" -P -m shoal {job.verb} --resume "$SHOAL_RESUME"',
             "fi",
-            f'exec "$python" -P -m shoal {job.verb} --on {on} --out {out} {lines}',
+            f'exec "$python" -P -m shoal {job.verb} --on {on} --out {out} {words}',
             "",
         ]
     )

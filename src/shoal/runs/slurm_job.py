@@ -30,6 +30,7 @@ POLL_S = 2.0
 # How long a job that was asked twice to end may take before it is cancelled.
 _CANCEL_AFTER_S = 10.0
 _WATCH_S = 5.0
+_FIRST_NODE_LOST = "its first node, with the supervisor, was lost"
 # A shared file system may show the last line a moment after the job's end.
 _LAG_S = 5.0
 
@@ -208,10 +209,13 @@ def supervise_job(run: RunFolder, spec: SlurmSpec, log: EventLog) -> Event:
             return end
     if follower.was_interrupted:
         raise Interrupted(f"Slurm job {job} was cancelled before the run began", fix="start it again")
+    folder = shlex.quote(str(run.path))
     raise RunFailed(
         f"Slurm job {job} ended without an end of the run: {state.state or 'Slurm has forgotten it'}",
         why=_why(state),
-        fix=f"see what it printed: shoal logs {shlex.quote(str(run.path))}",
+        fix=f"continue from the last checkpoint: shoal {'run' if run.script.is_file() else 'train'} --resume {folder}"
+        if run.has_checkpoint()
+        else f"see what it printed: shoal logs {folder}",
     )
 
 
@@ -236,13 +240,14 @@ def recorded_job(run: RunFolder, on: str) -> Iterator[None]:
 def _why(state: JobState) -> str:
     reasons = {
         "TIMEOUT": "its time limit ended it, before the ranks had saved",
-        "NODE_FAIL": "its first node, with the supervisor, was lost, and Slurm did not start it again",
+        "NODE_FAIL": _FIRST_NODE_LOST,
         "CANCELLED": "it was cancelled, and the ranks did not save in time",
         "PREEMPTED": "another job took its nodes",
         "OUT_OF_MEMORY": "it needed more memory than it was given; ask for more: --on slurm:N,memory=…",
     }
     given = state.reason if state.reason not in ("", "None") else "its first process ended before it could say why"
-    return reasons.get(state.state, given)
+    # What Slurm 22.05 calls the loss of the first node of a job with --no-kill.
+    return _FIRST_NODE_LOST if state.reason == "JobLaunchFailure" else reasons.get(state.state, given)
 
 
 @contextlib.contextmanager

@@ -153,6 +153,17 @@ def test_the_others_go_on_when_a_rank_an_agent_a_step_and_a_node_are_lost(slurm:
     check(run)
 
 
+def test_the_loss_of_the_first_node_ends_a_job_with_its_reason(slurm: Slurm, tmp_path: Path) -> None:
+    with training(slurm, tmp_path / "run", "--set", "train.checkpoint_every=10") as run:
+        run.await_steps(30)
+        slurm.run("scontrol", "update", "nodename=node2", "state=down", "reason=test")
+        code, output = run.end()
+    restore(slurm, "node2")
+    assert code == 3, output
+    assert "its first node, with the supervisor, was lost" in output
+    assert f"shoal train --resume {run.path}" in output
+
+
 def test_a_requeued_job_resumes_and_a_cancelled_one_saves(slurm: Slurm, tmp_path: Path) -> None:
     with training(slurm, tmp_path / "run") as run:
         run.await_steps(20)

@@ -192,13 +192,14 @@ def test_a_script_becomes_a_job_too(call: Call, monkeypatch: pytest.MonkeyPatch,
     script = tmp_path / "my_train.py"
     script.touch()
     monkeypatch.chdir(tmp_path)
-    result = call("emit", "slurm", "--on", "slurm:2,gpus=4", "--set", "train.steps=9", "my_train.py", "--lr", "a b")
+    text = "a --set b"
+    result = call("emit", "slurm", "--on", "slurm:2,gpus=4", "--set", "train.steps=9", "my_train.py", "--lr", text)
     assert result.code == 0, result.err
     assert "--gpus-per-node=4" in options_of(result.out)
     command = result.out.rpartition("\nexec ")[2]
     assert shlex.split(command.replace("\\\n", "")) == [
         *("$python", "-P", "-m", "shoal", "run", "--on", "slurm", "--out", "runs/my-train-$SLURM_JOB_ID"),
-        *("--set", "train.steps=9", str(script), "--lr", "a b"),
+        *("--set", "train.steps=9", str(script), "--lr", text),
     ]
 
 

@@ -63,7 +63,7 @@ class JobState:
 def submit(spec: SlurmSpec, name: str, log: str, command: Sequence[str], marks: Mapping[str, str]) -> str:
     """Submit a job whose first process is the command; return its number.
 
-    It survives the loss of nodes but the first, after which Slurm starts it again. Before its time limit, and when it
+    It survives the loss of nodes but the first. Before its time limit, and when it
     is stopped, the command gets SIGINT.
     """
     words = [
