@@ -1,8 +1,8 @@
 # The image that `shoal emit k8s` names. Build it in the source folder, and push it to a registry that the cluster reads:
 #
-#   docker build -t shoal:0.1.0 .
+#   docker build -t shoal:0.2.0 .
 #
-# For NVIDIA GPUs: docker build -t shoal:0.1.0 --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 .
+# For NVIDIA GPUs: docker build -t shoal:0.2.0 --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 .
 FROM python:3.11-slim
 
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu

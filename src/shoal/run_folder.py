@@ -264,7 +264,7 @@ class RunFolder:
 
     def is_removed(self) -> bool:
         """Return whether the files that describe the run are gone; a rank may re-create the folder for a checkpoint."""
-        return not (self.config.is_file() or self.job.is_file() or self.journals())
+        return not (any(file.is_file() for file in (self.config, self.job, self.token)) or self.journals())
 
     def removed(self) -> RunFailed:
         """Return the error of a process whose run folder was deleted while it ran."""

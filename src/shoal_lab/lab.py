@@ -122,9 +122,11 @@ class Lab:
 
     @property
     def nodes(self) -> list[Node]:
+        """All nodes, also killed ones."""
         return [Node(self, node.name) for node in self.state.spec.nodes]
 
     def node(self, name: str) -> Node:
+        """Return the node of that name, such as `node1`."""
         return Node(self, self.state.spec.node(name).name)
 
     @property
@@ -133,6 +135,7 @@ class Lab:
         return [self.folder, *(group.of_lab(self.name) for group in read_groups().all())]
 
     def is_alive(self, node: str) -> bool:
+        """Return whether the node is up and not killed."""
         return first_process(self.folder, node) is not None
 
     def processes(self, node: str) -> list[tuple[int, str]]:
@@ -175,6 +178,7 @@ class Lab:
         self.perform(lambda view: view.heal_cuts(node, other))
 
     def close(self) -> None:
+        """Remove the lab, with everything that runs in it."""
         remove_lab(self.name)
 
 
@@ -192,10 +196,12 @@ class Node:
 
     @property
     def address(self) -> str:
+        """Its address in the lab, such as `10.77.0.1`."""
         return self.spec.address
 
     @property
     def is_alive(self) -> bool:
+        """Whether it is up and not killed."""
         return self.lab.is_alive(self.name)
 
     def run(self, *argv: str, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
@@ -224,6 +230,7 @@ class Node:
         self.lab.perform(lambda view: view.set_frozen(self.name, frozen=True))
 
     def thaw(self) -> None:
+        """Let the frozen processes continue."""
         self.lab.perform(lambda view: view.set_frozen(self.name, frozen=False))
 
     def kill(self, silent: bool = False) -> None:
@@ -246,6 +253,7 @@ class Node:
         self.lab.perform(lambda view: view.set_firewall(self.name, allowed))
 
     def remove_firewall(self) -> None:
+        """Let all connections in again."""
         self.lab.perform(lambda view: view.set_firewall(self.name, None))
 
 

@@ -132,10 +132,27 @@ def _kill_all(pids: Iterable[int]) -> list[int]:
 
 
 def end_node(first: int) -> None:
-    """Kill the first process of a pid namespace and wait until the kernel has ended all others in it."""
+    """Kill the first process of a pid namespace and wait until the kernel has closed the connections of all in it.
+
+    A process that exits frees its memory before it closes its files: 1 s for 2.5 GB (seen). A cable that is removed
+    meanwhile takes the end of its connections with it, and its peers wait.
+    """
     namespace = _pid_namespace(first)
     _kill_all([first])
-    _await_end(lambda: _pids_in(namespace))
+    _await_end(lambda: [pid for pid in _all_pids() if _pid_namespace(pid) == namespace != "" and _has_open_files(pid)])
+
+
+def _has_open_files(pid: int) -> bool:
+    """Tell whether a thread of the process still has files; the first thread may be gone before the others."""
+    with contextlib.suppress(OSError):
+        return any(_is_filled(thread / "fd") for thread in (_PROC / str(pid) / "task").iterdir())
+    return False
+
+
+def _is_filled(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return any(folder.iterdir())
+    return False
 
 
 def _await_end(list_remaining: Callable[[], list[int]]) -> None:

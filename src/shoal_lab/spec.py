@@ -52,6 +52,8 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class LabSpec:
+    """What a lab is made of. `make_spec` makes one from words as on the command line."""
+
     nodes: tuple[NodeSpec, ...]
     name: str = DEFAULT_NAME
     sshd: bool = False  # run an SSH server on each node

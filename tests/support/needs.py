@@ -10,6 +10,10 @@ import torch
 
 from shoal_lab.kernel import find_tool
 
+# Each has several machines or environments at work, and four such tests at once miss their deadlines: two groups, of
+# which pytest-xdist gives each to one worker.
+HEAVY = (pytest.mark.xdist_group("heavy-1"), pytest.mark.xdist_group("heavy-2"))
+
 
 def need_tool(*names: str) -> str:
     """Return the path of the first installed tool. With SHOAL_REQUIRE_ALL=1, as in CI, a missing one fails the test."""

@@ -171,7 +171,7 @@ class SlurmRun:
         files = self.path.glob("events/rank-*.jsonl")
         return max((text.count('{"event":"step"') for text in map(Path.read_text, files)), default=0)
 
-    def await_steps(self, count: int, within_s: float = 120.0) -> None:
+    def await_steps(self, count: int, within_s: float = 240.0) -> None:
         """Wait until that many more steps are done."""
         before = self.steps()
         wait_until(lambda: self.steps() >= before + count, within_s, why=self.output_so_far)

@@ -18,12 +18,15 @@ from shoal.cli.help import NAMES
 from shoal.cli.main import load_command
 
 SOURCE = Path(shoal.__file__).parent
-MODULES = sorted([*SOURCE.rglob("*.py"), *Path(shoal_lab.__file__).parent.rglob("*.py")])
+# The scripts of lessons are a learner's, as examples are: shoal imports none of them.
+SCRIPTS = {path for path in (SOURCE / "tools/learn/lessons").glob("*/*.py") if path.name != "check.py"}
+MODULES = sorted({*SOURCE.rglob("*.py"), *Path(shoal_lab.__file__).parent.rglob("*.py")} - SCRIPTS)
 
 # docs/design.md, section 3: a package may import itself and the packages to its right.
 CHAINS = (
-    "cli/lab → cli → tools/chaos → tools/bench, tools/doctor, tools/probe, tools/plan → tools/watch → tools/report"
-    " → tools/draw → runs → explain, records → launch → agent → cluster → data → cost → control → config → host → base",
+    "cli/lab → cli → tools/chaos, tools/learn → tools/bench, tools/doctor, tools/probe, tools/plan → tools/watch"
+    " → tools/report → tools/draw → runs → explain, records → launch → agent → cluster → data → cost → control"
+    " → config → host → base",
     # The lab is a package for any software; only its own command line and the clusters use it.
     "cli/lab → cluster → shoal_lab",
     "worker programs of tools → train → engine → sync → cost → control → config → host → base",

@@ -125,13 +125,26 @@ class Parameter:
         raise UsageError(f"{name} is {_FORMS[self.kind]}{start}{end}; {text!r} was given")
 
 
+# Tells whether the words from this one on are not shoal's, but those of a script or of another program.
+TakesWords = Callable[[str], bool]
+
+
+def no_word(word: str) -> bool:
+    return False
+
+
+def any_word(word: str) -> bool:
+    return True
+
+
 class Command:
     """A function that can be typed."""
 
-    def __init__(self, function: Callable[..., object], options: dict[str, Option], takes_words: bool = False) -> None:
+    def __init__(
+        self, function: Callable[..., object], options: dict[str, Option], takes_words: TakesWords = no_word
+    ) -> None:
         self.function = function
         self._options = options
-        # What follows the first argument is not shoal's: the options of a script.
         self._takes_words = takes_words
         self.commands: dict[str, Command] = {}
         self.help = inspect.cleandoc(function.__doc__ or "")
@@ -188,7 +201,7 @@ class Command:
                 return rest + left
             if not word.startswith("-") or word == "-":
                 rest.append(word)
-                if self._takes_words:
+                if self._takes_words(word):
                     return rest + left
                 continue
             flag, equals, value = word.partition("=")
@@ -202,7 +215,7 @@ class Command:
             if parameter is None:
                 if flag in HELP_FLAGS:
                     raise HelpAsked
-                if self._takes_words:
+                if self._takes_words(word):
                     return [*rest, word, *left]
                 raise self.unknown_option(flag, path, whole)
             if parameter.is_flag:
@@ -257,7 +270,7 @@ class Group(Command):
         self.help = help
         COMMANDS[name] = self
 
-    def command(self, takes_words: bool = False, **options: Option) -> Callable[[Function], Function]:
+    def command(self, takes_words: TakesWords = no_word, **options: Option) -> Callable[[Function], Function]:
         """Make the function a command of this group."""
 
         def register(function: Function) -> Function:
@@ -284,7 +297,7 @@ class Group(Command):
 COMMANDS: dict[str, Command] = {}
 
 
-def command(takes_words: bool = False, **options: Option) -> Callable[[Function], Function]:
+def command(takes_words: TakesWords = no_word, **options: Option) -> Callable[[Function], Function]:
     """Make a function a command with its name; `options` are those of its parameters that the table does not have."""
 
     def register(function: Function) -> Function:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from shoal.cli.command import Group
+from shoal.cli.command import Group, any_word
 from shoal.cli.options import Option, argument
 from shoal.cli.output import print_json, print_paragraph, print_table, print_with_command, stdout_console
 from shoal.control.processes import find_processes
@@ -120,7 +120,7 @@ def _show(opened: Lab, json: bool) -> None:
 
 
 @LAB.command(
-    takes_words=True,
+    takes_words=any_word,
     node=argument("node1, node2, …, or switch."),
     command=argument(metavar="-- COMMAND…"),
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal import __version__
-from shoal.cli.command import COMMANDS, Group, Request, command
+from shoal.cli.command import COMMANDS, Group, Request, any_word, command
 from shoal.cli.options import PROFILE, SESSION_SETTINGS, SETTINGS, Option, argument
 from shoal.cli.output import advising_flags, print_json, print_note
 from shoal.config.defaults import DEFAULT_CLAIM, DEFAULT_PRESET, GRACE_S, MOUNT
@@ -21,7 +21,6 @@ from shoal.run_folder import RunFolder, default_out, write_atomically
 if TYPE_CHECKING:
     from shoal.config.schema import Config
     from shoal.launch.emit import EmitJob
-    from shoal.launch.emit_slurm import SlurmJob
     from shoal.runs.supervisor import RunJob
 
 
@@ -59,7 +58,7 @@ class RunRequest(Request):
 
 
 @command(
-    takes_words=True,
+    takes_words=any_word,
     **SESSION_SETTINGS,
     script=argument("A Python script, or -m MODULE, and its own arguments."),
     out=Option("The folder for logs.", effect="new run", shown="runs/NAME-TIME"),
@@ -271,25 +270,58 @@ def script_command(words: list[str]) -> tuple[list[str], str]:
     return [str(script.resolve()), *words[1:]], script.stem
 
 
+def names_script(word: str) -> bool:
+    """Tell whether the first word of `shoal emit` names a script, and not a preset or a run folder."""
+    return word == "-m" or word.endswith(".py")
+
+
 EMIT = Group(
     "emit",
     "Write the training for other launchers: torchrun commands, a Slurm script, a Kubernetes manifest.",
     runconfig=argument("A preset, a TOML file with settings, or a run folder.", shown="grammar"),
     on=replace(SETTINGS["on"], help="Nodes and ranks: local:N, lab:N, lab.", shown="the configuration's"),
-    python=Option("The Python that has shoal, on the training machines."),
+    python=Option("The Python that has shoal, on the training machines.", shown="the path of this one"),
     json=Option("Print the result as JSON on stdout."),
+)
+
+
+_OR_SCRIPT = argument(
+    "A preset, a TOML file with settings, a run folder, or a script and its own arguments.", shown="grammar"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmitRequest(Request):
-    runconfig: str | None = None
+    runconfig: list[str] | None = None
     on: str | None = None
     depth: int | None = None
     set_: list[str] | None = None
     out: Path | None = None
     python: str = sys.executable
     json: bool = False
+
+    @property
+    def is_script(self) -> bool:
+        return names_script(next(iter(self.runconfig or ()), ""))
+
+    def config(self) -> Config:
+        """Return the settings of a training."""
+        words = self.runconfig or [DEFAULT_PRESET]
+        if len(words) > 1:
+            raise UsageError(
+                f"{words[1]!r} after {words[0]} means nothing",
+                why="only a script, FILE.py or -m MODULE, has arguments",
+                fix="shoal emit --help",
+            )
+        preset, file = find_config(words[0])
+        return _placed(preset, file, depth_overrides(self.depth) | self.overrides(), self.set_)
+
+    def script(self) -> tuple[list[str], str, list[str]]:
+        """Return the words of a script, where it runs, and the settings of its session."""
+        if self.depth is not None:
+            raise UsageError("--depth does not go with a script", why="it is of shoal's own GPT", fix="leave it out")
+        sets = [word for setting in self.set_ or [] for word in ("--set", setting)]
+        return self.runconfig or [], self.on or "local:2", sets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,6 +334,7 @@ class K8sRequest(EmitRequest):
     image: str = f"shoal:{__version__}"
     claim: str = DEFAULT_CLAIM
     memory: str | None = None
+    gpus: str | None = None
     python: str = "python3"
 
 
@@ -313,7 +346,7 @@ def torchrun(request: TorchrunRequest) -> None:
     """Print one torchrun command for each node; type it there."""
     from shoal.launch.emit import slug, torchrun_commands, torchrun_text
 
-    config = _config(request)
+    config = request.config()
     job = _job(config, request.out or default_out(slug(config.run.preset)), request.python, with_addresses=True)
     if request.json:
         commands = [asdict(one) for one in torchrun_commands(job, request.port)]
@@ -322,83 +355,66 @@ def torchrun(request: TorchrunRequest) -> None:
         sys.stdout.write(torchrun_text(job, request.port))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlurmRequest(Request):
-    runconfig: list[str] | None = None
-    on: str | None = None
-    depth: int | None = None
-    set_: list[str] | None = None
-    out: Path | None = None
-    python: str = sys.executable
-    json: bool = False
-
-
 @EMIT.command(
-    takes_words=True,
-    runconfig=argument(
-        "A preset, a TOML file with settings, a run folder, or a script and its own arguments.", shown="grammar"
-    ),
+    takes_words=names_script,
+    runconfig=_OR_SCRIPT,
     on=replace(SETTINGS["on"], help="Nodes and ranks: slurm:N,partition=P, local:N, lab:N.", shown="local:2"),
     out=Option("The run folder.", shown="runs/NAME-JOBID"),
 )
-def slurm(request: SlurmRequest) -> None:
+def slurm(request: EmitRequest) -> None:
     """Print a job script that checks the nodes, probes the network, and trains on them; for sbatch.
 
     shoal train --on slurm:N and shoal run --on slurm:N submit a job themselves, and show its run.
     """
+    from shoal.cluster.cluster import planned_nodes
     from shoal.launch.emit import slug
-    from shoal.launch.emit_slurm import slurm_text, training_job
+    from shoal.launch.emit_slurm import script_job, slurm_text, training_job
 
-    words = request.runconfig or [DEFAULT_PRESET]
-    if words[0] == "-m" or words[0].endswith(".py"):
-        job = _slurm_script(request, words)
+    if request.is_script:
+        words, on, sets = request.script()
+        argv, _ = script_command(words)
+        job = script_job(argv, on, planned_nodes(on), sets, request.out, request.python)
     else:
-        if len(words) > 1:
-            raise UsageError(
-                f"{words[1]!r} after {words[0]} means nothing",
-                why="options stand before it, and only a script has arguments",
-                fix="shoal emit slurm --help",
-            )
-        preset, file = find_config(words[0])
-        config = _placed(preset, file, depth_overrides(request.depth) | request.overrides(), request.set_)
+        config = request.config()
         training = _job(config, request.out or Path("runs") / slug(config.run.preset), request.python)
         job = training_job(training, new_folder=request.out is None)
     _print_file("slurm", f"{job.name}.sbatch", slurm_text(job), request.json)
 
 
-def _slurm_script(request: SlurmRequest, words: list[str]) -> SlurmJob:
-    from shoal.cluster.cluster import planned_nodes
-    from shoal.launch.emit_slurm import script_job
-
-    if request.depth is not None:
-        raise UsageError("--depth does not go with a script", why="it is of shoal's own GPT", fix="leave it out")
-    argv, _ = script_command(words)
-    on = request.on or "local:2"
-    sets = [word for setting in request.set_ or [] for word in ("--set", setting)]
-    return script_job(argv, on, planned_nodes(on), sets, request.out, request.python)
-
-
 @EMIT.command(
+    takes_words=names_script,
+    runconfig=_OR_SCRIPT,
     out=Option("The run folder, on the volume; names the Job.", shown="runs/NAME"),
     image=Option("A container image that has shoal."),
     claim=Option(f"The volume claim that the pods share at {MOUNT}."),
     memory=Option("Memory per pod.", shown="what its ranks need, as shoal plan estimates it"),
+    gpus=Option("One GPU for each rank: nvidia or amd.", shown="nvidia, where the settings need GPUs"),
     python=Option("The Python that has shoal, in the image."),
 )
 def k8s(request: K8sRequest) -> None:
-    """Print a Kubernetes manifest: an indexed Job with one pod per node, and a headless Service."""
-    from shoal.launch.emit import Pods, k8s_name, k8s_text, slug
+    """Print a Kubernetes manifest: an indexed Job whose pods are the nodes of a run with live recovery."""
+    from shoal.cluster.cluster import planned_nodes
+    from shoal.launch.emit import slug
+    from shoal.launch.emit_k8s import GPUS, Pods, k8s_name, k8s_text, script_pods, training_pods
 
-    config = _config(request)
-    job = _job(config, request.out or Path("runs") / slug(config.run.preset), request.python)
-    _print_file(
-        "k8s", f"{k8s_name(job)}.yaml", k8s_text(job, Pods(request.image, request.claim, request.memory)), request.json
-    )
-
-
-def _config(request: EmitRequest) -> Config:
-    preset, file = find_config(request.runconfig or DEFAULT_PRESET)
-    return _placed(preset, file, depth_overrides(request.depth) | request.overrides(), request.set_)
+    if request.gpus not in (None, *GPUS):
+        raise UsageError(
+            f"--gpus {request.gpus} names no kind of GPU",
+            why=did_you_mean(str(request.gpus), GPUS) or f"it is {' or '.join(GPUS)}; each rank gets one",
+            fix="write for example: --gpus amd",
+        )
+    gpus = request.gpus
+    if request.is_script:
+        words, on, sets = request.script()
+        out = request.out or Path("runs") / slug(Path(words[-1] if words[0] == "-m" else words[0]).stem)
+        run = script_pods(words, planned_nodes(on), sets, out, request.python)
+    else:
+        config = request.config()
+        job = _job(config, request.out or Path("runs") / slug(config.run.preset), request.python)
+        gpus = gpus or ("nvidia" if job.needs_gpus else None)
+        run = training_pods(job)
+    text = k8s_text(run, Pods(request.image, request.claim, request.memory, gpus))
+    _print_file("k8s", f"{k8s_name(run.out)}.yaml", text, request.json)
 
 
 def _placed(preset: str, file: Path | None, flags: Overrides, sets: list[str] | None) -> Config:

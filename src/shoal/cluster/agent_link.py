@@ -82,7 +82,7 @@ class PipeLink:
 
     def send(self, line: bytes) -> None:
         stdin = self._process.stdin
-        if stdin is not None:
+        if stdin is not None and not stdin.closed:
             with contextlib.suppress(BrokenPipeError):
                 stdin.write(line)
                 stdin.flush()
@@ -105,16 +105,23 @@ class PipeLink:
         """Ask the agent to leave the run, as a machine does that is shut down."""
         self._process.terminate()
 
+    def send_signal(self, signum: signal.Signals) -> None:
+        self._process.send_signal(signum)
+
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def close(self) -> None:
-        """Close the link. An agent that still runs continues."""
+    def close_orders(self) -> None:
+        """Show the agent that its launcher is gone: it continues if it has begun."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
+
+    def close(self) -> None:
+        """Close the link. An agent that still runs continues."""
+        self.close_orders()
         if self._process.poll() is None:
             # Without this the interpreter warns about a running child when it deletes the object.
             self._process.returncode = 0

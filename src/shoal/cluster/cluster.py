@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from shoal.cluster.hosts.spec import HostsSpec
 from shoal.cluster.node import Node, Note, RunFiles, local_node
 from shoal.cluster.node_program import LocalProgram, RemoteProgram, closing_all, module_command
+from shoal.cluster.pods.spec import PodsSpec
 from shoal.cluster.slurm.spec import SlurmSpec
 from shoal.cluster.target import ExistingLab, JoinSpec, LocalSpec, parse_on
 from shoal.errors import ShoalError, UsageError
@@ -82,7 +83,8 @@ def open_cluster(
     from shoal.cluster.hosts.cluster import HostsCluster
     from shoal.cluster.join import JoinCluster
     from shoal.cluster.lab import LabCluster, ShoalLab
-    from shoal.cluster.slurm.cluster import SlurmCluster
+    from shoal.cluster.pods.cluster import open_pods
+    from shoal.cluster.slurm.cluster import open_allocation
 
     match parse_on(on):
         case LocalSpec(ranks=ranks):
@@ -98,7 +100,9 @@ def open_cluster(
             with JoinCluster.open(join, run_files, note, confirm) as cluster:
                 yield cluster
         case SlurmSpec() as slurm:
-            yield SlurmCluster.open(slurm)
+            yield open_allocation(slurm)
+        case PodsSpec() as pods:
+            yield open_pods(pods)
 
 
 @contextmanager
@@ -111,9 +115,9 @@ def _own_lab(spec: LabSpec) -> Iterator[ShoalLab]:
 
 
 def temporary_parent(on: str) -> Path | None:
-    """Return where the folder of a temporary run may be; None: anywhere. Each node of Slurm has a /tmp of its own, and
-    all of them share the current folder."""
-    return Path.cwd() if isinstance(parse_on(on), SlurmSpec) else None
+    """Return where the folder of a temporary run may be; None: anywhere. Each node of Slurm and each pod has a /tmp of
+    its own, and all of them share the current folder."""
+    return Path.cwd() if isinstance(parse_on(on), SlurmSpec | PodsSpec) else None
 
 
 def planned_nodes(on: str) -> list[Node]:
@@ -140,6 +144,10 @@ def planned_nodes(on: str) -> list[Node]:
             from shoal.cluster.slurm.cluster import planned_nodes as planned_slurm_nodes
 
             return planned_slurm_nodes(slurm)
+        case PodsSpec() as pods:
+            from shoal.cluster.pods.cluster import planned_nodes as planned_pods
+
+            return planned_pods(pods)
 
 
 @dataclass(frozen=True)
@@ -158,6 +166,7 @@ def start_on_nodes(on: str, module: str) -> Iterator[NodePrograms]:
     from shoal.cluster.hosts.cluster import hosts_as_nodes
     from shoal.cluster.hosts.cluster import visit as visit_hosts
     from shoal.cluster.lab import ShoalLab, as_nodes
+    from shoal.cluster.pods.cluster import visit as visit_pods
     from shoal.cluster.slurm.cluster import visit as visit_slurm
 
     with ExitStack() as stack:
@@ -176,6 +185,8 @@ def start_on_nodes(on: str, module: str) -> Iterator[NodePrograms]:
                 started = {nodes[0].name: RemoteProgram(nodes[0].name, LocalProgram(module_command(module)))}
             case SlurmSpec() as slurm:
                 nodes, started = visit_slurm(slurm, module)
+            case PodsSpec() as pods:
+                nodes, started = visit_pods(pods, module)
             case JoinSpec():
                 raise UsageError(
                     "machines that join by themselves cannot be looked at before they have joined",

@@ -30,7 +30,7 @@ from shoal.host.memory import available_bytes
 from shoal.host.topology import this_topology, threads_for
 from shoal.run_folder import RunFolder
 from shoal_lab import commands, spec
-from shoal_lab.kernel import read_groups
+from shoal_lab.kernel import find_features, read_groups
 from shoal_lab.lab import Lab
 from shoal_lab.lab import Node as LabNode
 from shoal_lab.processes import first_process
@@ -79,6 +79,12 @@ class ShoalLab(Lab):
     start = translate_errors()(Lab.start)
     perform = translate_errors()(Lab.perform)
     close = translate_errors()(Lab.close)
+
+
+def require_lab() -> None:
+    """Raise the reason where no lab can be made on this machine."""
+    with translate_errors():
+        find_features()
 
 
 def can_limit_cpu() -> bool:

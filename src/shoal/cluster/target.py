@@ -9,6 +9,7 @@ hosts.toml                   machines over SSH: a cluster file, or an MPI or Dee
 join:3                       this machine and two that join it by themselves, see shoal host
 slurm                        the nodes of the Slurm job that this process is in
 slurm:2,partition=main       two nodes of Slurm, which are asked for where this process is in no job
+pods:3                       the pods of the Kubernetes Job that this process is in, see shoal emit k8s
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.cluster.hosts.spec import HostsSpec, is_file, read_hosts
 from shoal.cluster.lab import ShoalLab, parse_lab, per_node
+from shoal.cluster.pods.spec import PodsSpec, parse_pods
 from shoal.cluster.slurm.spec import SlurmSpec, parse_slurm
 from shoal.config.load import AnyConfig
 from shoal.config.presets import did_you_mean
@@ -59,7 +61,7 @@ class JoinSpec:
     port: int = 0
 
 
-On = LocalSpec | LabSpec | ExistingLab | HostsSpec | JoinSpec | SlurmSpec
+On = LocalSpec | LabSpec | ExistingLab | HostsSpec | JoinSpec | SlurmSpec | PodsSpec
 
 
 def parse_on(text: str) -> On:
@@ -79,6 +81,8 @@ def parse_on(text: str) -> On:
         return parse_join(text)
     if re.match(r"slurm(?![\w./-])", text):
         return parse_slurm(text)
+    if text.startswith("pods:"):
+        return parse_pods(text)
     if "/" in text or text.endswith(_HOSTS_FILES) or is_file(Path(text)):
         return read_hosts(Path(text))
     raise UsageError(
@@ -204,6 +208,8 @@ def rank_count(on: On) -> int:
             return on.machines
         case SlurmSpec():
             return on.rank_count()
+        case PodsSpec():
+            return on.pods * on.slots
 
 
 def on_first_ranks(config: AnyConfig, on: str) -> AnyConfig:
@@ -234,6 +240,8 @@ def first_nodes(on: On, count: int, folder: Path) -> str | None:
             return None
         case SlurmSpec():
             return on.first(count).absolute()
+        case PodsSpec():
+            return str(replace(on, pods=count))
         case _:
             return _smaller_lab(on.nodes[:count])
 

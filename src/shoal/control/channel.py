@@ -4,7 +4,8 @@ Both sides know the run's token and neither sends it: each proves it with an HMA
 every message carries a tag made with a key of its direction and its position in the stream, so an attacker in between
 cannot add, change, drop or repeat a message unnoticed. The channel is not encrypted, like gloo's own traffic.
 
-It carries membership, state and logs; no message makes the other side run anything.
+It carries membership, state and logs; no message makes the other side run anything, except among the pods of a
+Kubernetes Job (`cluster.pods.server`).
 """
 
 from __future__ import annotations

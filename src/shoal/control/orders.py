@@ -1,7 +1,8 @@
 """Orders from a launcher to an agent: `MeetOrder` says who it is, `GoOrder` whom to meet and what to start.
 
-Each is one JSON line on the agent's standard input, which is a pipe on this machine or SSH to another one: processes
-are started in no other way. The agent reports through its journal in the run folder.
+Each is one JSON line on the agent's standard input, which is a pipe on this machine, SSH to another one, or a step of
+Slurm: processes are started in no other way, except among the pods of a Kubernetes Job (`cluster.pods.server`). The
+agent reports through its journal in the run folder.
 """
 
 from __future__ import annotations
@@ -197,6 +198,17 @@ def save_orders(run: RunFolder, meet: MeetOrder, go: GoOrder) -> None:
     they contain the run's token."""
     path = run.orders(meet.node)
     write_durably(path, to_line(meet) + to_line(go), path.with_name(f".{path.name}.new"), 0o600)
+
+
+def move_orders(run: RunFolder, node: str, addresses: Mapping[str, str]) -> None:
+    """Change the addresses, by node, in the orders with which an agent is started again."""
+    meet, go = read_orders(run, node)
+    places = {
+        member: replace(place, address=addresses.get(place.node, place.address))
+        for member, place in go.places().items()
+    }
+    moved = replace(meet, address=addresses.get(node, meet.address), life=meet.life - 1)
+    save_orders(run, moved, go.at(places))
 
 
 def read_orders(run: RunFolder, node: str) -> tuple[MeetOrder, GoOrder]:

@@ -1,27 +1,23 @@
-"""Writes the same training for other launchers: torchrun commands, a Kubernetes manifest."""
+"""Writes the same training for other launchers: what all of them need, and commands for torchrun."""
 
 from __future__ import annotations
 
 import json
-import math
-import os
 import re
 import shlex
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from shoal.cluster.node import Node
-from shoal.config.defaults import DEFAULT_CLAIM, LEAST_POD_GIB, MOUNT
 from shoal.config.load import build_config, parse_set
 from shoal.config.presets import PRESETS
 from shoal.config.schema import Config
 from shoal.control.rank_env import SAFE_PATH
 from shoal.cost.batch_plan import micro_batch, rank_weights
-from shoal.errors import ConfigError, UsageError
+from shoal.errors import ConfigError
 from shoal.units import pluralize
 
 # It has only the schema's defaults, so every configuration can be reached from it.
@@ -98,10 +94,10 @@ def _assignment(key: str, value: Any) -> str:
     bare = f"{key}={value}"
     if isinstance(value, str) and value.isprintable() and parse_set(bare) == {section: {name: value}}:
         return bare
-    return f"{key}={_quoted(value)}"
+    return f"{key}={quoted(value)}"
 
 
-def _quoted(value: Any) -> str:
+def quoted(value: Any) -> str:
     """Return JSON, which is also TOML and YAML, except for DEL, which both want escaped."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
@@ -109,15 +105,6 @@ def _quoted(value: Any) -> str:
 def threads_on(job: EmitJob, node: Node) -> int | None:
     """Return the threads of each rank on a node; None where its cores are not known yet."""
     return job.config.run.threads or node.rank_threads
-
-
-def _cores_per_node(job: EmitJob) -> int:
-    """Return the cores that the largest node needs: a scheduler gives every node the same number."""
-    return max(node.slots * (threads_on(job, node) or 1) for node in job.nodes)
-
-
-def _slots_per_node(job: EmitJob) -> int:
-    return max(node.slots for node in job.nodes)
 
 
 def _requirements(job: EmitJob, first: str, shared: str) -> list[str]:
@@ -135,9 +122,10 @@ def _requirements(job: EmitJob, first: str, shared: str) -> list[str]:
 
 
 def _comment(text: str, bullet: str = "") -> str:
-    """Return shell or YAML comment lines. Newlines are removed, so that no file name can leave the comment."""
+    """Return shell or YAML comment lines. Newlines are removed, so that no file name can leave the comment, and letters
+    that YAML forbids."""
     return textwrap.fill(
-        " ".join(text.split()),
+        "".join(letter for letter in " ".join(text.split()) if letter.isprintable()),
         _COMMENT_WIDTH,
         initial_indent=f"# {bullet}",
         subsequent_indent="# " + " " * len(bullet),
@@ -155,222 +143,12 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower())[:40].strip("-") or "run"
 
 
-# The script that a pod runs, in plain POSIX shell: find its interface, set its number of ranks, become torchrun.
-# `MASTER_ADDR` and `MASTER_PORT` are where the first pod is, `SHOAL_OUT` is the run folder; any value in `SHOAL_RESUME`
-# resumes the run there.
-
 # Not `ip route get`: on the first node it prints "lo" for the node's own address, containers seldom have it, and on
 # Debian it is not on the PATH of ordinary users. shoal is installed anyway.
 _FIND_INTERFACE = (
     "import sys; from shoal.host.facts import interface_to; "
     'print(interface_to(sys.argv[1]) or sys.exit("no route to " + sys.argv[1]))'
 )
-
-
-def _pod_script(job: EmitJob, shape: list[str]) -> str:
-    """Return the script; `shape` are lines that set `ranks` and `threads`."""
-    preset, *settings = worker_words(job)
-    pairs = [shlex.join(settings[i : i + 2]) for i in range(0, len(settings), 2)]
-    words = [shlex.quote(preset), '--out "$SHOAL_OUT"', *pairs, '--set run.threads="$threads"']
-    return "\n".join(
-        [
-            "set -eu",
-            f"python={shlex.quote(job.python)}",
-            "# Python must not import from the current folder, which other users may be able to write to.",
-            "export PYTHONSAFEPATH=1",
-            "NODE_RANK=$JOB_COMPLETION_INDEX",
-            *shape,
-            f'interface=$("$python" -c {shlex.quote(_FIND_INTERFACE)} "$MASTER_ADDR")',
-            'export GLOO_SOCKET_IFNAME="$interface" NCCL_SOCKET_IFNAME="$interface" OMP_NUM_THREADS="$threads"',
-            "# Of the ranks that share a run folder one keeps its checkpoints and ledger: the first of the first node.",
-            '[ "$NODE_RANK" = 0 ] || export SHOAL_KEEPS_FILES=0',
-            "set -- \\",
-            *(f"    {word} \\" for word in words),
-            # An explicit choice: on NFS a node that looked for the run folder too early would not see it for a while.
-            "    ${SHOAL_RESUME:+--resume}",
-            'exec "$python" -m torch.distributed.run \\',
-            f'    --nnodes={len(job.nodes)} --node-rank="$NODE_RANK" --nproc-per-node="$ranks" \\',
-            '    --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" -m shoal.train.worker "$@"',
-        ]
-    )
-
-
-def _by_number(lines: list[str]) -> list[str]:
-    """Return a shell `case` with one line for each node, or only one line when all are the same."""
-    if len(set(lines)) == 1:
-        return lines[:1]
-    numbers = [*map(str, range(len(lines) - 1)), "*"]
-    cases = (f"    {number}) {line} ;;" for number, line in zip(numbers, lines, strict=True))
-    return ['case "$NODE_RANK" in', *cases, "esac"]
-
-
-# Kubernetes: an indexed Job with one pod per node, and the headless Service that gives the first pod a name.
-
-
-_SERVICE = """\
-apiVersion: v1
-kind: Service
-metadata:
-  name: $name
-  labels:
-    app: $name
-spec:
-  clusterIP: None
-  # The pods look for each other before any of them counts as ready.
-  publishNotReadyAddresses: true
-  selector:
-    app: $name
-"""
-_JOB = """\
-apiVersion: batch/v1
-kind: Job
-metadata:
-  name: $name
-  labels:
-    app: $name
-spec:
-  completionMode: Indexed
-  completions: $nodes
-  parallelism: $nodes
-  # A rank that fails ends the others too, and a pod that came back alone would find no peers.
-  backoffLimit: 0
-  podFailurePolicy:
-    rules:
-    # Evicted or preempted while the others still wait for it: no failure of the training, so restart the pod.
-    - action: Ignore
-      onPodConditions:
-      - type: DisruptionTarget
-  template:
-    metadata:
-      labels:
-        app: $name
-    spec:
-      # With the Job's index this names the pods: $name-0.$name is the first.
-      subdomain: $name
-      restartPolicy: Never
-      # Time to finish a step and save it.
-      terminationGracePeriodSeconds: 90
-      topologySpreadConstraints:
-      - maxSkew: 1
-        topologyKey: kubernetes.io/hostname
-        whenUnsatisfiable: ScheduleAnyway
-        labelSelector:
-          matchLabels:
-            app: $name
-      containers:
-      - name: trainer
-        image: $image
-        workingDir: $mount
-        command: [/bin/sh, -c]
-        args:
-        - |
-$script
-        env:
-        - name: MASTER_ADDR
-          value: $name-0.$name
-        - name: MASTER_PORT
-          value: "29500"
-        - name: SHOAL_OUT
-          value: $out
-        # Any value here resumes the run in that folder from its last checkpoint.
-        - name: SHOAL_RESUME
-          value: ""
-        - name: SHOAL_NODE
-          valueFrom:
-            fieldRef:
-              fieldPath: spec.nodeName
-        resources:
-          requests:
-            cpu: "$cores"
-            memory: $memory
-          limits: $limits
-        volumeMounts:
-        - name: work
-          mountPath: $mount
-        - name: shm
-          mountPath: /dev/shm
-      volumes:
-      - name: work
-        persistentVolumeClaim:
-          claimName: $claim
-      # A container's own /dev/shm has 64 MB, too little for NCCL between the ranks of a pod.
-      - name: shm
-        emptyDir:
-          medium: Memory
-          sizeLimit: 1Gi
-"""
-_WAIT_FOR_FIRST_POD = """\
-# The name of a pod resolves once it has an address; pulling its image may take minutes.
-tries=0
-until getent hosts "$MASTER_ADDR" >/dev/null; do
-    tries=$((tries + 1))
-    [ "$tries" -lt 600 ] || { echo "$MASTER_ADDR still has no address" >&2; exit 1; }
-    sleep 1
-done"""
-
-
-@dataclass(frozen=True)
-class Pods:
-    image: str  # has shoal installed
-    claim: str = DEFAULT_CLAIM  # a volume claim that all pods can write to
-    memory: str | None = None  # of each pod; None: what its ranks need
-
-
-def k8s_text(job: EmitJob, pods: Pods) -> str:
-    for path in (job.out, job.config.data.cache_dir):
-        # Files elsewhere are lost with the pod, and no other pod can read them.
-        if path is not None and not Path(os.path.normpath(MOUNT / path)).is_relative_to(MOUNT):
-            raise UsageError(
-                f"{path} is outside the volume that the pods share",
-                why=f"the volume is mounted at {MOUNT}, and relative paths are taken from there",
-                fix="use relative ones: --out runs/NAME --set data.cache_dir=runs/.cache",
-            )
-    name = k8s_name(job)
-    about = (
-        f"{job.summary}; every node is a pod. Start: kubectl apply -f THIS_FILE. Watch: kubectl logs -f -l "
-        f"app={name} --prefix. To go on with a run that ended early: kubectl delete job {name}, set SHOAL_RESUME "
-        "below, and apply it again. Needed:"
-    )
-    volume = f"the volume claim {pods.claim}, mounted at {MOUNT}"
-    needed = [f"the image {pods.image}, with shoal in it; shoal's Dockerfile makes it: docker build -t {pods.image} ."]
-    if len(job.nodes) == 1:
-        needed.append(f"{volume}, for the run folder")
-    needed += _requirements(job, "the first pod", f"{volume}, with access mode ReadWriteMany")
-    shape = _by_number([f"ranks={node.slots} threads={threads_on(job, node) or 1}" for node in job.nodes])
-    script = _pod_script(job, [*shape, _WAIT_FOR_FIRST_POD])
-    gpus = {"nvidia.com/gpu": _slots_per_node(job)} if job.needs_gpus else {}
-    memory = pods.memory or pod_memory(job)
-    manifest = Template(_JOB).substitute(
-        name=name,
-        nodes=len(job.nodes),
-        image=_quoted(pods.image),
-        mount=MOUNT,
-        script=textwrap.indent(script, " " * 10),
-        out=_quoted(str(job.out)),
-        cores=_cores_per_node(job),
-        memory=_quoted(memory),
-        limits=_quoted({"memory": memory, **gpus}),
-        claim=_quoted(pods.claim),
-    )
-    return "\n".join([*comment_lines(about, needed), Template(_SERVICE).substitute(name=name) + "---", manifest])
-
-
-def pod_memory(job: EmitJob) -> str:
-    """Return the memory for the ranks of a pod by the estimate of `shoal plan`, with its reserve, in whole GiB."""
-    # Imported here: only a pod needs it.
-    from shoal.cost import memory as memory_model
-    from shoal.cost.strategy import strategy_of_config
-    from shoal.cost.workload import workload_of
-
-    config = job.config
-    size = micro_batch(config.train, rank_weights(config.run, job.ranks))
-    rank_bytes = memory_model.needed(workload_of(config), strategy_of_config(config.sync), size, job.ranks).total
-    gib = math.ceil(_slots_per_node(job) * rank_bytes / memory_model.USABLE / 2**30)
-    return f"{max(LEAST_POD_GIB, gib)}Gi"
-
-
-def k8s_name(job: EmitJob) -> str:
-    return f"shoal-{slug(job.out.name)}"
 
 
 # Plain torchrun: one command per node, to be typed there.

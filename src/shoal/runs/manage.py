@@ -19,6 +19,7 @@ from shoal.control.membership.settings import STACKS_WAIT_S
 from shoal.control.processes import (
     AGENT,
     SUPERVISOR,
+    TEMPLATE,
     RunProcess,
     ask_to_stop,
     find_processes,
@@ -86,8 +87,11 @@ def leftovers(states: Iterable[RunState]) -> list[RunProcess]:
 def describe(path: Path, processes: list[RunProcess]) -> RunState:
     run = RunFolder(path)
     parts = {process.part for process in processes}
-    state = "running" if has_supervisor(processes) else "unsupervised" if AGENT in parts else "left over"
-    if processes and run.is_removed():
+    # A template is alone before its run has a folder, and ends with the command that has started it.
+    is_beginning = parts == {TEMPLATE}
+    is_running = is_beginning or has_supervisor(processes)
+    state = "running" if is_running else "unsupervised" if AGENT in parts else "left over"
+    if processes and not is_beginning and run.is_removed():
         state = "folder removed"
     what, on, steps = _read_purpose(run)
     return RunState(path, what, on, state, _last_step(run)[0], steps, tuple(processes))

@@ -7,6 +7,7 @@ for it, passes on Ctrl-C, and says how the job ended where the other could not. 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shlex
 import signal
@@ -30,6 +31,8 @@ POLL_S = 2.0
 # How long a job that was asked twice to end may take before it is cancelled.
 _CANCEL_AFTER_S = 10.0
 _WATCH_S = 5.0
+# How often the rest of a run is submitted that has lost its first node.
+_SUBMISSIONS = 5
 _FIRST_NODE_LOST = "its first node, with the supervisor, was lost"
 # A shared file system may show the last line a moment after the job's end.
 _LAG_S = 5.0
@@ -201,12 +204,18 @@ def supervise_job(run: RunFolder, spec: SlurmSpec, log: EventLog) -> Event:
     follower = JobFollower(run, log)
     # Before the job exists: an interrupt that came in between would leave it behind.
     with _handling_signals(follower):
-        job = submit(spec, f"shoal-{run.path.name}", log_file, command, make_marks(run.path, SUPERVISOR))
-        _record_job(run, job)
-        log.write("submitted", job=job)
-        state = follower.wait(job)
-        if end := follower.read_end():
-            return end
+        for submission in itertools.count(1):
+            job = submit(spec, f"shoal-{run.path.name}", log_file, command, make_marks(run.path, SUPERVISOR))
+            _record_job(run, job)
+            log.write("submitted", job=job)
+            state = follower.wait(job)
+            if end := follower.read_end():
+                return end
+            may_resume = _has_lost_first_node(state) and run.has_checkpoint() and not follower.was_interrupted
+            if not may_resume or submission == _SUBMISSIONS:
+                break
+            continues = _resume(run)
+            log.write("note", text=f"Slurm job {job} has lost its first node, with the supervisor: {continues}")
     if follower.was_interrupted:
         raise Interrupted(f"Slurm job {job} was cancelled before the run began", fix="start it again")
     folder = shlex.quote(str(run.path))
@@ -240,14 +249,18 @@ def recorded_job(run: RunFolder, on: str) -> Iterator[None]:
 def _why(state: JobState) -> str:
     reasons = {
         "TIMEOUT": "its time limit ended it, before the ranks had saved",
-        "NODE_FAIL": _FIRST_NODE_LOST,
         "CANCELLED": "it was cancelled, and the ranks did not save in time",
         "PREEMPTED": "another job took its nodes",
         "OUT_OF_MEMORY": "it needed more memory than it was given; ask for more: --on slurm:N,memory=…",
     }
     given = state.reason if state.reason not in ("", "None") else "its first process ended before it could say why"
-    # What Slurm 22.05 calls the loss of the first node of a job with --no-kill.
-    return _FIRST_NODE_LOST if state.reason == "JobLaunchFailure" else reasons.get(state.state, given)
+    return _FIRST_NODE_LOST if _has_lost_first_node(state) else reasons.get(state.state, given)
+
+
+def _has_lost_first_node(state: JobState) -> bool:
+    """Whether a job with --no-kill ended by the loss of the node where its supervisor was; others it survives."""
+    # What Slurm 22.05 calls that.
+    return state.state == "NODE_FAIL" or state.reason == "JobLaunchFailure"
 
 
 @contextlib.contextmanager
@@ -267,19 +280,25 @@ def is_requeued(run: RunFolder) -> bool:
 
 def main(folder: Path) -> int:
     """Supervise the run within its job; after a requeue from its newest checkpoint."""
-    from shoal.data.prepare import reopen_run
     from shoal.runs.supervisor import main as supervise
-    from shoal.runs.supervisor import read_job, write_job
 
     run, note = RunFolder(folder), ""
     if is_requeued(run):
-        job, has_begun = read_job(run), run.has_begun()
-        if not job.script and has_begun:
-            reopen_run(folder)
-        write_job(run, replace(job, resume=run.has_checkpoint() if job.script else has_begun))
-        where = f"the checkpoint of step {step}" if (step := run.newest_checkpoint()) else "the beginning"
-        note = f"Slurm has started job {job_id()} again, and the run continues from {where}"
+        note = f"Slurm has started job {job_id()} again, and {_resume(run)}"
     return supervise(folder, note)
+
+
+def _resume(run: RunFolder) -> str:
+    """Have the next supervisor of the run resume it; return a sentence about that."""
+    from shoal.data.prepare import reopen_run
+    from shoal.runs.supervisor import read_job, write_job
+
+    job, has_begun = read_job(run), run.has_begun()
+    if not job.script and has_begun:
+        reopen_run(run.path)
+    write_job(run, replace(job, resume=run.has_checkpoint() if job.script else has_begun))
+    where = f"the checkpoint of step {step}" if (step := run.newest_checkpoint()) else "the beginning"
+    return f"the run continues from {where}"
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def at(lab: Lab, node: str, *words: str | Path) -> list[str]:
 
 
 def done(lab: Lab, *words: str | Path, node: str = "switch") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(at(lab, node, *words), capture_output=True, text=True, timeout=90, check=False)
+    return subprocess.run(at(lab, node, *words), capture_output=True, text=True, timeout=180, check=False)
 
 
 def notes(run: Path) -> str:
@@ -245,7 +245,7 @@ def test_a_machine_joins_with_one_command(lab: Lab, tmp_path: Path) -> None:
         assert not part.exists()
         env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
         command = at(lab, "node2", "join", place, "--out", part)
-        joined = subprocess.run(command, input=code, capture_output=True, text=True, timeout=90, check=False, env=env)
+        joined = subprocess.run(command, input=code, capture_output=True, text=True, timeout=180, check=False, env=env)
         assert joined.returncode == 0, joined.stderr
         stdout, _ = host.communicate(timeout=20)
     assert host.returncode == 0

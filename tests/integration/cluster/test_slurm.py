@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -17,45 +18,13 @@ import pytest
 
 from shoal.control.processes import find_processes
 from tests.support.labs import mounted
+from tests.support.needs import HEAVY
 from tests.support.runs import ended_afterwards
+from tests.support.scripts_text import PLAIN_DDP, SESSION
 from tests.support.slurm import Slurm, SlurmRun, running_slurm, training
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
-
-PLAIN_DDP = """\
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-torch.manual_seed(dist.get_rank())
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(5):
-    model(torch.randn(8, 4)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-weights = [torch.zeros(1, 4) for _ in range(dist.get_world_size())]
-dist.all_gather(weights, model.module.weight.detach())
-print("rank", dist.get_rank(), "equal", all(torch.equal(each, weights[0]) for each in weights))
-dist.destroy_process_group()
-"""
-SESSION = """\
-import torch
-import shoal
-
-torch.manual_seed(0)
-session = shoal.Session(steps=100_000, global_batch=8)
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-session.attach(model, optimizer)
-samples = torch.utils.data.TensorDataset(torch.randn(64, 4))
-for step in session:
-    with step:
-        for (inputs,) in step.batches(samples):
-            step.backward(model(inputs).square().sum())
-        step.update()
-"""
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600), HEAVY[0]]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +36,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 @pytest.fixture(autouse=True)
 def nothing_left(slurm: Slurm, tmp_path: Path) -> Iterator[None]:
     yield
-    wait_until(lambda: not slurm.jobs(), 90, why=lambda: slurm.run("squeue"))
+    # Slurm asks a node every 60 s whether its part of a job has ended.
+    wait_until(lambda: not slurm.jobs(), 150, why=lambda: slurm.run("squeue"))
     runs = [path for path in tmp_path.iterdir() if path.is_dir()]
     wait_until(lambda: not [process for run in runs for process in find_processes(run)], 10)
 
@@ -79,15 +49,18 @@ def check(run: SlurmRun) -> None:
 
 
 def restore(slurm: Slurm, node: str) -> None:
-    """Wait until Slurm uses a node again, as it does by itself when the node answers; otherwise have it do so."""
+    """Wait until Slurm uses a node again, as it does by itself when the node answers; otherwise have it do so.
 
-    def is_idle() -> bool:
+    The end of the job that it had may take Slurm a minute more. Until then other jobs have other nodes.
+    """
+
+    def is_up() -> bool:
         state = slurm.run("sinfo", "--noheader", "--nodes", node, "--format=%t")
         if "down" in state:
             slurm.run("scontrol", "update", f"nodename={node}", "state=resume")
-        return "idle" in state
+        return "down" not in state
 
-    wait_until(is_idle, 30)
+    wait_until(is_up, why=lambda: slurm.run("scontrol", "show", "node", node) + slurm.run("squeue"))
 
 
 def test_an_allocation_shows_no_token_and_saves_when_it_is_cancelled(slurm: Slurm, tmp_path: Path) -> None:
@@ -153,15 +126,17 @@ def test_the_others_go_on_when_a_rank_an_agent_a_step_and_a_node_are_lost(slurm:
     check(run)
 
 
-def test_the_loss_of_the_first_node_ends_a_job_with_its_reason(slurm: Slurm, tmp_path: Path) -> None:
+def test_the_rest_of_a_job_that_lost_its_first_node_is_submitted(slurm: Slurm, tmp_path: Path) -> None:
     with training(slurm, tmp_path / "run", "--set", "train.checkpoint_every=10") as run:
         run.await_steps(30)
         slurm.run("scontrol", "update", "nodename=node2", "state=down", "reason=test")
-        code, output = run.end()
+        wait_until(lambda: "has lost its first node" in (run.path / "supervisor.jsonl").read_text(), 60)
+        run.await_steps(10)
+        code, output = run.stop()
     restore(slurm, "node2")
-    assert code == 3, output
-    assert "its first node, with the supervisor, was lost" in output
-    assert f"shoal train --resume {run.path}" in output
+    assert code == 130, output
+    assert "the run continues from the checkpoint of step" in output
+    check(run)
 
 
 def test_a_requeued_job_resumes_and_a_cancelled_one_saves(slurm: Slurm, tmp_path: Path) -> None:
@@ -186,7 +161,7 @@ def test_a_requeued_job_resumes_and_a_cancelled_one_saves(slurm: Slurm, tmp_path
 def test_the_time_limit_saves(slurm: Slurm, tmp_path: Path) -> None:
     with training(slurm, tmp_path / "run", "--on", "slurm:2,time=2") as run:
         run.await_steps(5)
-        code, output = run.end(150)
+        code, output = run.end(200)
     assert code == 130, output
     assert "saved what was done" in output
     check(run)
@@ -199,13 +174,15 @@ def test_two_jobs_at_once(slurm: Slurm, tmp_path: Path) -> None:
     ):
         assert [run.end()[0] for run in (one, two)] == [0, 0]
     manifests = [json.loads((run.path / "manifest.json").read_text()) for run in (one, two)]
-    assert {node["name"] for manifest in manifests for node in manifest["nodes"]} == {"node2", "node3"}
+    assert len({node["name"] for manifest in manifests for node in manifest["nodes"]}) == 2
 
 
 def test_a_node_without_shoal_is_named(slurm: Slurm, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    with mounted(slurm.lab, "node3", "--bind", str(empty), sys.prefix), training(slurm, tmp_path / "run") as run:
+    all_nodes = f"slurm:{len(slurm.nodes)}"
+    hidden = mounted(slurm.lab, "node3", "--bind", str(empty), sys.prefix)
+    with hidden, training(slurm, tmp_path / "run", "--on", all_nodes) as run:
         code, output = run.end()
     assert code == 3, output
     assert "node3 cannot run shoal" in output
@@ -233,7 +210,7 @@ def test_an_emitted_script_checks_the_nodes_and_trains_a_session(slurm: Slurm, t
         slurm.run("scancel", job)
         wait_until(lambda: not slurm.jobs(), 90)
     log = (tmp_path / f"shoal-session-{job}.log").read_text()
-    assert "ready: node2, node3" in log
+    assert re.search(r"^ready: node\d, node\d;", log, re.MULTILINE)
     assert (tmp_path / f"shoal-probe-{job}.toml").is_file()
     assert trained.saved() >= 20, log
     check(trained)

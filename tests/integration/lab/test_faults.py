@@ -152,11 +152,19 @@ def test_a_silent_kill_closes_no_connection(lab: Lab) -> None:
     assert not end_seen(lab, silent=True)
 
 
-def end_seen(lab: Lab, silent: bool) -> bool:
-    serve = "import socket\ns = socket.create_server(('', 7004)); print('ready', flush=True); s.accept()[0].recv(1)"
+def test_a_kill_closes_the_connections_of_a_process_that_exits_slowly(lab: Lab) -> None:
+    """A killed process frees its memory before it closes its files."""
+    assert end_seen(lab, silent=False, memory_bytes=1_000_000_000)
+
+
+def end_seen(lab: Lab, silent: bool, memory_bytes: int = 0) -> bool:
+    serve = (
+        f"memory = b'1' * {memory_bytes}\nimport socket\n"
+        "s = socket.create_server(('', 7004)); print('ready', flush=True); s.accept()[0].recv(1)"
+    )
     watch = (
         "import socket\ns = socket.create_connection(('10.77.0.2', 7004)); print('joined', flush=True)\n"
-        "s.settimeout(1.5)\ntry: s.recv(1); print('end', flush=True)\n"
+        f"s.settimeout({1.5 if silent else 30})\ntry: s.recv(1); print('end', flush=True)\n"
         "except TimeoutError: print('nothing', flush=True)\nexcept OSError: print('end', flush=True)"
     )
     commands = (lab.command(node, [sys.executable, "-c", code]) for node, code in (("node2", serve), ("node1", watch)))

@@ -1,4 +1,4 @@
-"""What `shoal emit` prints really trains: the commands, and the script of the pods.
+"""The torchrun commands that `shoal emit` prints really train.
 
 Exercises launch.emit.
 """
@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
 
 from shoal.cluster.lab import as_nodes
 from shoal.config.load import build_config
-from shoal.launch.emit import EmitJob, Pods, k8s_text, make_job, torchrun_commands
+from shoal.launch.emit import EmitJob, make_job, torchrun_commands
 from shoal_lab.lab import Lab
 from shoal_lab.processes import NodeProcess
 from tests.support.labs import running_lab
@@ -89,20 +88,3 @@ def test_the_torchrun_commands_train_on_unequal_nodes() -> None:
         assert run_on_nodes(lab, argv, {}) == [0, 0], read_logs()
     manifest = check_run(RUN, {"node1": 2, "node2": 1})
     assert [node["link_mbps"] for node in manifest["nodes"]] == [1000, 1000]
-
-
-@pytest.mark.long
-def test_the_pods_script_trains_on_two_nodes() -> None:
-    with running_lab(2) as lab:
-        job = make_lab_job(lab, (1, 1))
-        _, work = yaml.safe_load_all(k8s_text(job, Pods("shoal:1")))
-        [pod] = work["spec"]["template"]["spec"]["containers"]
-        given = {entry["name"]: entry["value"] for entry in pod["env"] if "value" in entry}
-        env = {
-            # The variables of Kubernetes, and the address to which its DNS resolves the first pod's name.
-            node.name: {**given, "MASTER_ADDR": "node1", "SHOAL_NODE": node.name, "JOB_COMPLETION_INDEX": str(number)}
-            for number, node in enumerate(job.nodes)
-        }
-        argv = {node: [*pod["command"], *pod["args"]] for node in env}
-        assert run_on_nodes(lab, argv, env) == [0, 0], read_logs()
-    check_run(RUN, {"node1": 1, "node2": 1})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.command import Command, HelpAsked, Request
+from shoal.cli.command import Command, HelpAsked, Request, any_word
 from shoal.cli.options import Option, argument
 from shoal.errors import UsageError
 
@@ -96,7 +96,7 @@ def test_a_wrong_command_line_is_refused(line: str, seen: str) -> None:
     ],
 )
 def test_the_words_after_a_script_are_its_own(line: str, values: dict[str, Any]) -> None:
-    assert Command(start, OPTIONS, takes_words=True).read("start", line.split()) == values
+    assert Command(start, OPTIONS, takes_words=any_word).read("start", line.split()) == values
 
 
 def test_help_may_stand_among_other_words() -> None:

@@ -75,7 +75,8 @@ def test_another_processor_is_noted_and_not_refused() -> None:
     )
 
 
-def test_a_hello_survives_serialization() -> None:
+def test_a_hello_survives_serialization(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.control.handshake.cpu_name", lambda: ATTIC.cpu)  # It starts lscpu.
     me = make_hello(1, "here", "m", "c", "d")
     assert Hello.from_dict(asdict(me)) == me
     assert me.protocol == PROTOCOL

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,11 +21,9 @@ from shoal.config.defaults import MOUNT
 from shoal.config.load import build_config, to_toml
 from shoal.config.presets import PRESETS
 from shoal.config.schema import Config
-from shoal.errors import ConfigError, UsageError
+from shoal.errors import ConfigError
 from shoal.launch.emit import (
     EmitJob,
-    Pods,
-    k8s_text,
     make_job,
     torchrun_commands,
     torchrun_text,
@@ -64,11 +61,6 @@ def test_the_torchrun_commands_match_the_golden_file() -> None:
 def test_the_slurm_script_matches_the_golden_file() -> None:
     training = training_job(job(*SHAKESPEARE, preset="shakespeare-char", nodes=EQUAL), new_folder=True)
     assert_golden("slurm.sbatch", slurm_text(training))
-
-
-def test_the_kubernetes_manifest_matches_the_golden_file() -> None:
-    manifest = k8s_text(job(*SHAKESPEARE, "train.device=cuda", preset="shakespeare-char"), Pods("example/shoal:1"))
-    assert_golden("k8s.yaml", manifest)
 
 
 # The settings
@@ -201,56 +193,6 @@ def test_a_script_becomes_a_job_too(call: Call, monkeypatch: pytest.MonkeyPatch,
         *("$python", "-P", "-m", "shoal", "run", "--on", "slurm", "--out", "runs/my-train-$SLURM_JOB_ID"),
         *("--set", "train.steps=9", str(script), "--lr", text),
     ]
-
-
-# Kubernetes
-
-
-def manifest(*sets: str, nodes: tuple[Node, ...] = NODES) -> tuple[dict[str, Any], dict[str, Any]]:
-    service, work = yaml.safe_load_all(k8s_text(job(*sets, nodes=nodes), Pods("reg/shoal:1", "nfs", "8Gi")))
-    return service, work
-
-
-@pytest.mark.parametrize(
-    ("preset", "ranks", "memory"), [("grammar", 2, "4Gi"), ("gpt2-124m", 1, "4Gi"), ("gpt2-124m", 2, "8Gi")]
-)
-def test_a_pod_has_the_memory_that_its_ranks_need(preset: str, ranks: int, memory: str) -> None:
-    one = (Node("big", "10.0.0.1", "eno1", ranks, 8),)
-    _, work = yaml.safe_load_all(k8s_text(job(preset=preset, nodes=one), Pods("reg/shoal:1")))
-    resources = work["spec"]["template"]["spec"]["containers"][0]["resources"]
-    assert (resources["requests"]["memory"], resources["limits"]["memory"]) == (memory, memory)
-
-
-def test_the_manifest_is_an_indexed_job_behind_a_headless_service() -> None:
-    service, work = manifest()
-    template = work["spec"]["template"]
-    assert (service["kind"], service["spec"]["clusterIP"]) == ("Service", "None")
-    assert (work["apiVersion"], work["kind"]) == ("batch/v1", "Job")
-    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
-    assert template["spec"]["subdomain"] == service["metadata"]["name"]
-    assert work["spec"]["completionMode"] == "Indexed"
-    assert work["spec"]["completions"] == work["spec"]["parallelism"] == 3
-    # A failure policy is only allowed where no container restarts by itself.
-    assert (work["spec"]["backoffLimit"], template["spec"]["restartPolicy"]) == (0, "Never")
-
-
-def test_a_pod_has_image_resources_and_volumes() -> None:
-    [pod] = manifest("train.device=cuda")[1]["spec"]["template"]["spec"]["containers"]
-    env = {variable["name"]: variable.get("value") for variable in pod["env"]}
-    name = manifest()[1]["metadata"]["name"]
-    assert (pod["image"], pod["command"]) == ("reg/shoal:1", ["/bin/sh", "-c"])
-    assert env["MASTER_ADDR"] == f"{name}-0.{name}"
-    assert pod["resources"]["requests"] == {"cpu": "8", "memory": "8Gi"}
-    assert pod["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": 2}
-    mounts = {mount["name"]: mount["mountPath"] for mount in pod["volumeMounts"]}
-    assert mounts == {"work": pod["workingDir"], "shm": "/dev/shm"}
-    assert manifest()[1]["spec"]["template"]["spec"]["volumes"][0]["persistentVolumeClaim"] == {"claimName": "nfs"}
-
-
-@pytest.mark.parametrize("out", ["/elsewhere/run", "../run"])
-def test_a_run_folder_outside_the_volume_is_refused(out: str) -> None:
-    with pytest.raises(UsageError, match="outside the volume"):
-        k8s_text(job(out=out), Pods("shoal:1"))
 
 
 # The command line

@@ -1,0 +1,1 @@
+"""The pods of a Kubernetes Job as a cluster."""
