@@ -49,6 +49,7 @@ GROUPS = {
         "completion": "Print the completion script for bash, zsh or fish.",
     },
     "Learn and test": {
+        "learn": "Lessons that check themselves: predict, run the experiment, compare.",
         "explain": "Explain an error log of torch, gloo, torchrun, ssh or shoal: cause and fix.",
         "bench": "Measure speed by number of ranks, or by sync method.",
         "lab": "Emulate a cluster on this machine: nodes with limited links and CPUs, and faults on demand.",
@@ -143,6 +144,12 @@ EXAMPLES = {
         ('eval "$(shoal completion zsh)"', "in ~/.zshrc, after compinit"),
         ("shoal completion fish > ~/.config/fish/completions/shoal.fish", "once"),
     ),
+    "learn": (
+        ("shoal learn", "the lessons, and how far you are"),
+        ("shoal learn 2", "asks for your prediction, then measures"),
+        ("shoal learn 2 --answer 5 --answer 7.5", "the same without a terminal"),
+        ("shoal learn report", "one HTML page of all that you did"),
+    ),
     "explain": (("shoal explain error.log", "a saved log"), ("python train.py 2>&1 | shoal explain", "as it comes")),
     "bench": (
         ("shoal bench scaling --ranks 1,2", "tokens/s with one rank and with two"),
@@ -168,7 +175,7 @@ OPTION_GROUPS = {
         "The run": "out resume lineage detach watch plan profile dry_run json",
     },
     "plan": {
-        "Machines and links": "nodes link machine profile calibrate latency efficiency flops mfu memory_gb "
+        "Machines and links": "nodes link links machine profile calibrate latency efficiency flops mfu memory_gb "
         "ranks_per_node on",
         "Model and batch": "params grad_dtype tokens depth seq_len global_batch micro_batch scaling recompute "
         "config set_",
@@ -213,26 +220,26 @@ def print_overview() -> None:
 def print_command_help(command: Command, path: str) -> None:
     """Print the help of a command, or of a command within it."""
     width = help_width()
-    arguments = [parameter for parameter in command.parameters if _is_shown(parameter, is_argument=True)]
-    options = [parameter for parameter in command.parameters if _is_shown(parameter, is_argument=False)]
+    arguments = [parameter for parameter in command.parameters if is_shown(parameter, is_argument=True)]
+    options = [parameter for parameter in command.parameters if is_shown(parameter, is_argument=False)]
     children = command.commands
     words = ["COMMAND"] if children else []
-    words += ["[OPTIONS]", *(_usage(argument) for argument in arguments)]
-    usage = textwrap.fill(
+    words += ["[OPTIONS]", *(usage(argument) for argument in arguments)]
+    first = textwrap.fill(
         f"Usage: {path} {' '.join(words)}",
         width,
         subsequent_indent=" " * 7,
         break_on_hyphens=False,
         break_long_words=False,
     )
-    lines = [usage, "", *_paragraphs(command.help, width)]
+    lines = [first, "", *_paragraphs(command.help, width)]
     if children:
         texts = ((name, child.help.partition("\n\n")[0]) for name, child in children.items())
         lines += ["", _title("Commands"), *_columns(texts, width)]
-    named = [(argument.shown_name, _meaning(argument)) for argument in arguments]
+    named = [(argument.shown_name, meaning(argument)) for argument in arguments]
     if any(text for _, text in named):
         lines += ["", _title("Arguments"), *_columns(named, width)]
-    rows = {option.name: (_option_name(option), _meaning(option)) for option in options}
+    rows = {option.name: (option_name(option), meaning(option)) for option in options}
     start = _text_start(rows.values())
     for title, names in OPTION_GROUPS.get(path.partition(" ")[2], {}).items():
         lines += ["", _title(title), *_columns([rows.pop(name) for name in names.split()], width, start)]
@@ -297,31 +304,31 @@ def _examples(name: str, width: int, child: str = "") -> list[str]:
     return lines
 
 
-def _is_shown(parameter: Parameter, is_argument: bool) -> bool:
+def is_shown(parameter: Parameter, is_argument: bool) -> bool:
     return parameter.is_argument == is_argument and not parameter.option.is_hidden
 
 
-def _usage(argument: Parameter) -> str:
+def usage(argument: Parameter) -> str:
     name = argument.shown_name
     if argument.is_list and not name.endswith("…"):
         name += " …"
     return name if argument.is_required else f"[{name}]"
 
 
-def _option_name(option: Parameter) -> str:
+def option_name(option: Parameter) -> str:
     """Return `-f, --follow` or `--steps N`. Of several long names the first is shown, the others are older ones."""
     longs = [name for name in option.flags if name.startswith("--")]
     shorts = [name for name in option.flags if not name.startswith("--")]
     names = ", ".join([*shorts, *longs[:1]])
-    return names if option.is_flag else f"{names} {_value_name(option)}"
+    return names if option.is_flag else f"{names} {value_name(option)}"
 
 
-def _value_name(option: Parameter) -> str:
+def value_name(option: Parameter) -> str:
     """Return what to write after an option: N for a whole number, X for any number, PATH, or TEXT."""
     return option.option.metavar or {int: "N", float: "X", Path: "PATH"}.get(option.kind, "TEXT")
 
 
-def _meaning(parameter: Parameter) -> str:
+def meaning(parameter: Parameter) -> str:
     text, default = parameter.option.help, parameter.option.shown
     if not default and not parameter.is_required and parameter.default not in (None, "", False, ()):
         value = parameter.default

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,10 +17,20 @@ from rich.text import Text
 
 from shoal.cli.command import Request, command
 from shoal.cli.options import SETTINGS, Option, argument
-from shoal.cli.output import advising_flags, as_command, check_picture, print_json, shown, stdout_console
+from shoal.cli.output import (
+    advising_flags,
+    as_command,
+    check_picture,
+    print_json,
+    print_paragraph,
+    print_table,
+    shown,
+    stdout_console,
+)
 from shoal.config.presets import PRESET_NAMES
 from shoal.config.sync_choice import PLAN_USAGES, WIRE_USAGES, join_or
 from shoal.cost.data_sheets import LINKS, MACHINES
+from shoal.cost.network import payload_factor
 from shoal.errors import ConfigError, UsageError
 from shoal.tools.plan.request import (
     LINK,
@@ -64,6 +75,9 @@ _LEGEND = {
     "eff.": "speed-up for each node",
     "memory": "of a rank; ! is too much",
 }
+# Of --links: what a link changes.
+_LINK_TITLES = ("comm", "compute", "exposed", "step", "tokens/s", "speed-up")
+_LIMIT = "inf"
 # Left out first where the terminal is narrow.
 _LESS_IMPORTANT = ("payload", "wait", "memory", "eff.", "comm", "compute", "exposed")
 _GAP = 2
@@ -73,6 +87,7 @@ _WHOLE_WIDTH = 100
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand(PlanRequest, Request):
     nodes: str | None = None
+    links: str | None = None
     out: Path | None = None
     calibrate: bool = False
     json: bool = False
@@ -80,10 +95,14 @@ class PlanCommand(PlanRequest, Request):
 
 @command(
     presets=argument(f"{PRESET_NAMES}; with --calibrate: runs.", "PRESET", shown="grammar"),
-    nodes=Option("Numbers of nodes: 4, 1..8 or 1,2,4.", shown="1..8, or the machines named or measured"),
+    nodes=Option(
+        "Numbers of nodes: 4, 1..8 or 1,2,4; with inf, the limit of what a node sends.",
+        shown="1..8, or the machines named or measured",
+    ),
     link=Option(
         f"Link of the nodes: {', '.join(LINKS)}, or a rate such as 300mbit; of each: 1gbe,1gbe,wifi.", shown=LINK
     ),
+    links=Option("Compare links: a row for each, with the most nodes; as 1gbe,10gbe,300mbit.", metavar="LINK,LINK"),
     profile=Option("Plan for the machines that shoal probe measured."),
     calibrate=Option("Fit the profile's constants to past runs, and save it."),
     latency=Option("Latency of a message, software included, such as 0.5ms."),
@@ -117,17 +136,74 @@ def plan(request: PlanCommand) -> None:
         return
     if request.out is not None:
         check_picture(request.out)
+    if request.links is not None:
+        _compare_links(request)
+        return
+    made, notes, basis = _plan_request(request)
+    _show(made, notes, request, basis)
+
+
+def _plan_request(request: PlanCommand) -> tuple[Plan, list[str], Basis]:
     flags = request.flags()
     refuse_conflicts(flags, request)
     basis = make_basis(request)
-    counts = parse_nodes(request.nodes or basis.nodes)
+    counts = _numbers_of_nodes(request, basis)
     # --tokens sets the global batch in another unit.
     advised = {key: "--global-batch" if flag == "--tokens" else flag for key, flag in flags.items()}
     with advising_flags(advised):
         workload, strategy, notes = what_to_plan(request, max(counts) * basis.setting.ranks_per_node)
         basis = on_devices(basis, request)
         made = _make_plan(request, workload, strategy, basis, counts)
-    _show(made, [basis.note, *notes, *_assumptions(made, basis)], request, basis)
+    return made, [basis.note, *notes, *_assumptions(made, basis)], basis
+
+
+def _numbers_of_nodes(request: PlanCommand, basis: Basis) -> list[int]:
+    """Return the rows of the plan, without the limit."""
+    words = (request.nodes or basis.nodes).split(",")
+    return parse_nodes(",".join(word for word in words if word != _LIMIT or len(words) == 1))
+
+
+def _has_limit(request: PlanCommand) -> bool:
+    """Return whether the table ends with what a node of endlessly many would send."""
+    return _LIMIT in (request.nodes or "").split(",")
+
+
+def _limit_of(made: Plan) -> float | None:
+    """Return the factor of the gradients that a node of endlessly many sends; None where it has no limit of a ring."""
+    last = made.rows[-1].prediction
+    if last.world_size < 2 or not math.isclose(last.payload, payload_factor(last.world_size)):
+        return None
+    return 2.0
+
+
+def _compare_links(request: PlanCommand) -> None:
+    """Plan the most nodes over each link; print a row for each."""
+    request.refuse(
+        [name for name in ("link", "out") if name in request.given],
+        "with --links",
+        "it prints a row for each link, and no figure",
+        "leave one out",
+    )
+    plans = {
+        link.strip(): _plan_request(replace(request, link=link.strip())) for link in (request.links or "").split(",")
+    }
+    rows = {link: made.rows[-1] for link, (made, _, _) in plans.items()}
+    if request.json:
+        print_json({"links": [{"link": link, **row.as_dict()} for link, row in rows.items()]})
+        return
+    made = next(iter(plans.values()))[0]
+    console = stdout_console()
+    print_paragraph(escape(_describe(made.workload, made.strategy, made.rows[-1])), console)
+    console.print(f"{made.rows[-1].nodes} nodes, a row for each link:\n")
+    cells = [dict(zip(_TITLES, _row(row), strict=True)) for row in rows.values()]
+    table: list[list[str | Text]] = [
+        [link, *(Text.from_markup(cell[title]) for title in _LINK_TITLES)]
+        for link, cell in zip(rows, cells, strict=True)
+    ]
+    print_table(("link", *_LINK_TITLES), table, range(1, 9), console)
+    console.print()
+    for _, _, basis in plans.values():
+        print_paragraph(escape(basis.note), console)
 
 
 def _make_plan(
@@ -193,9 +269,10 @@ def _show(made: Plan, notes: list[str], request: PlanCommand, basis: Basis) -> N
 
         plot_plan(made, advice, request.out)
     if request.json:
-        print_json(_plan_document(made, advice, notes, commands))
+        document = _plan_document(made, advice, notes, commands)
+        print_json(document | ({"limit": {"payload_factor": _limit_of(made)}} if _has_limit(request) else {}))
         return
-    _print_plan(made, advice, notes, commands)
+    _print_plan(made, advice, notes, commands, _has_limit(request))
     if request.out is not None:
         sys.stdout.write(f"\npicture: {shown(request.out)}\n")
 
@@ -207,7 +284,7 @@ def _command_to_train(request: PlanRequest, basis: Basis, made: Plan, option: Pl
     return as_command(*train_words(request, basis, made, option))
 
 
-def _print_plan(plan: Plan, advice: Advice, notes: Sequence[str], commands: Commands) -> None:
+def _print_plan(plan: Plan, advice: Advice, notes: Sequence[str], commands: Commands, has_limit: bool) -> None:
     from shoal.tools.plan.advise import describe_other_training, explain_plan
 
     console = stdout_console()
@@ -225,9 +302,14 @@ def _print_plan(plan: Plan, advice: Advice, notes: Sequence[str], commands: Comm
     console.print()
     for line in (_describe(plan.workload, plan.strategy, plan.rows[-1]), *notes):
         console.print(escape(line), style="dim")
-    shown_columns = _fitting_columns(plan, console.width)
+    shown_columns = _fitting_columns(plan, console.width, "payload" if has_limit else "")
     console.print()
-    console.print(_rows(plan, shown_columns))
+    table = _rows(plan, shown_columns)
+    if has_limit:
+        factor = _limit_of(plan)
+        limit = {"nodes": "∞", "payload": "–" if factor is None else f"{factor:.2f}"}
+        table.add_row(*(limit.get(title, "–") for title in shown_columns))
+    console.print(table)
     console.print()
     meanings = "; ".join(f"{title}: {_LEGEND[title]}" for title in shown_columns if title in _LEGEND)
     console.print(f"{meanings}.", style="dim")
@@ -293,14 +375,14 @@ def _describe(workload: Workload, strategy: SyncStrategy, last: PlanRow) -> str:
     )
 
 
-def _fitting_columns(plan: Plan, width: int) -> list[str]:
+def _fitting_columns(plan: Plan, width: int, kept: str) -> list[str]:
     """Return the titles of the columns that fit, leaving out the least important ones."""
     rows = [dict(zip(_TITLES, _row(row), strict=True)) for row in plan.rows]
     widths = {
         title: max(cell_len(title), *(Text.from_markup(row[title]).cell_len for row in rows)) for title in _TITLES
     }
     left_out: set[str] = set()
-    for title in ("", *_LESS_IMPORTANT):
+    for title in ("", *(name for name in _LESS_IMPORTANT if name != kept)):
         left_out.add(title)
         if sum(widths[name] + _GAP for name in _TITLES if name not in left_out) <= width:
             break

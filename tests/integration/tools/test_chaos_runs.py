@@ -18,6 +18,7 @@ import pytest
 from shoal.control.processes import find_processes
 from shoal_lab import state
 from tests.support.labs import need_lab, new_labs
+from tests.support.needs import HEAVY
 from tests.support.paths import ROOT
 from tests.support.programs import read_jsonl, shoal, shoal_command
 from tests.support.runs import ended_afterwards
@@ -132,6 +133,7 @@ def test_an_interrupted_chaos_run_leaves_nothing_behind(tmp_path: Path) -> None:
     ids=["one of every kind", "all"],
 )
 @pytest.mark.timeout(3600)
+@HEAVY[0]
 def test_every_scenario_holds_on_three_nodes(scenarios: tuple[str, ...], tmp_path: Path) -> None:
     need_lab()
     done = shoal("chaos", "run", *scenarios, "--on", "lab:3", "--out", tmp_path / "out", timeout_s=3500)
@@ -142,6 +144,7 @@ def test_every_scenario_holds_on_three_nodes(scenarios: tuple[str, ...], tmp_pat
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
+@HEAVY[1]
 def test_a_soak_runs_two_modes_in_turn(tmp_path: Path) -> None:
     """Soak one mode that exchanges gradients and one with outer steps. It is too short to detect a leak, which it
     reports. This seed draws seven kinds of faults in ten."""

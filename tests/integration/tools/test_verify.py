@@ -23,6 +23,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from shoal.cli.main import run
+from shoal.records import verify as reading
+from shoal.run_folder import RunFolder
 from tests.support.programs import TINY, read_jsonl, set_flags, shoal, steps_of
 from tests.support.runs import ended_afterwards, parts_of
 from tests.support.waiting import wait_until
@@ -649,3 +651,25 @@ def test_redone_steps_are_counted_and_pass(eventful: Path) -> None:
     assert verdict.exit_code == 0
     assert "redone" in verdict.output
     assert "generations" in verdict.output
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_run_may_do_steps_while_its_files_are_read(
+    goes_on: bool, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger is read first; a busy machine took so long that the ranks were 18 steps further then."""
+    copy = tmp_path / "run"
+    shutil.copytree(plain, copy)
+    for rank in (0, 1):
+        drop_events(copy, f"events/rank-{rank}.jsonl", "end")
+    ledger, read = lines_of(copy / LEDGER), RunFolder.event_files
+    keep_lines(copy, LEDGER, slice(0, -20))
+
+    def event_files(folder: RunFolder) -> dict[int, Path]:
+        if goes_on:
+            (copy / LEDGER).write_bytes(b"".join(ledger))
+        return read(folder)
+
+    monkeypatch.setattr(RunFolder, "event_files", event_files)
+    findings = [finding.text for finding in reading.verify_run(RunFolder(copy)).findings if finding.is_wrong]
+    assert ("the ranks have done step 60" in " ".join(findings)) is not goes_on

@@ -149,6 +149,29 @@ def test_communication_times_match_known_figures(plan: Plan) -> None:
     assert times == pytest.approx([14.3, 1.43, 0.036], rel=0.04)
 
 
+def test_links_are_compared_in_one_table(plan: Plan, call: Call) -> None:
+    words = ("--params", "760e6", "--grad-dtype", "bf16", "--nodes", "1,2", "--links", "1gbe, 10gbe,300mbit")
+    rows = {row["link"]: row for row in plan(*words)["links"]}
+    assert list(rows) == ["1gbe", "10gbe", "300mbit"]
+    assert rows["10gbe"] == {"link": "10gbe", **plan(*words[:-2], "--link", "10gbe")["rows"][1]}
+    code, out, _ = call("plan", *words)
+    assert code == 0
+    assert re.search(r"(?m)^1gbe +13 s ", out)
+    assert all(len(line) <= 120 for line in out.splitlines())
+
+
+def test_the_limit_is_that_of_what_a_node_sends(plan: Plan, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--params", "7e6", "--nodes", "1,2,4,inf")
+    assert plan(*words)["limit"] == {"payload_factor": 2.0}
+    assert [row["nodes"] for row in plan(*words)["rows"]] == [1, 2, 4]
+    assert re.search(r"(?m)^ *∞ +2\.00( +–)+$", call("plan", *words)[1])
+    # The payload is the first column that a narrow terminal has no room for.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "payload" in call("plan", *words)[1]
+    # Parts of a divided model are gathered for every micro-batch: its factor is another one.
+    assert plan(*words, "--sync", "zero3")["limit"] == {"payload_factor": None}
+
+
 def test_the_batch_of_a_preset_grows_with_the_ranks_and_a_stated_one_does_not(plan: Plan, call: Call) -> None:
     grown = plan("gpt2-124m", "--nodes", "1..8")
     assert {row["tokens"] for row in grown["rows"]} == {8 * 1024}
@@ -634,6 +657,8 @@ print(code, [name for name in ("matplotlib", "numpy", "torch", "tokenizers") if 
         (["--nodes", "two"], "--nodes two is not a list", "from 1", "--nodes 1,2,4"),
         (["--nodes", "1..99999"], "is not a list of numbers", "16,384", "--nodes 1..8"),
         (["--nodes", "inf"], "--nodes inf: there is no plan without an end", "a highest point", "--nodes 1,4,16"),
+        (["--links", "1gbe,wify"], "there is no link 'wify'", "did you mean 'wifi'?", "nvlink"),
+        (["--links", "1gbe", "--link", "wifi"], "--link has no effect with --links", "a row for each", "leave one out"),
         (["--nodes", "1..1000"], "--nodes 1..1000 gives 1000 rows", "at most 64", "--nodes 1,2,4,8"),
         (["--link", "-1gbit"], "'-1gbit' is not a link rate", "a number above zero", "100mbit"),
         (["--link", "0gbit"], "'0gbit' is not a link rate", "a number above zero", "100mbit"),

@@ -15,6 +15,7 @@ from typing import Any
 
 from shoal.cluster.hosts.spec import HostsSpec
 from shoal.cluster.lab import LabSpec, ShoalLab
+from shoal.cluster.pods.spec import PodsSpec
 from shoal.cluster.slurm.spec import SlurmSpec
 from shoal.cluster.target import (
     ExistingLab,
@@ -163,6 +164,8 @@ def _count_machines(spec: On, on: str) -> int:
             return len(ShoalLab.open(spec.name).nodes)
         case SlurmSpec():
             return len(spec.places())
+        case PodsSpec():
+            return spec.pods
     raise UsageError(
         f"--nodes does not go with --on {on}",
         why="it measures the first machines of a lab, of a hosts file or of Slurm; local:N is one machine with N ranks",

@@ -115,7 +115,8 @@ def parse_nodes(text: str) -> list[int]:
             f"--nodes {text}: there is no plan without an end",
             why="a ring sends at most twice the gradients, but two more messages for every node: the speed-up has a "
             "highest point where they take longer than another node computes, or no more sequences are left to divide",
-            fix=f"see where that is: --nodes 1,4,16,64,256,1024,4096,{MOST_NODES}",
+            fix=f"see where that is: --nodes 1,4,16,64,256,1024,4096,{MOST_NODES}\n"
+            "the limit of what a node sends: --nodes 1..8,inf",
         )
     counts: list[int] = []
     for part in text.split(","):

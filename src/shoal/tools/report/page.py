@@ -194,7 +194,8 @@ def _head(manifest: Manifest, name: str) -> str:
     if where and not where.startswith("joined "):
         where = f"on {where}"
     took = f"trained for {format_duration(manifest.duration_s)}" if manifest.duration_s else ""
-    facts = [manifest.status, planned, program, manifest.data_source, where, took, created]
+    version = f"shoal {manifest.versions['shoal']}" if "shoal" in manifest.versions else ""
+    facts = [manifest.status, planned, program, manifest.data_source, where, took, created, version]
     return html_head(name, facts, manifest.commands)
 
 

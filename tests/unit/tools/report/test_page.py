@@ -64,7 +64,14 @@ def test_the_page_of_a_finished_run_is_complete(tmp_path: Path) -> None:
     assert set(page.figures) == {"loss", "medians", "steps-0", "steps-1", "speed", "split"}
     places = {attrs.get("data-figure") for _, attrs in page.tags} - {None}
     assert places == set(page.figures) - {"steps-1"}, "rank 1 is reached through the choice of ranks"
-    for text in ("15,515", "Two ranks were faster", "On two ranks", "Not verified yet", "She has not been singing."):
+    for text in (
+        "15,515",
+        "Two ranks were faster",
+        "On two ranks",
+        "Not verified yet",
+        "She has not been singing.",
+        "shoal 0.1.0",
+    ):
         assert text in page.text
 
 

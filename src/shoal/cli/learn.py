@@ -1,0 +1,294 @@
+"""`shoal learn`: lessons that ask for a prediction, run the experiment, and check both."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.cells import set_cell_size
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from shoal.cli.command import command
+from shoal.cli.options import Option, argument
+from shoal.cli.output import as_command, make_console, print_json, print_paragraph, print_table, shown, stdout_console
+from shoal.errors import UsageError
+from shoal.units import format_duration, pluralize
+
+# Imported inside functions: the list of lessons must not wait for numpy.
+if TYPE_CHECKING:
+    from shoal.tools.learn.experiment import Display, Value
+    from shoal.tools.learn.judge import JudgedRecord, LessonResult
+    from shoal.tools.learn.lesson import Lesson, LessonFolder, Question
+
+_STYLES = {"right": "green", "passed": "green", "wrong": "red", "not passed": "red"}
+_NOISY = "too noisy, repeat"
+_ROWS = ("prediction", "theory", "measurement")
+
+
+@command(
+    lesson=argument("The number of a lesson, or report; without it: the list.", "LESSON"),
+    answer=Option(
+        "A prediction, instead of typing it at the terminal; repeat it for each, in their order, or write NAME=WORD.",
+        metavar="WORD",
+    ),
+    yes=Option("Take the theory's predictions, and in lessons with files their own solution."),
+    quick=Option("A short form: fewer steps, and times are not judged."),
+    out=Option("The folder of results and runs.", shown="learn"),
+    from_=Option(
+        "Also lessons in this folder; their check.py is a program and is run. May be repeated.",
+        flags="--from",
+        metavar="FOLDER",
+    ),
+)
+def learn(
+    lesson: str | None = None,
+    answer: list[str] | None = None,
+    yes: bool = False,
+    quick: bool = False,
+    out: Path = Path("learn"),
+    from_: list[Path] | None = None,
+    json: bool = False,
+) -> int:
+    """Lessons that check themselves: each asks for a prediction, runs real shoal commands, and compares.
+
+    Without a number: the list, with your progress. With `report`: one HTML page of everything that you did.
+    A lesson shows its commands while they run, then prediction, theory and measurement, a verdict and why. While other
+    programs keep the machine busy, times are not judged.
+    Exit code 0: passed. Exit code 1: not passed, or to be repeated. Results are in learn/NN.json.
+    """
+    from shoal.tools.learn.lesson import find_lesson, find_lessons
+
+    if lesson in (None, "report"):
+        _refuse_options(lesson, {"--answer": answer, "--yes": yes, "--quick": quick})
+    out = out.absolute()
+    if lesson == "report":
+        return _write_report(out, json)
+    lessons = find_lessons(from_ or [])
+    if lesson is None:
+        _list_lessons(lessons, out, json)
+        return 0
+    return _play(find_lesson(lesson, lessons), lessons, out, answer or [], yes, quick, json)
+
+
+def _refuse_options(lesson: str | None, given: dict[str, Any]) -> None:
+    for flag, value in given.items():
+        if value:
+            raise UsageError(
+                f"{flag} belongs to a lesson",
+                why="without a number, shoal learn lists the lessons" if lesson is None else "report plays none",
+                fix=f"write the number first: shoal learn 1 {flag}",
+            )
+
+
+# The list
+
+
+def _list_lessons(lessons: dict[int, LessonFolder], out: Path, json: bool) -> None:
+    from shoal.tools.learn.judge import read_result, result_path
+
+    results = {number: read_result(result_path(out, number)) for number in lessons}
+    if json:
+        print_json({"lessons": [_list_document(one.lesson, results[number]) for number, one in lessons.items()]})
+        return
+    console = stdout_console()
+    rows = [
+        (
+            str(number),
+            one.lesson.title,
+            format_duration(one.lesson.seconds),
+            ", ".join(one.lesson.needs),
+            _progress(results[number]),
+        )
+        for number, one in lessons.items()
+    ]
+    print_table(("", "lesson", "takes", "needs", "progress"), rows, right=(0, 2), console=console)
+    passed = sum(result is not None and result.was_passed for result in results.values())
+    console.print()
+    print_paragraph(f"{passed} of {pluralize(len(lessons), 'lesson')} passed; results are in {shown(out)}", console)
+    following = next((number for number, result in results.items() if result is None or not result.was_passed), None)
+    words = ("learn", "report") if following is None else ("learn", str(following))
+    console.print(f"next: {as_command(*words)}", soft_wrap=True, markup=False)
+
+
+def _progress(result: LessonResult | None) -> Text:
+    if result is None:
+        return Text("–")
+    if result.was_passed:
+        return Text("passed", "green")
+    return Text(_NOISY, "yellow") if result.verdict == "too noisy" else Text("not passed", "red")
+
+
+def _list_document(lesson: Lesson, result: LessonResult | None) -> dict[str, Any]:
+    return {
+        "number": lesson.number,
+        "title": lesson.title,
+        "seconds": lesson.seconds,
+        "needs": list(lesson.needs),
+        "predictions": [question.model_dump(mode="json", exclude_defaults=True) for question in lesson.predict],
+        "tries": 0 if result is None else len(result.tries),
+        "verdict": None if result is None else result.verdict,
+        "passed": result is not None and result.was_passed,
+    }
+
+
+# One lesson
+
+
+def _play(
+    folder: LessonFolder,
+    lessons: dict[int, LessonFolder],
+    out: Path,
+    words: list[str],
+    yes: bool,
+    quick: bool,
+    json: bool,
+) -> int:
+    from shoal.tools.learn.judge import read_answers
+    from shoal.tools.learn.run import check_needs, play
+
+    lesson = folder.lesson
+    if yes and words:
+        raise UsageError("--yes does not go with --answer", why="both are the prediction", fix="leave one out")
+    console = make_console(stderr=json)
+    answers: dict[str, Value] = {}
+    if words:
+        answers = read_answers(lesson, words)
+    elif lesson.predict and not yes and not sys.stdin.isatty():
+        read_answers(lesson, words)
+    check_needs(folder)
+    _print_question(lesson, console)
+    if not yes and not words:
+        try:
+            answers = {question.name: _ask(question, console) for question in lesson.predict}
+        except EOFError:
+            console.print()
+            read_answers(lesson, words)
+    warn = lambda sentence: print_paragraph(f"[yellow]{sentence}[/]", console)  # noqa: E731
+    result = play(folder, out, answers, _make_display(console), warn, is_quick=quick, takes_theory=yes)
+    if json:
+        print_json(result.model_dump(mode="json"))
+    else:
+        following = min((number for number in lessons if number > lesson.number), default=None)
+        print_result(result, out, console, following)
+    return 0 if result.is_passed else 1
+
+
+def _print_question(lesson: Lesson, console: Console) -> None:
+    console.print(f"[bold]Lesson {lesson.number}: {escape(lesson.title)}[/]")
+    console.print()
+    print_paragraph(escape(lesson.question), console)
+    if lesson.predict:
+        console.print("\nYour prediction:")
+    for question in lesson.predict:
+        right = " / ".join(question.choices) or (question.distance and f"right: {question.distance}")
+        print_paragraph(escape(f"{question.ask} ({right})" if right else question.ask), console, "  · ")
+    console.print()
+
+
+def _ask(question: Question, console: Console) -> Value:
+    """Ask at the terminal until the answer is one."""
+    unit = f" [{question.unit}]" if question.unit else ""
+    while True:
+        typed = console.input(Text(f"{question.label}{unit}: ", "bold"), markup=False)
+        if not typed.strip():
+            continue
+        try:
+            return question.read(typed)
+        except UsageError as error:
+            print_paragraph(escape(f"{error.seen}: {error.fix}"), console)
+
+
+def _make_display(console: Console) -> Display:
+    @contextlib.contextmanager
+    def display(text: str) -> Iterator[Any]:
+        console.print(Text(f"$ {wrap_command(text, console.width - 6)}", "bold"), soft_wrap=True)
+        with console.status("") as status:
+            # Of one line: a status that wraps would move up and down.
+            yield lambda line: status.update(escape(set_cell_size(line, console.width - 4).rstrip()))
+
+    return display
+
+
+def wrap_command(text: str, width: int) -> str:
+    """Break a long command before options, as a shell takes it."""
+    parts: list[str] = []  # an option and its values
+    for word in map(shlex.quote, shlex.split(text)):
+        parts[-1:] = [word] if not parts else [parts[-1], word] if word.startswith("-") else [f"{parts[-1]} {word}"]
+    lines = parts[:1]
+    for part in parts[1:]:
+        fits = len(lines[-1]) + len(part) <= width
+        lines[-1:] = [f"{lines[-1]} {part}"] if fits else [lines[-1], part]
+    return " \\\n    ".join(lines)
+
+
+def print_result(result: LessonResult, out: Path, console: Console, following: int | None) -> None:
+    """Print prediction, theory and measurement in a line each, the verdict, why, and what to do next."""
+    console.print()
+    if result.predictions:
+        rows = [
+            (what, *(one.shown[what] for one in result.predictions))
+            for what in _ROWS
+            if what != "measurement" or any(one.measured is not None for one in result.predictions)
+        ]
+        judged = [_judgement(one.judgement, one.within) for one in result.predictions]
+        print_table(("", *(one.label for one in result.predictions)), [*rows, ("", *judged)], range(1, 99), console)
+        console.print()
+    print_paragraph(f"theory: {escape(result.theory)}", console)
+    for check in result.checks:
+        mark = {"right": "[green]✓[/] ", "wrong": "[red]✗[/] "}.get(check.judgement, "– ")
+        note = f" ({_NOISY if check.judgement == 'too noisy' else check.judgement})" if mark == "– " else ""
+        seen = f": {check.seen}" if check.seen else ""
+        print_paragraph(escape(f"{check.text}{seen}{note}"), console, mark)
+    console.print(f"\n[bold]{_verdict(result)}[/]")
+    console.print()
+    print_paragraph(escape(result.explanation), console)
+    console.print()
+    print_paragraph(f"On a large cluster: {escape(result.cluster)}", console)
+    console.print()
+    folder, picture = out / result.folder, out / result.picture
+    lines = [f"runs:    {shown(folder)}", f"result:  {shown(out / f'{result.number:02}.json')}"]
+    lines[1:1] = [f"picture: {shown(picture)}"] if picture.is_file() else []
+    again, onward = as_command("learn", str(result.number)), as_command("learn", str(following or "report"))
+    if result.is_passed:
+        lines.append(f"next:    {onward}")
+    else:
+        # Who has read the explanation knows the answer.
+        lines += [f"again:   {again}"] + ([f"next:    {onward}"] if result.verdict == "not passed" else [])
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def _judgement(judgement: str, within: str) -> Text:
+    text = _NOISY if judgement == "too noisy" else judgement
+    if within and judgement in ("right", "wrong"):
+        text = within if judgement == "right" else f"not {within}"
+    return Text(text, _STYLES.get(judgement, "yellow"))
+
+
+def _verdict(result: LessonResult) -> str:
+    if result.verdict == "too noisy":
+        cores = f"other programs kept {result.other_programs_cores:.1f} cores busy"
+        return f"[yellow]{_NOISY}[/]: {cores}, so times were not judged; all else is right"
+    unjudged = " (times were not judged)" if result.quick and result.is_passed else ""
+    judged: list[JudgedRecord] = [*result.predictions, *result.checks]
+    has_times = any(one.judgement == "too noisy" for one in judged)
+    loud = has_times and not result.is_passed
+    note = f" (other programs kept {result.other_programs_cores:.1f} cores busy)" if loud else ""
+    return f"[{_STYLES[result.verdict]}]{result.verdict}[/]{unjudged}{note}"
+
+
+def _write_report(out: Path, json: bool) -> int:
+    from shoal.tools.learn.page import write_page
+
+    path = write_page(out)
+    if json:
+        print_json({"report": str(path)})
+    else:
+        sys.stdout.write(f"report: {shown(path)}\n")
+    return 0

@@ -1,0 +1,1 @@
+"""Learn: lessons that ask for a prediction, run the experiment, and check both."""

@@ -1,0 +1,1 @@
+"""The lessons: a folder each, with lesson.toml and check.py."""

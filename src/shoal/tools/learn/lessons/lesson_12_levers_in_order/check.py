@@ -1,0 +1,76 @@
+"""Measure five ways to exchange gradients over a slow link: bytes of a batch, and their order by speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.errors import UsageError
+from shoal.tools.learn.experiment import Bars, Check, Experiment, Result, Value
+
+LEVERS = ("stock", "ddp", "accumulate:4", "fp16", "int8")
+# From the fastest to the slowest over 100 Mbit/s, by the bytes of a batch and what is hidden behind backward.
+THEORY = "aifds"
+PARAMETERS, BLOCK = 1_663_488, 256
+
+
+def run(experiment: Experiment) -> Result:
+    order = read_order(experiment.answers.get("order", THEORY))
+    levers = ("ddp", "int8") if experiment.is_quick else LEVERS
+    bench = ("bench", "levers", "--on", "lab:2,link=100mbit", "--levers", ",".join(levers), "--out", "levers")
+    rows = experiment.shoal(*bench, "--steps", experiment.steps(10, quick=4), "--json").json()["rows"]
+    for row in rows:
+        experiment.note_load(row["other_programs_cores"])
+    measured = {row["lever"]: row for row in rows if row["lever"] in levers}
+    batches = {lever: 4 if lever == "accumulate:4" else 1 for lever in measured}
+    megabytes: dict[str, Value | None] = {}
+    for lever, row in measured.items():
+        sent = row["wire_bytes_per_step"]
+        megabytes[lever.partition(":")[0]] = None if sent is None else 1e-6 * sent / batches[lever]
+    fastest = sorted(measured, key=lambda lever: -measured[lever]["tokens_per_s"])
+    seen = "".join(lever[0] for lever in fastest)
+    given = "".join(letter for letter in order if letter in seen)
+    swaps = count_swaps(given, seen)
+    return Result(
+        theory={
+            "ddp": 4e-6 * PARAMETERS,
+            "accumulate": 1e-6 * PARAMETERS,
+            "fp16": 2e-6 * PARAMETERS,
+            "int8": (BLOCK + 4) / BLOCK * 1e-6 * PARAMETERS,
+            "order": THEORY,
+        },
+        measured={**{name: value for name, value in megabytes.items() if name != "stock"}, "order": seen},
+        checks=[
+            Check(
+                "your order, with at most one swap of neighbours",
+                swaps <= 1,
+                f"{given}, measured {seen}",
+                is_timing=True,
+            ),
+            Check("every lever was measured", measured.keys() == set(levers), ", ".join(measured)),
+        ],
+        figures={"order": ", ".join(f"{lever} {measured[lever]['tokens_per_s']:,.0f}" for lever in fastest)},
+        picture=Bars(
+            "Tokens per second over 100 Mbit/s",
+            "tokens/s",
+            fastest,
+            {"measured": [measured[lever]["tokens_per_s"] for lever in fastest]},
+        ),
+    )
+
+
+def read_order(typed: Value) -> str:
+    """Return the letters of an order; refuse what is none, before anything is measured."""
+    letters = "".join(letter for letter in str(typed).lower() if letter.isalpha())
+    if sorted(letters) != sorted(THEORY):
+        raise UsageError(
+            f"{typed!r} is not an order of the five",
+            why="each of s(tock), d(dp), a(ccumulate), f(p16) and i(nt8) has one place",
+            fix="from the fastest to the slowest, such as sdafi",
+        )
+    return letters
+
+
+def count_swaps(given: Sequence[str], right: Sequence[str]) -> int:
+    """Return how many swaps of neighbours lead from one order to the other: pairs that stand the other way round."""
+    places = [right.index(letter) for letter in given]
+    return sum(one > other for number, one in enumerate(places) for other in places[number + 1 :])

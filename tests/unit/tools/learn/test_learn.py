@@ -1,0 +1,250 @@
+"""Reading lessons and predictions, judging them, and what is stored."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import ConfigError, Interrupted, RunFailed, UsageError
+from shoal.tools.learn.experiment import Check, Experiment, FinishedCommand, Result, Value
+from shoal.tools.learn.judge import (
+    explain_lesson,
+    judge,
+    make_result,
+    next_folder,
+    read_answers,
+    read_result,
+    read_results,
+    result_path,
+    verdict_of,
+    write_result,
+)
+from shoal.tools.learn.lesson import Lesson, Question, find_lesson, find_lessons, read_lesson
+from shoal.tools.learn.page import render_page, write_page
+from shoal.tools.learn.picture import draw_picture
+from shoal.tools.learn.run import play
+from tests.support.lessons import RecordedExperiment, silent
+
+TEXT = """
+number = 100
+title = "A lesson of mine"
+seconds = 5
+question = "How many?"
+theory = "as many as there are"
+explanation = "It was {count:.1f}."
+cluster = "the same"
+[[predict]]
+name = "count"
+label = "count"
+ask = "how many"
+kind = "number"
+unit = "MB"
+[[predict]]
+name = "ms"
+label = "time"
+ask = "how long"
+kind = "number"
+unit = "ms"
+within = "2x"
+is_timing = true
+[[predict]]
+name = "why"
+label = "why"
+ask = "why"
+kind = "text"
+"""
+CHECK = """
+from shoal.tools.learn.experiment import Experiment, Result
+def run(experiment: Experiment) -> Result:
+    return Result(theory={"count": 3.0, "ms": 10.0}, measured={"count": 3.1, "ms": 11.0}, figures={"count": 3.1})
+"""
+
+
+def make_lesson(folder: Path, text: str = TEXT, check: str = CHECK) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "lesson.toml").write_text(text)
+    (folder / "check.py").write_text(check)
+    return folder
+
+
+@pytest.fixture
+def lesson(tmp_path: Path) -> Lesson:
+    return read_lesson(make_lesson(tmp_path / "mine")).lesson
+
+
+def question(**values: object) -> Question:
+    return Question.model_validate({"name": "a", "label": "a", "ask": "a?", "kind": "number", **values})
+
+
+@pytest.mark.parametrize(
+    ("within", "answer", "is_near"),
+    [
+        ("5%", 104.9, True), ("5%", 105.1, False), ("5%", 94.9, False),
+        ("2x", 199.0, True), ("2x", 201.0, False), ("2x", 49.0, False), ("2x", -100.0, False),
+        ("15", 115.0, True), ("15", 115.1, False),
+    ],
+)  # fmt: skip
+def test_a_number_is_judged_by_its_distance(within: str, answer: float, is_near: bool) -> None:
+    assert question(within=within).is_near(answer, 100.0) is is_near
+
+
+def test_a_choice_may_be_shortened() -> None:
+    asked = question(kind="choice", choices=("cores", "all-reduce", "waiting"))
+    assert asked.read("Co") == "cores"
+    assert question(kind="choice", choices=("no", "not yet")).read("no") == "no"
+    with pytest.raises(UsageError, match="none of the answers"):
+        asked.read("x")
+
+
+def test_predictions_are_read_in_order_by_name_or_from_one_word(lesson: Lesson) -> None:
+    expected: dict[str, Value] = {"count": 6.65, "ms": 12.0, "why": "x"}
+    assert read_answers(lesson, ["6.65 MB", "12", "x"]) == expected
+    assert read_answers(lesson, ["why=x", "ms=12ms", "count=6.65"]) == expected
+    assert read_answers(lesson, ["6.65,12,x"]) == expected
+
+
+@pytest.mark.parametrize("words", [[], ["1"], ["1", "2", "3", "4"], ["many", "2", "x"], ["count=1", "count=2", "x"]])
+def test_wrong_predictions_are_refused_with_what_is_asked(lesson: Lesson, words: list[str]) -> None:
+    with pytest.raises(UsageError) as refused:
+        read_answers(lesson, words)
+    assert "how" in refused.value.why
+    assert refused.value.fix
+
+
+def played(lesson: Lesson, result: Result, folder: Path, cores: float, quick: bool, **answers: Value) -> list[str]:
+    experiment = RecordedExperiment(folder, {}, answers)
+    experiment.is_quick = quick
+    experiment.note_load(cores)
+    predictions, checks = judge(lesson, result, experiment)
+    return [
+        verdict_of([*predictions, *checks]),
+        *(one.judgement for one in predictions),
+        *(one.judgement for one in checks),
+    ]
+
+
+def test_times_are_not_judged_on_a_busy_machine_or_in_the_short_form(lesson: Lesson, tmp_path: Path) -> None:
+    checks = [Check("order", is_met=True), Check("speed", is_met=False, is_timing=True)]
+    result = Result({"count": 3.0, "ms": 10.0}, {"count": 3.1, "ms": 11.0}, checks)
+    right: dict[str, Value] = {"count": 3.0, "ms": 11.0, "why": "x"}
+    assert played(lesson, result, tmp_path, 0.1, False, **right) == [
+        "not passed", "right", "right", "not judged", "right", "wrong",
+    ]  # fmt: skip
+    assert played(lesson, result, tmp_path, 0.6, False, **right) == [
+        "too noisy", "right", "too noisy", "not judged", "right", "too noisy",
+    ]  # fmt: skip
+    assert played(lesson, result, tmp_path, 0.6, True, **right)[0] == "passed"
+    # What is exact is judged however busy the machine is.
+    assert played(lesson, result, tmp_path, 0.6, False, **right | {"count": 9.0})[0] == "not passed"
+
+
+def test_a_measurement_that_failed_is_wrong_and_theory_judges_without_one(lesson: Lesson, tmp_path: Path) -> None:
+    theory: dict[str, Value] = {"count": 3.0, "ms": 10.0}
+    assert played(lesson, Result(theory, {"count": None, "ms": None}), tmp_path, 0.6, True)[1:3] == ["wrong"] * 2
+    assert played(lesson, Result(theory), tmp_path, 0.0, False, count=3.0, ms=30.0)[1:3] == ["right", "wrong"]
+
+
+def test_an_explanation_names_a_figure_that_is_not_there(lesson: Lesson) -> None:
+    assert explain_lesson(lesson, {"count": 2}) == "It was 2.0."
+    with pytest.raises(ConfigError, match="'count'"):
+        explain_lesson(lesson, {"number": 2})
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        (('kind = "text"', 'kind = "essay"'), "wrong value of predict.2.kind"),
+        (("seconds = 5", "secnods = 5"), "lesson.toml"),
+        (('within = "2x"', 'within = "near"'), "wrong value of predict.1.within"),
+        (("number = 100", "number = "), "is not valid TOML"),
+        (("seconds = 5", "seconds = 500"), "wrong value of seconds"),
+    ],
+)
+def test_a_wrong_lesson_is_refused(change: tuple[str, str], seen: str, tmp_path: Path) -> None:
+    folder = make_lesson(tmp_path / "mine", TEXT.replace(*change))
+    with pytest.raises(ConfigError, match=re.escape(seen)):
+        read_lesson(folder)
+
+
+def test_lessons_of_other_folders_are_added(tmp_path: Path) -> None:
+    make_lesson(tmp_path / "course" / "mine")
+    lessons = find_lessons([tmp_path / "course"])
+    assert find_lesson("100", lessons).lesson.title == "A lesson of mine"
+    assert find_lessons([tmp_path / "course" / "mine"]).keys() == lessons.keys()
+    with pytest.raises(UsageError, match="there is no lesson 99"):
+        find_lesson("99", lessons)
+    with pytest.raises(UsageError, match="has no lessons"):
+        find_lessons([tmp_path])
+    make_lesson(tmp_path / "course" / "other")
+    with pytest.raises(ConfigError, match="two lessons have the number 100"):
+        find_lessons([tmp_path / "course"])
+
+
+@pytest.mark.parametrize("check", ["", "run = 3"])
+def test_a_lesson_without_a_function_is_refused(check: str, tmp_path: Path) -> None:
+    folder = read_lesson(make_lesson(tmp_path / "mine", check=check))
+    with pytest.raises(ConfigError, match="has no function `run`"):
+        folder.load_check()
+
+
+def test_tries_are_kept_and_a_page_shows_them(tmp_path: Path) -> None:
+    folder, out = read_lesson(make_lesson(tmp_path / "mine")), tmp_path / "learn"
+    for count in (9.0, 3.0, 8.0, 3.0):
+        experiment = RecordedExperiment(next_folder(out, 100), {}, {"count": count, "ms": 10.0, "why": "<b>"})
+        result = folder.load_check()(experiment)
+        judged = make_result(folder.lesson, result, experiment, out, began=1e9)
+        draw_picture(result.picture, "title", judged.predictions, out / judged.picture)
+        write_result(judged, out)
+        if count == 8.0:
+            page = render_page(read_results(out), out)
+            assert "passed (last try: not passed)" in page
+            assert "1 passed of 1 lesson tried" in page
+    stored = read_result(result_path(out, 100))
+    assert stored == judged
+    assert [one.verdict for one in judged.tries] == ["not passed", "passed", "not passed", "passed"]
+    page = render_page(read_results(out), out)
+    assert "data:image/png;base64," in page
+    assert "It was 3.1." in page
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page
+    assert write_page(out).read_text() == page
+
+
+def test_an_interrupted_lesson_says_so_and_a_busy_machine_is_named_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.tools.learn.experiment.busy_cores", lambda: 1.5)
+    interrupt = "def run(experiment):\n    raise KeyboardInterrupt\n"
+    folder, sentences = read_lesson(make_lesson(tmp_path / "mine", check=interrupt)), list[str]()
+    with pytest.raises(Interrupted, match="lesson 100 was interrupted") as caught:
+        play(folder, tmp_path / "learn", {}, silent, sentences.append)
+    assert caught.value.fix == "shoal learn 100"
+    assert sentences == ["other programs keep 1.5 cores busy now: it takes longer, and times are not judged"]
+    assert read_results(tmp_path / "learn") == []
+
+
+def test_a_broken_result_is_named(tmp_path: Path) -> None:
+    path = result_path(tmp_path, 2)
+    path.write_text('{"number": 2}')
+    with pytest.raises(UsageError, match=re.escape(f"{path} cannot be used")):
+        read_results(tmp_path)
+    with pytest.raises(UsageError, match="no lesson was done yet"):
+        write_page(tmp_path / "none")
+
+
+class Failing(Experiment):
+    def execute(self, shown: str, words: object, update: object) -> FinishedCommand:
+        return FinishedCommand(shown, 3, "", "note: x\nerror: no route\n", 0.1)
+
+
+def test_a_command_that_fails_ends_the_lesson_with_its_words(tmp_path: Path) -> None:
+    with Failing(tmp_path / "try-1", tmp_path, {}, silent) as experiment:
+        experiment.at_end("lab", "down")
+        with pytest.raises(RunFailed) as failed:
+            experiment.shoal("train", "--steps", "3")
+        assert experiment.shoal("verify", codes=(3,)).code == 3
+    assert failed.value.seen == "shoal train --steps 3 ended with exit code 3"
+    assert "error: no route" in failed.value.why
+    assert experiment.commands[-1].command == "shoal lab down"
