@@ -120,7 +120,7 @@ def last_commit(run: Path) -> dict[str, Any]:
     ("name", "layout"),
     [
         pytest.param("images", "lab:2,slots=2", marks=pytest.mark.long),
-        pytest.param("finetune", "lab:3", marks=pytest.mark.long),
+        pytest.param("finetune", "lab:3", marks=pytest.mark.exhaustive),
         pytest.param("nanogpt", "lab:3", marks=pytest.mark.exhaustive),
         pytest.param("notebook", "lab:3", marks=pytest.mark.exhaustive),
     ],

@@ -15,6 +15,7 @@ NAMELESS = ("store.reverse-dns",)
 
 EXPECTED = {
     "cuda.assertion": Expected("AcceleratorError: CUDA error: device-side assert triggered"),
+    "cuda.backend-name": Expected("AssertionError: Unknown backend type rccl"),
     "cuda.checkpoint": Expected("RuntimeError: Attempting to deserialize object on a CUDA device"),
     "cuda.memory": Expected("OutOfMemoryError: CUDA out of memory. Tried to allocate 16384.00 GiB"),
     "cuda.missing": Expected("AssertionError: Torch not compiled with CUDA enabled"),
@@ -59,6 +60,7 @@ EXPECTED = {
     "gloo.no-route": Expected("connect: Network is unreachable", NAMELESS),
     "gloo.peer-closed": Expected("Connection closed by peer [127.0.0.1]"),
     "gloo.peer-reset": Expected("Connection reset by peer.", NAMELESS),
+    "gloo.rejected": Expected("SO_ERROR: No route to host, remote=[10.77.0.1]"),
     "gloo.same-address": Expected("willRetry=0, retry=4, retryLimit=3, rank=0, size=2, local=[172.17.0.1]", NAMELESS),
     "gloo.size-mismatch": Expected("op.preamble.length <= op.nbytes. 20 vs 12.", ("gloo.peer-reset",)),
     "gloo.timeout": Expected("Timed out waiting 3000ms for recv operation", ("gloo.peer-closed", *NAMELESS)),

@@ -127,6 +127,22 @@ def other_network(bench: Bench, lab: Lab) -> None:
         bench.wait(40)
 
 
+@on_lab("gloo.rejected")
+def firewall_that_answers(bench: Bench, lab: Lab) -> None:
+    """Reject as firewalld does, on the machine that is connected to; a firewall that drops is another failure."""
+    rules = f"""
+        table inet rejecting {{ chain input {{
+            type filter hook input priority 0;
+            ct state new iifname eth0 tcp dport != {STORE_PORT} reject with icmpx type admin-prohibited;
+        }}; }};"""
+    subprocess.run(lab.command(FIRST, ["nft", rules]), check=True)
+    try:
+        bench.ranks_on(lab, [FIRST, SECOND], "work_for_ever")
+        bench.wait(40)
+    finally:
+        subprocess.run(lab.command(FIRST, ["nft", "delete", "table", "inet", "rejecting"]), check=True)
+
+
 @contextmanager
 def interface(lab: Lab, name: str, addresses: Sequence[str]) -> Iterator[None]:
     nodes = (FIRST, SECOND)

@@ -168,6 +168,11 @@ def no_nccl(bench: Bench) -> None:
     bench.run(wrong("nccl"), {**place(0, 1), **meeting_here()})
 
 
+@here("cuda.backend-name")
+def name_of_the_library(bench: Bench) -> None:
+    bench.run(wrong("rccl"), {**place(0, 1), **meeting_here()})
+
+
 @here("memory.allocation")
 def allocation(bench: Bench) -> None:
     bench.run(["sh", "-c", f'ulimit -v {ADDRESS_SPACE_KB}; exec "$@"', "sh", *wrong("too_much_memory")])

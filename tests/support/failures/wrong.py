@@ -196,6 +196,10 @@ def nccl() -> None:
     meet("nccl")
 
 
+def rccl() -> None:
+    meet("rccl")
+
+
 def over_nccl() -> None:
     meet("nccl", timedelta(seconds=30))
     dist.all_reduce(torch.ones(4, device="cuda"))

@@ -34,6 +34,13 @@ CUDA = (
         fix="init_process_group('gloo'), or with no name at all: torch then chooses",
     ),
     Pattern(
+        "cuda.backend-name",
+        ("Unknown backend type ",),
+        regex=r"Unknown backend type (?P<name>\w+)",
+        cause="torch has no backend of the name {name}; RCCL, the library for AMD's GPUs, has the name nccl in torch",
+        fix="init_process_group('nccl') on GPUs, of AMD too; 'gloo' on CPUs; with no name at all torch chooses",
+    ),
+    Pattern(
         "cuda.no-backend",
         ("No backend type associated with device type",),
         regex=r"associated with device type (?P<device>\w+)",

@@ -92,6 +92,18 @@ GLOO = (
         covers=_TIMEOUTS,
     ),
     Pattern(
+        "gloo.rejected",
+        ("No route to host, remote=",),
+        weight=CauseOrder.LIKELY,
+        regex=r"(?:willRetry=0,|connectFullMesh) .*No route to host, remote=\[(?P<remote>[^\]]+)\]",
+        cause="{remote} rejects the connection: the firewall of Fedora and Red Hat (firewalld) answers so for every "
+        "port that is not open. A machine that is off or on another network looks the same",
+        fix="on {remote}: sudo firewall-cmd --permanent --zone=trusted --add-source=PEER_ADDRESS && sudo firewall-cmd "
+        "--reload",
+        check="reach.pair",
+        covers=(*_TIMEOUTS, "gloo.connect-timeout"),
+    ),
+    Pattern(
         "gloo.interface",
         ("Unable to find address for: ",),
         regex=r"Unable to find address for: (?P<interface>\S+)",
