@@ -2,9 +2,10 @@
 # More words for pytest: make test PYTEST_ARGS='-k order -x'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check check-and-collect collect test test-long test-gpu test-exhaustive bench clean
+.PHONY: help setup demo check check-and-collect collect test test-long test-gpu test-exhaustive bench docs dist clean
 BIN := .venv/bin
 PYTEST_ARGS ?=
+SITE ?= site
 # Most tests wait for processes and networks: four at once keep two cores busy, and six are no faster.
 export WORKERS ?= 4
 
@@ -49,6 +50,20 @@ bench: setup ## every benchmark; one of them alone: .venv/bin/python benchmarks/
 		echo "$(BIN)/python $$file"; $(BIN)/python "$$file" || exit; \
 	done
 
-clean: ## remove .venv, runs/, caches and built packages (everything in runs/ is lost)
-	rm -rf .venv runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+# The extra `docs` alone, in an environment of its own: no torch, so it is made in seconds, and .venv stays as it is.
+.venv-docs/made: pyproject.toml constraints.txt | setup
+	$(BIN)/python -m venv --clear --without-pip .venv-docs
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])' \
+		| xargs $(BIN)/python -m pip --python .venv-docs/bin/python install --quiet --constraint constraints.txt
+	@touch $@
+
+docs: setup .venv-docs/made ## the site of docs/, in site/: open site/index.html; search works without a server
+	$(BIN)/python scripts/docs_pages.py
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict --site-dir $(SITE)
+
+dist: setup ## the wheel and the source archive, in dist/
+	scripts/dist
+
+clean: ## remove .venv, runs/, the site, caches and built packages (everything in runs/ is lost)
+	rm -rf .venv .venv-docs site runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(wildcard src tests benchmarks examples) -name __pycache__ -prune -exec rm -rf {} +

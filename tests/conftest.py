@@ -32,7 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         definitions = getattr(item, "_fixtureinfo", None)
         shared = definitions.name2fixturedefs.values() if definitions else ()
-        if any(fixture.scope in ("module", "class") for fixtures in shared for fixture in fixtures):
+        is_shared = any(fixture.scope in ("module", "class") for fixtures in shared for fixture in fixtures)
+        if is_shared and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     # Longest first: a long test that starts last keeps one worker busy while the others have nothing left to do.
     items.sort(key=_timeout_s, reverse=True)

@@ -37,7 +37,7 @@ _drop_current_folder()
 import importlib  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from shoal.data.corpus import make_shard as make_shard

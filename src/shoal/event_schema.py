@@ -93,6 +93,8 @@ RANK_EVENTS: Schema = {
         "step": _is_int,
         "step_s": _is_positive,
         "loss": _or_none(_is_number),
+        # The mean over this rank's own samples; only with two ranks or more.
+        "own_loss": _or_none(_is_number),
         "tokens": _or_none(_is_finite),
         "samples": _or_none(_is_finite),
         # Not with `sync.measure=off`.

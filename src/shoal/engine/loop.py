@@ -66,10 +66,11 @@ class LoadMeter:
         return {**spent, "peak_memory_bytes": _MAXRSS_UNIT_BYTES * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 
     def _read(self) -> tuple[float, float, float]:
-        times = psutil.cpu_times()
-        # Guests are counted in user time already; waiting for a disk or for the hypervisor is not work.
-        passive = sum(getattr(times, name, 0.0) for name in ("idle", "iowait", "steal", "guest", "guest_nice"))
-        return time.perf_counter(), time.process_time(), sum(times) - passive
+        now, times = time.perf_counter(), psutil.cpu_times()
+        # Linux samples times of work at the ticks of its clock, far too many where a quota stops a program again and
+        # again; times without work it measures. Waiting for a disk or for the hypervisor is none.
+        passive = sum(getattr(times, name, 0.0) for name in ("idle", "iowait", "steal"))
+        return now, time.process_time(), (psutil.cpu_count() or 1) * now - passive
 
 
 class StepOutcome:

@@ -178,6 +178,8 @@ class Recorder:
             fields["wire_bytes"] = sent
         world_loss = next((pending["loss"] for pending in self._pending if pending["step"] == step), None)
         loss = own_loss if world_loss is None else world_loss
+        if self._world.size > 1:
+            fields["own_loss"] = own_loss
         self.event("step", step=step, loss=loss, **fields, **seconds)
         self._recorded_step = step
         if self.profiler is not None:

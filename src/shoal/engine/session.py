@@ -70,7 +70,11 @@ _STREAM_COUNT = 1 << 40
 class Session:
     """A training of `steps` steps on `global_batch` samples each, on all ranks that there are.
 
-    In place of `steps`: a number of `epochs`, and the `samples` of one.
+    In place of `steps`: a number of `epochs`, and the `samples` of one. `micro_batch` is the most samples that a rank
+    computes at once; `accumulate` multiplies the batch between two exchanges. `sync` and `wire` are the method and the
+    number format of the exchange, as for `shoal train --sync --wire`. `checkpoint_every` counts steps. `device` is
+    `auto`, `cpu` or `cuda`. `count_varies` is for samples with different numbers of terms, `unused_parameters` for
+    losses that do not reach every parameter.
 
     A setting of the command line (`shoal run --wire int8 my_train.py`) wins over one given here. `settings` has any
     other one by its full name, for example `{"members.min_nodes": 2}`. `out` is the run folder where no launcher of
@@ -165,6 +169,7 @@ class Session:
 
     @property
     def rank(self) -> int:
+        """The number of this rank: of the launch before the loop begins, and of this moment inside it."""
         return self._start.placement.rank if self._entry is None else self._entry.replica.world.rank
 
     @property
@@ -174,10 +179,12 @@ class Session:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0. If that one is lost, another one becomes rank 0."""
         return self.rank == 0
 
     @property
     def global_batch(self) -> int:
+        """The samples of a step on all ranks together; it does not change when a rank is lost."""
         return self.replica.global_batch
 
     def attach(

@@ -35,6 +35,7 @@ class StepRecord:
 
     @property
     def samples_per_s(self) -> float | None:
+        """The samples of all ranks by the seconds of the step."""
         return self.samples / self.seconds if self.seconds else None
 
     def scalars(self) -> dict[str, float]:

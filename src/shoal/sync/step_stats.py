@@ -453,6 +453,7 @@ class StepTimer:
         self.began = time.perf_counter()
 
     def start(self) -> None:
+        """Begin a step: forget the phases of the last one."""
         self.seconds = {}
         self.began = time.perf_counter()
 
@@ -461,6 +462,7 @@ class StepTimer:
         return mark(self._device)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
+        """Add the time of the block to this phase."""
         return _Phase(self, name)
 
     def add_since(self, name: str, begin: Mark) -> None:
@@ -472,6 +474,7 @@ class StepTimer:
             self._spans.append((name, begin, end))
 
     def add(self, name: str, seconds: float) -> None:
+        """Add seconds to a phase."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def move(self, source: str, target: str, seconds: float) -> None:

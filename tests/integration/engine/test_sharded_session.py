@@ -268,10 +268,19 @@ def check_close(actual: Arrays, expected: Arrays, rtol: float, atol: float) -> N
         np.testing.assert_allclose(values, expected[name], rtol=rtol, atol=atol, err_msg=name)
 
 
-# Each method with one number of ranks is quick enough for every change.
-QUICK = {("zero1", 2), ("zero2", 3), ("zero3", 2)}
+# Two methods with two ranks are quick enough for every change; the others with some of the cases.
+QUICK = {("zero1", 2), ("zero3", 2)}
+LONG = ("adamw", "clipped", "two optimizers", "recurrent", "micro-batches", "accumulate")
+
+
+def _marks(name: str, mode: str, ranks: int) -> list[pytest.MarkDecorator]:
+    if (mode, ranks) in QUICK:
+        return []
+    return [pytest.mark.long if name in LONG else pytest.mark.exhaustive]
+
+
 MATRIX = [
-    pytest.param(name, mode, ranks, marks=[] if (mode, ranks) in QUICK else pytest.mark.long)
+    pytest.param(name, mode, ranks, marks=_marks(name, mode, ranks))
     for name in CASES
     for mode in ("zero1", "zero2", "zero3")
     for ranks in RANKS.get(name, (2, 3))

@@ -87,6 +87,7 @@ def test_a_script_alone_is_shown_and_reported(tmp_path: Path) -> None:
     check_run(tmp_path, run_program(tmp_path, small_example(tmp_path)), ranks=1, launcher="python")
 
 
+@pytest.mark.long
 def test_a_script_under_torchrun_is_shown_and_reported(tmp_path: Path) -> None:
     words = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
     done = run_program(tmp_path, *words, "--rdzv-endpoint=localhost:0", small_example(tmp_path))

@@ -53,6 +53,7 @@ def start_events(run: Path, prefix: Sequence[str], *words: str) -> list[dict[str
 
 
 @needs_two_cores
+@pytest.mark.long
 def test_threads_and_pins_of_a_run_follow_taskset(tmp_path: Path) -> None:
     """On a machine with more than two cores, the two are not neighbours."""
     cores = [core.cpus[0] for core in this_topology().cores]
