@@ -228,7 +228,7 @@ class Session:
             if isinstance(thing, Carried):
                 thing.attach_to(self.device)
         state = TrainingState(model, optimizers, others, epoch_schedulers)
-        check_trainable(state)
+        check_trainable(state, self.device)
         if self._start.config.sync.is_sharded:
             check_elementwise(optimizers, self._start.config.sync.mode)
         self._attached = Attached(state, reset)

@@ -320,8 +320,8 @@ class TrainingState:
         return {**state, "state": {numbers[name]: value for name, value in state["state"].items()}}
 
 
-def check_trainable(state: TrainingState) -> None:
-    """Refuse what cannot be trained data-parallel, with the reason, before any rank waits for another."""
+def check_trainable(state: TrainingState, device: torch.device) -> None:
+    """Refuse what cannot be trained data-parallel on a rank with this device, before any rank waits for another."""
     model = state.model
     wrapped = [module for module in (model, *model.children()) if isinstance(module, DistributedDataParallel)]
     if wrapped:
@@ -340,6 +340,12 @@ def check_trainable(state: TrainingState) -> None:
     trained = state.parameters()
     if not trained:
         raise UsageError("the model has no parameter that is trained", why="all of them have requires_grad=False")
+    if elsewhere := [name for name, parameter in trained.items() if parameter.device != device]:
+        raise UsageError(
+            f"the parameter {elsewhere[0]} is on {trained[elsewhere[0]].device}, and this rank computes on {device}",
+            why="batches of the session are on its device, and gradients are exchanged from there",
+            fix="move the model before its optimizer is made: model.to(session.device)",
+        )
     sparse = [name for name, m in model.named_modules() if getattr(m, "sparse", False) and isinstance(m, nn.Embedding)]
     if sparse:
         raise UsageError(

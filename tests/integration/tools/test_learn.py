@@ -15,6 +15,7 @@ import pytest
 from shoal.errors import RunFailed
 from shoal.tools.learn import experiment
 from shoal.tools.learn.lesson import find_lessons
+from tests.support.lessons import silent
 from tests.support.needs import HEAVY, need_tool
 from tests.support.programs import shoal
 
@@ -131,3 +132,12 @@ def test_a_lesson_of_another_folder_is_played(tmp_path: Path) -> None:
     assert "lesson 100 asks for 1 prediction; given: 0" in " ".join(refused.split())
     (folder / "check.py").write_text(OWN_CHECK.replace('"--nodes"', '"--ndoes"'))
     assert "No such option: --ndoes" in learn(tmp_path, *words, "--yes", code=3)["error"]
+
+
+def test_commands_of_a_lesson_see_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exercises tools.learn.experiment."""
+    monkeypatch.setattr(experiment, "this_machine_is_cpu_only", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with experiment.Experiment(tmp_path / "try-1", tmp_path, {}, silent) as one:
+        seen = one.python("-c", "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))").out
+    assert seen == "''\n"

@@ -16,6 +16,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 from shoal.engine.training_state import StateTree, TrainingState, allocate, check_trainable, fill, flatten, unflatten
 from shoal.errors import CheckpointError, UsageError
 
+CPU = torch.device("cpu")
+
 
 class TiedModel(nn.Module):
     def __init__(self) -> None:
@@ -165,6 +167,7 @@ def test_a_lambda_schedule_keeps_only_its_numbers() -> None:
         (lambda: (nn.Embedding(3, 2, sparse=True), None), "sparse gradients"),
         (lambda: (nn.Linear(2, 2), [SGD(nn.Linear(2, 2).parameters(), lr=1)]), "not parameters of the model"),
         (lambda: (nn.Linear(2, 2), []), "no optimizer updates the parameter weight and 1 others"),
+        (lambda: (nn.Linear(2, 2, device="meta"), None), "weight is on meta, and this rank computes on cpu"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(make: Callable[[], Any], message: str) -> None:
@@ -172,14 +175,14 @@ def test_what_cannot_be_trained_is_refused(make: Callable[[], Any], message: str
     if optimizers is None:
         optimizers = [SGD(model.parameters(), lr=1)]
     with pytest.raises(UsageError, match=message):
-        check_trainable(TrainingState(model, optimizers))
+        check_trainable(TrainingState(model, optimizers), CPU)
 
 
 def test_a_frozen_parameter_needs_no_optimizer() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model[0].requires_grad_(False)
     state = TrainingState(model, [SGD(model[1].parameters(), lr=1)])
-    check_trainable(state)
+    check_trainable(state, CPU)
     assert list(state.parameters()) == ["1.weight", "1.bias"]
 
 

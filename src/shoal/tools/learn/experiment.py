@@ -18,10 +18,12 @@ from typing import Any, TypeAlias
 
 from shoal.errors import RunFailed
 from shoal.events import Event
+from shoal.host.facts import this_machine_is_cpu_only
 from shoal.host.node_stats import NodeCounters, usable_cpus
+from shoal.host.topology import cores_for_rank, this_topology
 from shoal.records.summary import RunSummary, summarize
 from shoal.run_folder import RunFolder
-from shoal.units import pluralize
+from shoal.units import DISTURBING_CORES, pluralize
 
 # Of a prediction, and of what theory and measurement say about it.
 Value: TypeAlias = float | str
@@ -136,6 +138,8 @@ class Experiment:
         # Of other programs, while the experiment ran: the most that was seen.
         self.other_cores = 0.0
         self._display = display
+        # Lessons are about processors: a rank alone would take the GPU, and two ranks would not share it.
+        self._variables = {} if this_machine_is_cpu_only() else {"CUDA_VISIBLE_DEVICES": ""}
         self._at_end = contextlib.ExitStack()
 
     def __enter__(self) -> Experiment:
@@ -150,10 +154,12 @@ class Experiment:
         """Return how many steps a training has, as a word of a command."""
         return str(quick if self.is_quick else full)
 
-    def shoal(self, *words: str | Path, codes: Sequence[int] = (0,)) -> FinishedCommand:
-        """Run `shoal WORDS` to its end. Another exit code than these ends the lesson."""
-        shown = shlex.join(["shoal", *map(str, words)])
-        return self._run(shown, [sys.executable, "-P", "-m", "shoal", *map(str, words)], codes)
+    def shoal(self, *words: str | Path, codes: Sequence[int] = (0,), cores: int | None = None) -> FinishedCommand:
+        """Run `shoal WORDS` to its end, on all cores or on this many. Another exit code than these ends the lesson."""
+        pinned = cores_for_rank(this_topology(), 0, 1, cores) if cores and cores < this_topology().usable else None
+        prefix = ["taskset", "--cpu-list", ",".join(map(str, pinned))] if pinned else []
+        shown = shlex.join([*prefix, "shoal", *map(str, words)])
+        return self._run(shown, [*prefix, sys.executable, "-P", "-m", "shoal", *map(str, words)], codes)
 
     def python(self, *words: str | Path, codes: Sequence[int] = (0,)) -> FinishedCommand:
         """Run `python WORDS` to its end, with the Python that runs shoal."""
@@ -179,6 +185,11 @@ class Experiment:
         """Note how many cores other programs kept busy during a measurement."""
         self.other_cores = max(self.other_cores, cores or 0.0)
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether times mean nothing. Of many cores more may be busy: 16 idle ones were measured as 0.3 busy."""
+        return self.other_cores >= max(DISTURBING_CORES, this_topology().usable / 20)
+
     def wait_until(self, what: str, is_true: Callable[[], bool], timeout_s: float = 60.0) -> float:
         """Wait for a condition, for lessons that act while a run in the background trains; return the seconds."""
         began = time.monotonic()
@@ -189,6 +200,7 @@ class Experiment:
         return time.monotonic() - began
 
     def _run(self, shown: str, words: Sequence[str], codes: Sequence[int]) -> FinishedCommand:
+        shown = " ".join([*(f"{name}={value}" for name, value in self._variables.items()), shown])
         with self._display(shown) as update:
             done = self.execute(shown, words, update)
         self.commands.append(done)
@@ -208,7 +220,12 @@ class Experiment:
         began = time.monotonic()
         with out.open("wb") as out_file, err.open("wb") as err_file:
             process = subprocess.Popen(
-                words, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=out_file, stderr=err_file
+                words,
+                cwd=self.folder,
+                env={**os.environ, **self._variables},
+                stdin=subprocess.DEVNULL,
+                stdout=out_file,
+                stderr=err_file,
             )
             try:
                 while process.poll() is None:

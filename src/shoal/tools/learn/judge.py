@@ -14,7 +14,7 @@ from shoal.errors import ConfigError, DataError, UsageError
 from shoal.run_folder import write_atomically
 from shoal.tools.learn.experiment import Experiment, Result, Value
 from shoal.tools.learn.lesson import Lesson, Question
-from shoal.units import DISTURBING_CORES, pluralize
+from shoal.units import pluralize
 
 # Of one prediction or check.
 Judgement: TypeAlias = Literal["right", "wrong", "too noisy", "not judged"]
@@ -117,8 +117,7 @@ def read_answers(lesson: Lesson, words: Sequence[str]) -> dict[str, Value]:
 
 def judge(lesson: Lesson, result: Result, experiment: Experiment) -> tuple[list[JudgedPrediction], list[JudgedCheck]]:
     """Compare predictions with what was measured, or with theory where nothing is; and the checks."""
-    is_noisy = experiment.other_cores >= DISTURBING_CORES
-    return _judge(lesson, result, experiment, is_noisy)
+    return _judge(lesson, result, experiment, experiment.is_disturbed)
 
 
 def _judge(

@@ -12,7 +12,6 @@ from shoal.tools.learn.experiment import Display, Experiment, Value
 from shoal.tools.learn.judge import LessonResult, make_result, next_folder, write_result
 from shoal.tools.learn.lesson import LessonFolder
 from shoal.tools.learn.picture import draw_picture
-from shoal.units import DISTURBING_CORES
 
 
 def check_needs(folder: LessonFolder) -> None:
@@ -39,8 +38,9 @@ def play(
     experiment = Experiment(place, place.parent, answers, display, is_quick=is_quick, takes_theory=takes_theory)
     try:
         with experiment:
-            if (cores := experiment.other_cores) >= DISTURBING_CORES and not is_quick:
-                warn(f"other programs keep {cores:.1f} cores busy now: it takes longer, and times are not judged")
+            if experiment.is_disturbed and not is_quick:
+                busy = f"other programs keep {experiment.other_cores:.1f} cores busy now"
+                warn(f"{busy}: it takes longer, and times are not judged")
             result = run(experiment)
     except KeyboardInterrupt:
         raise Interrupted(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ConfigError, Interrupted, RunFailed, UsageError
+from shoal.host.topology import Core, Topology
 from shoal.tools.learn.experiment import Check, Experiment, FinishedCommand, Result, Value
 from shoal.tools.learn.judge import (
     explain_lesson,
@@ -239,7 +240,8 @@ class Failing(Experiment):
         return FinishedCommand(shown, 3, "", "note: x\nerror: no route\n", 0.1)
 
 
-def test_a_command_that_fails_ends_the_lesson_with_its_words(tmp_path: Path) -> None:
+def test_a_command_that_fails_ends_the_lesson_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.tools.learn.experiment.this_machine_is_cpu_only", lambda: True)
     with Failing(tmp_path / "try-1", tmp_path, {}, silent) as experiment:
         experiment.at_end("lab", "down")
         with pytest.raises(RunFailed) as failed:
@@ -248,3 +250,26 @@ def test_a_command_that_fails_ends_the_lesson_with_its_words(tmp_path: Path) -> 
     assert failed.value.seen == "shoal train --steps 3 ended with exit code 3"
     assert "error: no route" in failed.value.why
     assert experiment.commands[-1].command == "shoal lab down"
+
+
+def test_a_lesson_computes_on_this_many_cores_and_on_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eight = Topology(tuple(Core((core, core + 8)) for core in range(8)))
+    monkeypatch.setattr("shoal.tools.learn.experiment.this_topology", lambda: eight)
+    monkeypatch.setattr("shoal.tools.learn.experiment.this_machine_is_cpu_only", lambda: False)
+    with RecordedExperiment(tmp_path / "try-1", {"shoal": "{}"}, {}) as experiment:
+        pinned = experiment.shoal("train", cores=2).command
+        experiment.shoal("train", cores=8)
+    assert pinned == "CUDA_VISIBLE_DEVICES= taskset --cpu-list 0,1,8,9 shoal train"
+    assert experiment.commands[-1].command == "CUDA_VISIBLE_DEVICES= shoal train"
+
+
+@pytest.mark.parametrize(("cores", "most"), [(2, 0.25), (5, 0.25), (16, 0.8)])
+def test_more_may_be_busy_of_many_cores(
+    cores: int, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.tools.learn.experiment.this_topology", lambda: Topology((Core(),) * cores))
+    experiment = RecordedExperiment(tmp_path, {}, {})
+    experiment.note_load(most - 0.01)
+    assert not experiment.is_disturbed
+    experiment.note_load(most)
+    assert experiment.is_disturbed

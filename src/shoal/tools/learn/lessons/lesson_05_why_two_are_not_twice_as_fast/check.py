@@ -18,7 +18,7 @@ COMPUTING = ("data", "forward", "backward", "optimizer", "other")
 
 def run(experiment: Experiment) -> Result:
     words = ("--ranks", "1,2", "--steps", experiment.steps(100, quick=4), "--set", "sync.inside=gloo")
-    document = experiment.shoal("bench", "scaling", *words, "--out", "scaling", "--json").json()
+    document = experiment.shoal("bench", "scaling", *words, "--out", "scaling", "--json", cores=2).json()
     one, two = document["rows"]
     for row in (one, two):
         experiment.note_load(row["other_programs_cores"])

@@ -17,7 +17,7 @@ WIDTH, BATCH, PAUSE_S = 64, 16, 0.1
 def main() -> None:
     session = shoal.Session(steps=int(sys.argv[1]), global_batch=BATCH)
     torch.manual_seed(35_000)
-    model = nn.Linear(WIDTH, WIDTH)
+    model = nn.Linear(WIDTH, WIDTH).to(session.device)
     session.attach(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     dataset = torch.utils.data.TensorDataset(torch.randn(512, WIDTH))
     for step in session:

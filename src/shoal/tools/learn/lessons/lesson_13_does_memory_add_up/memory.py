@@ -19,7 +19,7 @@ def main() -> None:
     out, layers = sys.argv[1], int(sys.argv[2])
     session = shoal.Session(steps=STEPS, global_batch=BATCH)
     torch.manual_seed(35_000)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).to(session.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     session.attach(model, optimizer)
     dataset = torch.utils.data.TensorDataset(torch.randn(BATCH, WIDTH))
