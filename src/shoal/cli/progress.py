@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -41,6 +42,8 @@ _REDRAW_S = 0.1
 # Show the current lines of at most this many ranks.
 _MOST_CURRENT = 8
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+# Characters of a rank's first sample: its line fits a terminal of 80 columns.
+_MOST_FIRST = 38
 # Values of a program's own in one line.
 _MOST_VALUES = 8
 # Longer rounds than any training has steps.
@@ -341,13 +344,13 @@ class EventPrinter:
                 self._has_started = True
                 yield _start_line(event, self._title)
                 if event["resumed_from"]:
-                    yield f"going on after step {event['resumed_from']:,}"
+                    yield f"continues after step {event['resumed_from']:,}"
             case "shard" if event["rank"] not in self._ranks_with_shard:
                 # A restarted rank has the same shard.
                 self._ranks_with_shard.add(event["rank"])
                 yield (
                     f"rank {event['rank']}: {event['size']:,} of {event['total']:,} samples, "
-                    f"first: {escape(event['first'])}"
+                    f"first: {escape(textwrap.shorten(event['first'], _MOST_FIRST, placeholder=' …'))}"
                 )
             case "choice" if event["rank"] == self._lead:
                 yield f"step {event['step']}: from here on {escape(event['why'])}"

@@ -55,7 +55,7 @@ _STOP_ORDER = ("not_running", "stopped", "ended")
     all_=Option("Also list every process with its command.", flags="--all -a"),
 )
 def ps(on: Path | None = None, all_: bool = False, json: bool = False) -> None:
-    """List the runs, their ranks, and processes left over from earlier runs."""
+    """List the runs on this machine, their ranks, and processes left over from earlier runs."""
     from shoal.runs.manage import as_json, running_runs, runs_on
 
     if on is not None:
@@ -67,7 +67,7 @@ def ps(on: Path | None = None, all_: bool = False, json: bool = False) -> None:
     if json:
         sys.stdout.write(as_json(states) + "\n")
     elif not states:
-        sys.stdout.write("no run is going on here\n")
+        sys.stdout.write("no run is active on this machine\n")
     else:
         _print_runs(states)
         if all_:

@@ -212,7 +212,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_used(finished: P
     truncate(run / "checkpoints" / "step-00000003" / "model.safetensors")
     done = shoal("train", "--resume", run, "--json")
     assert done.returncode == 0, done.stderr
-    assert "going on after step 2" in done.stderr
+    assert "continues after step 2" in done.stderr
     names = {path.name for path in (run / "checkpoints").iterdir()}
     assert names == {"step-00000001", "step-00000002", "step-00000003", "step-00000003.corrupt"}
     first, again = [step for step in steps_of(run) if step["step"] == 3]

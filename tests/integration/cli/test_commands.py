@@ -341,7 +341,7 @@ def test_changed_settings_apply_to_the_rest_of_a_run(run: tuple[Path, dict[str, 
     assert longer.returncode == 0, longer.stderr
     assert "train.steps: 4 → 6; train.eval_every: 50 → 1; run.weights: unset → 1/0.34" in longer.stderr
     assert "the learning rate follows one schedule over 6 steps from here on: at step 5 it is" in longer.stderr
-    assert "going on after step 4" in longer.stderr
+    assert "continues after step 4" in longer.stderr
     [event] = [event for event in read_jsonl(folder / "supervisor.jsonl") if event["event"] == "config"]
     assert "run.weights: unset → 1/0.34" in event["changed"]
     again = shoal("train", "--resume", folder, "--steps", "8")

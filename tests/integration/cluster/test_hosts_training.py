@@ -103,7 +103,7 @@ def test_two_hosts_train_to_identical_replicas_and_the_run_folder_is_complete(
     assert "2 replicas by their digests" in verdict.stdout
     resumed = done(lab, "train", "--resume", run, "--steps", "8", "--set", "run.weights=1/0.34")
     assert resumed.returncode == 0, resumed.stderr
-    assert "going on after step 6" in resumed.stderr
+    assert "continues after step 6" in resumed.stderr
     assert [step["step"] for step in steps_of(run)] == list(range(1, 9))
     # Other settings for the rest of the run are the same on every machine.
     configs = [*(tmp_path.glob("disk?/runs/run-*/config.toml")), run / "config.toml"]

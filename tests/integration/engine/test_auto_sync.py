@@ -83,7 +83,7 @@ def resume_from(folder: Path, saved: int) -> dict[str, Any]:
     back_to(folder, saved)
     done = shoal("train", "--resume", folder, "--json")
     assert done.returncode == 0, done.stderr
-    assert f"going on after step {saved}" in done.stderr
+    assert f"continues after step {saved}" in done.stderr
     assert check_ledger(read_jsonl(folder / "commits.jsonl")).ok
     manifest: dict[str, Any] = json.loads(done.stdout)
     assert manifest["byte_equivalent"] is True

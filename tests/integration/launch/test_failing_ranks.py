@@ -171,7 +171,7 @@ def test_an_interrupted_run_saves_and_can_be_resumed(tmp_path: Path) -> None:
     assert (run.out / "checkpoints" / f"step-{done_steps:08d}").is_dir()
     again = shoal("train", "--resume", run.out, "--steps", str(done_steps + 2), "--json")
     assert again.returncode == 0, again.stderr
-    assert f"going on after step {done_steps}" in again.stderr
+    assert f"continues after step {done_steps}" in again.stderr
     assert [step["step"] for step in steps_of(run.out)] == list(range(1, done_steps + 3))
     assert json.loads(again.stdout)["byte_equivalent"] is True
 

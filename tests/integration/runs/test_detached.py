@@ -260,7 +260,7 @@ def test_attach_shows_the_end_of_a_run_live_and_afterwards(tmp_path: Path) -> No
     again = shoal("attach", run)
     assert again.returncode == 0, again.stderr
     assert again.stderr.count(" on 2 ranks × ") == 1, "only the newest launch is shown"
-    assert "going on after step 3\n" in again.stderr
+    assert "continues after step 3\n" in again.stderr
     assert "all 2 identical to the bit" in again.stdout
 
 

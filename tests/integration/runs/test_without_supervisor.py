@@ -62,4 +62,4 @@ def test_processes_of_a_killed_supervisor_are_listed_and_ended_with_clean(tmp_pa
         assert [f"{pid:>8}  {part}" in words for part, pid in pids.items()] == [True] * 4
         assert "-m shoal.agent.agent\n" in words
     assert report["left"] == []
-    assert report["ps"] == "no run is going on here\n"
+    assert report["ps"] == "no run is active on this machine\n"

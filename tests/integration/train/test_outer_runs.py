@@ -131,7 +131,7 @@ def test_resuming_inside_a_round_repeats_the_same_bits(run: Run, tmp_path: Path)
     back_to(first, SAVED)
     done = shoal("train", "--resume", first)
     assert done.returncode == 0, done.stderr
-    assert f"going on after step {SAVED}" in done.stderr
+    assert f"continues after step {SAVED}" in done.stderr
     for rank in range(2):
         steps = figures(first, rank)
         assert steps[STEPS:] == steps[SAVED:STEPS]
@@ -167,7 +167,7 @@ def test_a_lost_shard_is_reported_and_costs_part_of_a_round(run: Run, loss: str,
     done = shoal("train", "--resume", again)
     assert done.returncode == 0, done.stderr
     common = {"local": 12, "diloco": 10 * (newest // 10), "streaming": 13}[mode]
-    assert f"going on after step {common}" in done.stderr
+    assert f"continues after step {common}" in done.stderr
     for rank in range(2):
         [warning] = events_of(again, "warning", rank)
         assert f"their common state of step {common}" in warning["seen"]

@@ -116,7 +116,7 @@ def test_a_resumed_run_has_the_same_bits(runs: Runs, tmp_path: Path) -> None:
     shutil.rmtree(first / "checkpoints" / "step-00000050")
     done = shoal("train", "--resume", first)
     assert done.returncode == 0, done.stderr
-    assert "going on after step 40" in done.stderr
+    assert "continues after step 40" in done.stderr
     steps = steps_of(first, rank=1)
     before, after = steps[40:50], steps[50:]
     assert [step["step"] for step in after] == list(range(41, 51))

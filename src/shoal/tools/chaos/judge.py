@@ -250,7 +250,7 @@ def find_sentences(record: ScenarioRecord, after: float) -> tuple[str, ...]:
     notes = [str(event["text"]) for event in supervisor if event.get("event") == "note"]
     warnings = [str(event["seen"]) for event in record.rank_events("warning") if event["time"] > after]
     starts = [event for event in record.rank_events("start") if event["time"] > after and event.get("resumed_from")]
-    resumed = [f"going on after step {event['resumed_from']}" for event in starts]
+    resumed = [f"continues after step {event['resumed_from']}" for event in starts]
     ends = [str(event["seen"]) for event in supervisor if event.get("event") == "ended" and event.get("seen")]
     return tuple(dict.fromkeys([*notes, *warnings, *resumed, *ends]))
 

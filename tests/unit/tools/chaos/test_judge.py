@@ -97,7 +97,7 @@ def test_warnings_resumes_and_the_final_error_are_sentences_too() -> None:
     record.supervisor += [{"event": "ended", "time": 103.0, "code": 3, "seen": "rank 1 was killed"}]
     assert measure(record).sentences[1:] == (
         "the checkpoint could not be written",
-        "going on after step 100",
+        "continues after step 100",
         "rank 1 was killed",
     )
 
