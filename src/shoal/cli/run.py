@@ -395,7 +395,7 @@ def k8s(request: K8sRequest) -> None:
     """Print a Kubernetes manifest: an indexed Job whose pods are the nodes of a run with live recovery."""
     from shoal.cluster.cluster import planned_nodes
     from shoal.launch.emit import slug
-    from shoal.launch.emit_k8s import GPUS, Pods, k8s_name, k8s_text, script_pods, training_pods
+    from shoal.launch.emit_k8s import GPUS, Pods, k8s_name, k8s_text, script_name, script_pods, training_pods
 
     if request.gpus not in (None, *GPUS):
         raise UsageError(
@@ -406,7 +406,9 @@ def k8s(request: K8sRequest) -> None:
     gpus = request.gpus
     if request.is_script:
         words, on, sets = request.script()
-        out = request.out or Path("runs") / slug(Path(words[-1] if words[0] == "-m" else words[0]).stem)
+        if words[0] == "-m":
+            script_command(words)  # refuses -m alone; a script need not be here
+        out = request.out or Path("runs") / slug(script_name(words))
         run = script_pods(words, planned_nodes(on), sets, out, request.python)
     else:
         config = request.config()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field, TypeAdapter
 
 from shoal.config.defaults import HUNG_TRIES, RESTARTS
 from shoal.config.schema import MembersConfig
-from shoal.control.channel import SAME_VERSIONS
+from shoal.control.channel import SAME_VERSIONS, seal, unseal
 from shoal.control.membership.settings import MembershipSettings
 from shoal.errors import ControlError, RunFailed
 from shoal.run_folder import RANK_LIMIT, RunFolder, is_plain_name, write_durably
@@ -170,6 +170,22 @@ def read_request_line(line: bytes) -> str:
     except (ValueError, RecursionError):
         return ""
     return str(document.get("request", "")) if isinstance(document, dict) else ""
+
+
+def seal_token(line: bytes, code: str) -> bytes:
+    """Return a line for a connection that is not encrypted: the token of a run is, for those that know the code."""
+    return _change_token(line, code, seal)
+
+
+def unseal_token(line: bytes, code: str) -> bytes:
+    return _change_token(line, code, unseal)
+
+
+def _change_token(line: bytes, code: str, change: Callable[[str, str], str]) -> bytes:
+    document = json.loads(line)
+    if (meet := document.get(MeetOrder.__name__)) is None:
+        return line
+    return json.dumps({MeetOrder.__name__: {**meet, "token": change(meet["token"], code)}}).encode() + b"\n"
 
 
 def read_member(document: dict[str, Any]) -> RosterEntry:

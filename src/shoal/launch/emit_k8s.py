@@ -118,6 +118,7 @@ $args
           requests:
             cpu: "$cores"
             memory: $memory
+          # The ranks count the cores of the limit; without one, those of the whole machine, which other pods use too.
           limits: $limits
         volumeMounts:
         - name: work
@@ -178,13 +179,15 @@ def training_pods(job: EmitJob) -> PodRun:
 
 def script_pods(words: Sequence[str], nodes: Sequence[Node], settings: Sequence[str], out: Path, python: str) -> PodRun:
     """Return the run of a user's script; `settings` are those of its session."""
-    name = Path(words[1] if words[0] == "-m" else words[0]).stem
-    about = f"{name}: {sum(node.slots for node in nodes)} ranks"
-    needed = [
-        f"{words[0] if words[0] != '-m' else words[1]}, on the volume (paths are taken from {MOUNT}) or in the image"
-    ]
+    about = f"{script_name(words)}: {sum(node.slots for node in nodes)} ranks"
+    needed = [f"{words[words[0] == '-m']}, on the volume (paths are taken from {MOUNT}) or in the image"]
     memory = f"{LEAST_POD_GIB}Gi"
     return PodRun(about, "run", [*settings, *words], nodes, out, python, cores_of(nodes), memory, needed)
+
+
+def script_name(words: Sequence[str]) -> str:
+    """Return the name of a script or, after -m, of a module."""
+    return words[1].rpartition(".")[2] if words[0] == "-m" else Path(words[0]).stem
 
 
 def cores_of(nodes: Sequence[Node], job: EmitJob | None = None) -> int:
@@ -208,7 +211,8 @@ def k8s_text(run: PodRun, pods: Pods) -> str:
     name, out = k8s_name(run.out), os.path.normpath(run.out)
     about = (
         f"{run.about}; every node is a pod. Start: kubectl apply -f THIS_FILE. Watch: kubectl logs -f -l app={name} "
-        "--prefix. A pod that is lost or drained leaves the others training, and the one that takes its place rejoins. "
+        f"--prefix --max-log-requests={len(run.nodes)}. A pod that is lost or drained leaves the others training, and "
+        "the one that takes its place rejoins. "
         f"Stop, and save: kubectl delete job {name} --cascade=foreground. The same file applied again resumes the run. "
         "Needed:"
     )
@@ -240,7 +244,7 @@ def k8s_text(run: PodRun, pods: Pods) -> str:
         port=PORT,
         cores=run.cores,
         memory=quoted(memory),
-        limits=quoted({"memory": memory, **gpus}),
+        limits=quoted({"cpu": str(run.cores), "memory": memory, **gpus}),
         claim=quoted(pods.claim),
         shm=f"{_SHM_GIB}Gi",
     )

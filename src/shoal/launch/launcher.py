@@ -143,9 +143,9 @@ class AgentHandle:
             self.node = replace(self.node, free_memory_bytes=facts.free_memory_bytes)
 
     def follow_restarted(self, pid: int) -> None:
-        """Follow an agent that another process started again: by its process, or by a link that outlives the agent
-        where `pid` is 0, since the process is on another machine."""
-        self.restarted_pid = pid if pid or self.link.ended() is not None else None
+        """Follow an agent that another process started again: by a link that outlives the agent, or by its process; 0
+        where that is on another machine."""
+        self.restarted_pid = pid if self.link.ended() is not None else None
         self.done, self.ended_at, self.lost, self.finished = False, None, "", False
 
     def send(self, request: str) -> None:

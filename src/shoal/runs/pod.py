@@ -24,8 +24,10 @@ from shoal.control.channel import Message
 from shoal.control.processes import find_processes, kill_processes
 from shoal.errors import RunFailed, ShoalError, UnknownSender
 from shoal.events import EventTail
+from shoal.launch.plan import imports_shoal
 from shoal.records.manifest import read_manifest
 from shoal.run_folder import RunFolder, write_atomically
+from shoal.runs.supervisor import read_job
 
 _POLL_S = 1.0
 _NOTE_EVERY_S = 30.0
@@ -49,7 +51,7 @@ class Pod:
         self._on, self._command, self._words = on, command, words
         self._run = RunFolder(out)
         self._code = job.read_code()
-        self._server = PodServer(job, self._code)
+        self._server = PodServer(job, self._run, self._code)
         self._others = {index: host for index, host in enumerate(job.hosts) if index != job.index}
         self._launch: asyncio.subprocess.Process | None = None
         self._launches = 0
@@ -139,28 +141,34 @@ class Pod:
         self._next_attempt = time.monotonic() + min(_LONGEST_WAIT_S, 2.0**self._attempts)
         self._attempts += 1
         self._note(f"{self._job.node} asks the others, which train, to rejoin")
-        await self._server.start_again(self._run, peer)
+        await self._server.start_again(peer)
 
     async def _lead(self) -> None:
         """Launch the run, or record its end: all pods are there, and none of them trains."""
         out = self._run.path
         was_launched = self._job.agent_mark(0).is_file()  # by this Job, perhaps by a first pod that was lost
-        if self._launch is not None:
+        was_evicted = self._job.evicted.is_file()
+        self._job.evicted.unlink(missing_ok=True)
+        has_begun = self._run.config.is_file() and self._run.has_begun()
+        status = await self._write_manifest() if has_begun else ""
+        if status == "finished":
+            self._end(0, "is finished")
+            return
+        if self._launch is not None and not was_evicted:
             code = self._launch.returncode
-            has_begun = any(event["event"] == "running" for event in self._events.poll())
-            if has_begun or code != RunFailed.exit_code or self._launches == _LAUNCHES:
+            was_running = any(event["event"] == "running" for event in self._events.poll())
+            if was_running or code != RunFailed.exit_code or self._launches == _LAUNCHES:
                 self._end(1, f"ended with exit code {code}; see: kubectl logs POD, for the first pod")
                 return
-        elif self._run.config.is_file() and self._run.has_begun():
-            status = await self._write_manifest()
-            if status == "finished" or (status == "interrupted" and was_launched):
-                self._end(0 if status == "finished" else 1, f"is {status}")
-                return
+        elif status == "interrupted" and was_launched and not was_evicted:
+            self._end(1, "is interrupted")
+            return
         if self._run.config.is_file() and (self._command == "train" or self._run.has_checkpoint()):
             words = ["--resume", str(out)]
         else:
             if self._run.job.is_file():
-                if was_launched and not self._run.config.is_file():
+                is_plain = not self._run.config.is_file() and not imports_shoal(read_job(self._run).script)
+                if was_launched and is_plain and not was_evicted:
                     self._end(1, "cannot be continued: its script has no session, and the first pod was lost")
                     return
                 # Nothing is saved in it.
@@ -202,6 +210,7 @@ class Pod:
             agent.leave()
         else:
             self._note("all pods end: the ranks finish their step and save")
+            self._job.evicted.touch()
             agent.stop()
         await agent.wait(_AGENT_WITHIN_S)
         if self._launch is not None and not staying:

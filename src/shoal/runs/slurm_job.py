@@ -36,6 +36,8 @@ _SUBMISSIONS = 5
 _FIRST_NODE_LOST = "its first node, with the supervisor, was lost"
 # A shared file system may show the last line a moment after the job's end.
 _LAG_S = 5.0
+# A node that Slurm has lost may still run, and see the run folder: its ranks end, or write within this time.
+_QUIET_S = 15.0
 
 
 def job_spec(on: str) -> SlurmSpec | None:
@@ -127,7 +129,7 @@ class JobFollower:
 
     def wait(self, job: str) -> JobState:
         """Wait until the job has ended."""
-        self._job = job
+        self._job, self._state, self._shown = job, JobState("PENDING"), ""
         while True:
             state = self._look()
             self._take_events()
@@ -154,14 +156,14 @@ class JobFollower:
             state = look_at(self._job)
         except RunFailed as error:
             # Slurm's controller is restarted now and then; the job does not notice.
-            self._show(f"{error.seen}; asking again")
+            self.show(f"{error.seen}; asking again")
             return self._state
         if not state.has_ended:
-            self._show(state.sentence(self._job))
+            self.show(state.sentence(self._job))
         self._state = state
         return state
 
-    def _show(self, sentence: str) -> None:
+    def show(self, sentence: str) -> None:
         # A time at which the job is expected to begin moves.
         if (seen := sentence.partition(", and")[0]) != self._shown:
             self._shown = seen
@@ -186,7 +188,7 @@ class JobFollower:
                 send_signal(self._job, signal.SIGINT)
         except RunFailed as error:
             # Also where the job has just ended, as the next look shows.
-            self._show(f"{error.seen}; trying again")
+            self.show(f"{error.seen}; trying again")
             return
         self._sent, self._asked_at = self._interrupts, time.monotonic()
 
@@ -214,6 +216,10 @@ def supervise_job(run: RunFolder, spec: SlurmSpec, log: EventLog) -> Event:
             may_resume = _has_lost_first_node(state) and run.has_checkpoint() and not follower.was_interrupted
             if not may_resume or submission == _SUBMISSIONS:
                 break
+            while still_trains(run) and not follower.was_interrupted:
+                follower.show(f"ranks of job {job} still train on a node that Slurm has lost; waiting for them")
+            if end := follower.ended or follower.read_end():
+                return end
             continues = _resume(run)
             log.write("note", text=f"Slurm job {job} has lost its first node, with the supervisor: {continues}")
     if follower.was_interrupted:
@@ -226,6 +232,17 @@ def supervise_job(run: RunFolder, spec: SlurmSpec, log: EventLog) -> Event:
         if run.has_checkpoint()
         else f"see what it printed: shoal logs {folder}",
     )
+
+
+def still_trains(run: RunFolder) -> bool:
+    """Whether ranks write events while this waits."""
+
+    def sizes() -> dict[Path, int]:
+        return {path: path.stat().st_size for path in run.path.glob("events/rank-*.jsonl")}
+
+    before = sizes()
+    time.sleep(_QUIET_S)
+    return sizes() != before
 
 
 def _record_job(run: RunFolder, job: str) -> None:

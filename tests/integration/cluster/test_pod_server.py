@@ -12,13 +12,27 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from shoal.cluster.pods import server
+from shoal.cluster.pods.enter import EnteredPod
 from shoal.cluster.pods.server import PodServer, ask
 from shoal.cluster.pods.spec import FOLDER, HOSTS, INDEX, PodJob
-from shoal.errors import ShoalError, UnknownSender
+from shoal.control.channel import Channel, Message
+from shoal.control.orders import (
+    STOP,
+    GoOrder,
+    MeetOrder,
+    RosterEntry,
+    read_orders,
+    save_orders,
+    to_line,
+    unseal_token,
+)
+from shoal.errors import ControlError, ShoalError, UnknownSender
+from shoal.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -38,7 +52,7 @@ def job(tmp_path: Path, port: int) -> PodJob:
 
 def serve(job: PodJob, use: Callable[[PodServer], Awaitable[None]]) -> None:
     async def run() -> None:
-        pod = PodServer(job, job.read_code())
+        pod = PodServer(job, RunFolder(job.folder.parent / "run"), job.read_code())
         await pod.open()
         try:
             await use(pod)
@@ -113,10 +127,54 @@ def test_a_program_gets_what_is_read_here_and_its_output_is_printed(
     serve(job, use)
 
 
+def test_the_token_of_a_run_is_encrypted_on_its_way(job: PodJob) -> None:
+    code, token = job.read_code(), "ab" * 32
+    orders = [json.dumps({"MeetOrder": {"node": "pod-0", "token": token}}).encode() + b"\n", to_line(STOP)]
+    sent: list[Message] = []
+
+    class RecordedChannel:
+        async def send(self, message: Message) -> None:
+            sent.append(message)
+
+    async def feed() -> None:
+        lines = asyncio.StreamReader()
+        lines.feed_data(b"".join(orders))
+        lines.feed_eof()
+        await EnteredPod(job, 0, {"do": "agent"})._feed(cast(Channel, RecordedChannel()), lines)
+
+    asyncio.run(feed())
+    assert token not in json.dumps(sent)
+    assert [unseal_token(message["line"].encode(), code) for message in sent[:2]] == orders
+    assert sent[2:] == [{"line": None}]
+    with pytest.raises(ControlError):
+        unseal_token(orders[0], code)
+
+
+def test_a_pod_that_comes_back_elsewhere_meets_the_others_at_its_new_address(
+    job: PodJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.orders("pod-0").parent.mkdir(parents=True)
+    places = [RosterEntry("pod-0", "10.1.0.5", 1, "a"), RosterEntry("pod-1", "10.1.0.6", 2, "b")]
+    meet = MeetOrder("run", "pod-0", 0, "10.1.0.5", None, "00" * 32, "launch", 0.0, "c", "d", life=3)
+    save_orders(run, meet, GoOrder(tuple(places), ()))
+    names = {"pods-0": "10.1.0.9", "pods-1": "10.1.0.7"}  # both were replaced
+    monkeypatch.setattr(server, "resolve", names.get)
+    monkeypatch.setattr(server, "source_address", {"10.1.0.7": "10.1.0.9"}.__getitem__)
+    started: list[tuple[Path, str, bool]] = []
+    monkeypatch.setattr(server, "PodAgent", lambda run, node, again: started.append((run.path, node, again)))
+    job = PodJob(("pods-0", "pods-1"), 0, job.folder)
+    asyncio.run(PodServer(job, run, job.read_code()).start_again("pods-1"))
+    assert started == [(run.path, "pod-0", True)]
+    meet, go = read_orders(run, "pod-0")
+    assert (meet.address, meet.life) == ("10.1.0.9", 4)
+    assert [place.address for place in go.places().values()] == ["10.1.0.9", "10.1.0.7"]
+
+
 def test_a_second_pod_cannot_take_the_port(job: PodJob) -> None:
     async def use(pod: PodServer) -> None:
         with pytest.raises(ShoalError, match="cannot listen at port"):
-            await PodServer(job, job.read_code()).open()
+            await PodServer(job, RunFolder(job.folder.parent / "run"), job.read_code()).open()
 
     serve(job, use)
 

@@ -84,15 +84,24 @@ def test_a_drained_pod_leaves_and_a_deleted_job_saves_and_resumes(lab: Lab, tmp_
         assert "pod-1 leaves; the others continue" in job.log(1).read_text()
         job.start(1)
         job.await_members(0, 1, 2)
+        # First all pods of a Job are drained, and its next pods resume the run; then the Job is deleted.
+        for is_deleted in (False, True):
+            before = job.steps()
+            job.terminate(0, 1, 2)
+            assert [job.wait(index) for index in range(3)] == [143] * 3, job.logs()
+            assert job.run.newest_checkpoint() >= before, job.logs()
+            if is_deleted:
+                job.again()
+            job.start()
+            job.await_steps(10)
+        # The launcher sees the agent of its own pod in two ways after that, and must ask it to stop in one.
+        os.kill(job.agent(0).pid, signal.SIGKILL)
+        job.await_members(1, 2)
+        job.await_members(0, 1, 2)
         before = job.steps()
-        job.terminate(0, 1, 2)
-        assert [job.wait(index) for index in range(3)] == [143] * 3, job.logs()
-        assert job.run.newest_checkpoint() >= before, job.logs()
-        job.again()
-        job.start()
-        job.await_steps(10)
         stopped = job.call(0, "stop", "runs/pods")
         assert stopped.returncode == 0, stopped.stderr
+        assert job.run.newest_checkpoint() >= before, job.logs()
         assert [job.wait(index) for index in range(3)] == [RUN_FAILED, 0, 0], job.logs()
         verified = shoal("verify", job.run.path)
         assert verified.returncode == 0, verified.stdout + verified.stderr
@@ -113,7 +122,11 @@ def test_scripts_and_checks_run_in_pods(lab: Lab, tmp_path: Path) -> None:
         job.start(1)
         job.await_members(0, 1)
         checked = job.call(0, "doctor", "--on", "pods:2", "--json")
-        assert json.loads(checked.stdout)["nodes"] == ["pod-0", "pod-1"], checked.stdout + checked.stderr
+        found = json.loads(checked.stdout)
+        assert found["nodes"] == ["pod-0", "pod-1"], checked.stdout + checked.stderr
+        # It checks with agents of its own, beside those that train.
+        assert [one for one in found["findings"] if one["severity"] == "error"] == []
+        assert job.members() == ["pod-0", "pod-1"]
         job.call(0, "stop", "runs/session")
         assert [job.wait(index) for index in (0, 1)] == [RUN_FAILED, 0], job.logs()
 

@@ -15,7 +15,9 @@ def test_pods_are_written_as_they_are_read(text: str) -> None:
     assert str(parse_pods(text)) == text
 
 
-@pytest.mark.parametrize("text", ["pods:0", "pods:", "pods:x", "pods:2,slots=0", "pods:2,gpus=1", "pods:2,slots"])
+@pytest.mark.parametrize(
+    "text", ["pods:0", "pods:", "pods:x", "pods:2,slots=0", "pods:2,gpus=1", "pods:2,slots", "pods:2,slots=2,slots=4"]
+)
 def test_other_words_name_no_pods(text: str) -> None:
     with pytest.raises(UsageError, match="names no pods"):
         parse_pods(text)
@@ -48,6 +50,21 @@ def test_all_pods_have_one_code_which_others_cannot_read(tmp_path: Path) -> None
     assert len(codes) == 1
     assert [path.name for path in (tmp_path / "pods").iterdir()] == ["code"]
     assert (tmp_path / "pods/code").stat().st_mode & 0o077 == 0
+
+
+def test_a_volume_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"file/pods cannot be used: Not a directory") as refused:
+        PodJob(("h0",), 0, tmp_path / "file/pods").read_code()
+    assert "ReadWriteMany" in refused.value.fix
+    # A full volume: the file is there, and nothing in it. No pod may take that for a secret.
+    job = PodJob(("h0",), 0, tmp_path / "pods")
+    job.folder.mkdir()
+    (job.folder / "code").touch()
+    monkeypatch.setattr("shoal.cluster.pods.spec._CODE_WITHIN_S", 0.2)
+    with pytest.raises(UsageError, match="the pod that made the code could not write it"):
+        job.read_code()
+    assert len(job.read_code()) == 64
 
 
 def test_only_earlier_jobs_of_the_same_run_are_former_ones(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_the_api_of_kubernetes_knows_every_field(gpus: str | None) -> None:
     assert find_faults(service) == []
     assert find_faults(work) == []
     limits = container(work)["resources"]["limits"]
-    assert {name for name in limits if name != "memory"} == ({f"{gpus}.com/gpu"} if gpus else set())
+    assert limits.keys() == {"cpu", "memory", *([f"{gpus}.com/gpu"] if gpus else [])}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_pod_has_image_resources_and_volumes() -> None:
     _, work = manifest(nodes=tuple(Node(f"n{i}", "", None, 2, 8) for i in range(2)), pods=PODS)
     trainer, pod = container(work), work["spec"]["template"]["spec"]
     assert trainer["image"] == "reg/shoal:1"
-    assert trainer["resources"] == {"requests": {"cpu": "8", "memory": "8Gi"}, "limits": {"memory": "8Gi"}}
+    assert trainer["resources"] == {"requests": {"cpu": "8", "memory": "8Gi"}, "limits": {"cpu": "8", "memory": "8Gi"}}
     mounts = {mount["name"]: mount["mountPath"] for mount in trainer["volumeMounts"]}
     assert mounts == {"work": trainer["workingDir"], "shm": "/dev/shm"}
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "nfs"}
@@ -135,6 +135,14 @@ def test_a_script_keeps_its_words() -> None:
     given = container(work)["args"]
     expected = ["runs/mine", "pods:3", "run", "--set", "train.steps=9", *words]
     assert [expanded(word) for word in given] == expected
+
+
+def test_a_module_names_its_job(call: Call) -> None:
+    service, work = yaml.safe_load_all(call("emit", "k8s", "--on", "lab:2", "-m", "my.training", "--epochs", "3").out)
+    assert service["metadata"]["name"] == work["metadata"]["name"] == "shoal-training"
+    assert container(work)["args"][0] == "runs/training"
+    refused = call("emit", "k8s", "-m")
+    assert (refused.code, "-m without a module" in refused.err) == (2, True)
 
 
 @pytest.mark.parametrize("name", ["it's", '"q"', "a: b # c", "ü", "tab\tand \x7f", "- x", "$(y)"])

@@ -13,12 +13,15 @@ import pytest
 from shoal.cli import lab, runs
 from shoal.cli.report import refuse_without_checkpoint
 from shoal.cli.runs import print_resume
+from shoal.cluster.agent_link import AgentLink
 from shoal.cluster.cluster import LocalCluster
+from shoal.cluster.node import Node
 from shoal.config.load import build_config
 from shoal.config.presets import Overrides
 from shoal.control.agent_events import StopAsked
+from shoal.control.orders import STOP
 from shoal.errors import DataError, ShoalError, UsageError
-from shoal.events import Event, EventLog
+from shoal.events import Event, EventLog, EventTail
 from shoal.launch.launcher import AgentHandle, Launch, asked_by, interrupted_early, resume_script_advice
 from shoal.run_folder import RunFolder
 from shoal.runs import start, supervisor
@@ -148,6 +151,20 @@ def test_the_host_names_the_machine_that_asked_to_stop(tmp_path: Path) -> None:
     other = Launch(run, LocalCluster(1), EventLog(run.supervisor, 0), interrupts=1)
     other._handle(agent, StopAsked(at_once=False))
     assert asked_by(other) == ""
+
+
+@pytest.mark.parametrize(("link_ended", "asked"), [(None, ["link"]), ("its agent was killed", ["link", "signal"])])
+def test_an_agent_that_was_started_again_is_asked_to_stop_once(
+    link_ended: str | None, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link to a pod outlives an agent, and a second request would end the ranks without saving."""
+    requests: list[str] = []
+    link = SimpleNamespace(ended=lambda: link_ended, send=lambda line: requests.append("link"))
+    agent = AgentHandle(cast(Node, None), cast(AgentLink, link), cast(EventTail, None))
+    agent.follow_restarted(os.getpid())
+    monkeypatch.setattr(os, "kill", lambda pid, signum: requests.append("signal"))
+    agent.send(STOP)
+    assert requests == asked
 
 
 def test_a_long_check_is_announced(

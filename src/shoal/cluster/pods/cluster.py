@@ -18,7 +18,7 @@ def open_pods(spec: PodsSpec) -> SharedFolderCluster:
     commands = {name: _enter(index, "run", "shoal.cluster.node_facts") for name, index in names.items()}
     facts = ask_facts(commands, "kubectl get pods")
     addresses = {
-        name: choose_address(name, job.hosts[index], facts[name], spec.interface, "pods")
+        name: choose_address(name, job.hosts[index], facts[name], spec.interface, f"pods:{spec.pods}")
         for name, index in names.items()
     }
     nodes = [Node(name, address, spec.interface, spec.slots, None) for name, address in addresses.items()]

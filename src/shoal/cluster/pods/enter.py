@@ -13,7 +13,7 @@ import sys
 
 from shoal.cluster.pods.spec import PORT, PodJob, own_job
 from shoal.control.channel import Channel, Message, dial
-from shoal.control.orders import read_stdin
+from shoal.control.orders import read_stdin, seal_token
 from shoal.errors import ControlError, RunFailed, ShoalError, from_dict
 
 _AGAIN_AFTER_S = 1.0
@@ -24,6 +24,7 @@ class EnteredPod:
 
     def __init__(self, job: PodJob, pod: int, request: Message) -> None:
         self._job, self._host, self._request = job, job.hosts[pod], request
+        self._code = job.read_code()
         self._unsent: Message | None = None
 
     async def work(self) -> int:
@@ -49,7 +50,7 @@ class EnteredPod:
                 return await self._exchange(await self._dial({**self._request, "attach": True}), lines)
 
     async def _dial(self, request: Message) -> Channel:
-        channel = await dial(self._host, PORT, self._job.read_code())
+        channel = await dial(self._host, PORT, self._code)
         await channel.send(request)
         return channel
 
@@ -57,7 +58,7 @@ class EnteredPod:
         while True:
             if self._unsent is None:
                 line = await lines.readline()
-                self._unsent = {"line": line.decode() if line else None}
+                self._unsent = {"line": seal_token(line, self._code).decode() if line else None}
             await channel.send(self._unsent)
             if self._unsent["line"] is None:
                 return

@@ -18,7 +18,7 @@ from shoal.cluster.pods.spec import PORT, PodJob, node_name
 from shoal.cluster.shared_folder import resolve
 from shoal.control.channel import Channel, Message, dial
 from shoal.control.connection_guard import accept_connection, make_connection_guard
-from shoal.control.orders import END, STOP, move_orders, read_request_line
+from shoal.control.orders import END, STOP, move_orders, read_request_line, unseal_token
 from shoal.errors import ControlError, ShoalError, UsageError
 from shoal.events import EventTail
 from shoal.host.facts import source_address
@@ -123,14 +123,20 @@ class PodAgent:
 
 
 class PodServer:
-    def __init__(self, job: PodJob, code: str) -> None:
+    def __init__(self, job: PodJob, run: RunFolder, code: str) -> None:
         self._job = job
+        self._run = run
         self._code = code
         self._guard = make_connection_guard(lambda text: None)
         self._server: asyncio.Server | None = None
         self._handlers: set[asyncio.Task[None]] = set()
-        self.agent: PodAgent | None = None
+        self._agents: dict[Path, PodAgent] = {}  # of the job's run, and of a check that is run beside it
         self.is_leaving = False
+
+    @property
+    def agent(self) -> PodAgent | None:
+        """The agent of this pod in the job's run."""
+        return self._agents.get(self._run.path)
 
     async def open(self) -> None:
         try:
@@ -146,10 +152,10 @@ class PodServer:
         for handler in self._handlers:
             handler.cancel()
         await asyncio.gather(*self._handlers, return_exceptions=True)
-        if self.agent is not None:
-            self.agent.kill()
+        for agent in self._agents.values():
+            agent.kill()
 
-    async def start_again(self, run: RunFolder, peer: str) -> None:
+    async def start_again(self, peer: str) -> None:
         """Start the agent again from its orders: the others train, and it asks to rejoin. `peer` is one of them."""
         if self.agent is not None:
             self.agent.kill()
@@ -159,8 +165,8 @@ class PodServer:
         places = {node_name(index): address for index, address in enumerate(addresses) if address}
         if there is not None:
             places[self._job.node] = source_address(there)
-        move_orders(run, self._job.node, places)
-        self.agent = PodAgent(run, self._job.node, again=True)
+        move_orders(self._run, self._job.node, places)
+        self._agents[self._run.path] = PodAgent(self._run, self._job.node, again=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -188,14 +194,14 @@ class PodServer:
                 await channel.send({"trains": trains, "leaves": self.is_leaving})
             case {"do": "agent", "run": str(path), "attach": bool(attach)}:
                 if not attach:
-                    await self._start(RunFolder(Path(path)))
-                await self._follow_agent(channel)
+                    self._start(RunFolder(Path(path)))
+                await self._follow_agent(Path(path), channel)
             case {"do": "run", "module": str(module), "words": [*words]} if module.startswith("shoal."):
-                await self._run([*module_command(module), *map(str, words)], channel)
+                await self._run_program([*module_command(module), *map(str, words)], channel)
             case _:
                 raise ControlError("a pod got a request that it does not know", why="the pods have different versions")
 
-    async def _start(self, run: RunFolder) -> None:
+    def _start(self, run: RunFolder) -> None:
         node = self._job.node
         if not run.path.is_dir():
             raise UsageError(
@@ -203,40 +209,45 @@ class PodServer:
                 why="the pods do not share a volume",
                 fix="claim one that is ReadWriteMany",
             )
-        if self.agent is not None and self.agent.trains:
-            raise ControlError(f"{node} trains already", why="the other pods continued without the first one")
-        if self.agent is not None:
-            self.agent.kill()
-        self._job.agent_mark(self._job.index).touch()
-        self.agent = PodAgent(run, node, again=False)
+        if (agent := self._agents.get(run.path)) is not None:
+            if agent.trains:
+                raise ControlError(f"{node} trains already", why="the other pods continued without the first one")
+            agent.kill()
+        if run.path == self._run.path:
+            self._job.agent_mark(self._job.index).touch()
+        self._agents[run.path] = PodAgent(run, node, again=False)
 
-    async def _follow_agent(self, channel: Channel) -> None:
-        """Pass orders on to the agent until it has ended for good."""
-        if self.agent is None:
+    async def _follow_agent(self, run: Path, channel: Channel) -> None:
+        """Pass orders on to the agent of a run until it has ended for good."""
+        if run not in self._agents:
             raise ControlError(f"{self._job.node} has no agent", why="the pod is new, and has not rejoined yet")
-        receiving = asyncio.create_task(self._pass_orders(channel))
+        receiving = asyncio.create_task(self._pass_orders(run, channel))
         clock, killed_at = asyncio.get_running_loop().time, None
         try:
             while not channel.is_closed():
-                how = self.agent.ended()
-                killed_at = (killed_at or clock()) if how is not None and self.agent.was_killed else None
+                agent = self._agents[run]
+                how = agent.ended()
+                killed_at = (killed_at or clock()) if how is not None and agent.was_killed else None
                 if how is not None and (killed_at is None or clock() - killed_at > _RESTART_WITHIN_S):
                     await channel.send({"type": "ended", "how": how})
                     return
                 await asyncio.sleep(_POLL_S)
         finally:
             receiving.cancel()
-            if not self.agent.trains:
+            if run != self._run.path:
+                # A check ends with the command that has started it.
+                self._agents.pop(run).kill()
+            elif self.agent is not None and not self.agent.trains:
                 self.agent.close_orders()
 
-    async def _pass_orders(self, channel: Channel) -> None:
+    async def _pass_orders(self, run: Path, channel: Channel) -> None:
         with contextlib.suppress(OSError, EOFError, ControlError):
             while True:
                 line = (await channel.receive()).get("line")
-                if self.agent is not None and isinstance(line, str):
-                    self.agent.send(line.encode())
+                if isinstance(line, str):
+                    self._agents[run].send(unseal_token(line.encode(), self._code))
 
-    async def _run(self, argv: list[str], channel: Channel) -> None:
+    async def _run_program(self, argv: list[str], channel: Channel) -> None:
         """Run a program whose lines go to and from the other pod; it ends with the connection."""
         process = await asyncio.create_subprocess_exec(
             *argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True

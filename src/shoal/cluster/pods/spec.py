@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -43,10 +44,12 @@ class PodsSpec:
 
 def parse_pods(text: str) -> PodsSpec:
     match = _ON.fullmatch(text)
-    settings = dict(word.split("=") for word in match[2].split(",")[1:]) if match else {}
+    words = match[2].split(",")[1:] if match else []
+    settings = {name: value for name, _, value in (word.partition("=") for word in words)}
+    has_twice = len(settings) < len(words)
     slots = settings.pop("slots", "1")
     interface = settings.pop("interface", None)
-    if match is None or settings or int(match[1]) < 1 or not re.fullmatch(r"[1-9]\d{0,2}", slots):
+    if match is None or settings or has_twice or int(match[1]) < 1 or not re.fullmatch(r"[1-9]\d{0,2}", slots):
         raise UsageError(
             f"--on {text!r} names no pods", why="they are written pods:N[,slots=N][,interface=NAME]", fix=_FIX
         )
@@ -71,17 +74,32 @@ class PodJob:
 
     def read_code(self) -> str:
         """Return the secret by which the pods know each other. The first one to come makes it."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path, deadline = self.folder / "code", time.monotonic() + _CODE_WITHIN_S
-        with (
-            suppress(FileExistsError),
-            os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file,
-        ):
-            file.write(secrets.token_hex(_CODE_LETTERS // 2))
-        while len(code := path.read_text()) < _CODE_LETTERS and time.monotonic() < deadline:
-            # The pod that makes it has not written it yet.
-            time.sleep(0.1)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with (
+                suppress(FileExistsError),
+                os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file,
+            ):
+                file.write(secrets.token_hex(_CODE_LETTERS // 2))
+            while len(code := path.read_text()) < _CODE_LETTERS:
+                # The pod that makes it has not written it yet.
+                if time.monotonic() > deadline:
+                    path.unlink(missing_ok=True)
+                    raise OSError(errno.ENODATA, "the pod that made the code could not write it")
+                time.sleep(0.1)
+        except OSError as error:
+            raise UsageError(
+                f"{self.folder} cannot be used: {error.strerror}",
+                why="the pods share the folder of the run, and each must be able to write there",
+                fix="look at the volume claim: kubectl describe pvc; all pods need ReadWriteMany, and room",
+            ) from None
         return code
+
+    @property
+    def evicted(self) -> Path:
+        """The file that shows that all ranks were stopped by the end of their pods: the next pods resume the run."""
+        return self.folder / "evicted"
 
     @property
     def end(self) -> Path:
