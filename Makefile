@@ -58,7 +58,6 @@ bench: setup ## every benchmark; one of them alone: .venv/bin/python benchmarks/
 	@touch $@
 
 docs: setup .venv-docs/made ## the site of docs/, in site/: open site/index.html; search works without a server
-	$(BIN)/python scripts/docs_pages.py
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict --site-dir $(SITE)
 
 dist: setup ## the wheel and the source archive, in dist/

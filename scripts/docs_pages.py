@@ -126,10 +126,16 @@ def paragraph(text: str, first: str = "", rest: str = "") -> str:
     return "\n".join(wrap(first + text, 118, rest))
 
 
+_MARKUP = re.compile(r"([*<[]|(?<![^\W_])_|_(?![^\W_]))")
+
+
 def escape(text: str) -> str:
-    """Return plain text with a backslash before what Markdown would read as markup; code between backquotes stays."""
+    """Return plain text with a backslash before what Markdown would read as markup; code between backquotes stays.
+
+    An underscore between two letters is none.
+    """
     parts = re.split(r"(`[^`]*`)", text)
-    return "".join(part if part.startswith("`") else re.sub(r"([*<[]|\b_|_\b)", r"\\\1", part) for part in parts)
+    return "".join(part if part.startswith("`") else _MARKUP.sub(r"\\\1", part) for part in parts)
 
 
 def code(text: str) -> str:

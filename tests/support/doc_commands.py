@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import re
@@ -175,38 +176,74 @@ class Handling:
 
     kind: Literal["quick", "long", "elsewhere", "by hand"]
     where: str = ""
+    # What that test has, where it is not the command with its options: it calls Python, or starts it in another way.
+    words: str = ""
 
 
 _INT = "tests/integration"
 # The first pattern that fits the whole line decides.
 _RULES: tuple[tuple[str, Handling], ...] = (
     # By another test.
-    (r"\S*python benchmarks/.*", Handling("elsewhere", f"{_INT}/test_benchmarks.py")),
+    (r"\S*python benchmarks/.*", Handling("elsewhere", f"{_INT}/test_benchmarks.py", "benchmarks --quick")),
     (r"\S*python examples/myths/.*", Handling("elsewhere", f"{_INT}/examples/test_myths.py")),
     (r"make test-gpu", Handling("by hand", "needs a GPU")),
     (r"make (test|test-long|test-exhaustive)", Handling("by hand", "they are the tests themselves")),
-    (r"make demo|shoal demo", Handling("elsewhere", f"{_INT}/test_bootstrap.py")),
+    (r"make demo|shoal demo", Handling("elsewhere", f"{_INT}/test_wheel.py")),
     (r"make dist", Handling("elsewhere", f"{_INT}/test_wheel.py")),
     (r"shoal emit .*", Handling("quick")),
+    # The script that emit prints starts both on the nodes of its job.
+    (
+        r"shoal (doctor|probe) .*slurm.*",
+        Handling("elsewhere", f"{_INT}/cluster/test_slurm.py", "emit slurm ready probe"),
+    ),
     (r"shoal .*slurm.*", Handling("elsewhere", f"{_INT}/cluster/test_slurm.py")),
+    (r"shoal probe .*pods:.*", Handling("by hand", "needs pods; runs/test_pods.py has doctor, train and run there")),
     (r"shoal .*pods:.*", Handling("elsewhere", f"{_INT}/runs/test_pods.py")),
     (r"shoal learn( .*)?", Handling("elsewhere", f"{_INT}/tools/test_learn.py")),
-    (r"make setup", Handling("elsewhere", f"{_INT}/test_bootstrap.py")),
+    (r"make setup", Handling("elsewhere", f"{_INT}/test_bootstrap.py", "scripts bootstrap")),
     (r"make docs", Handling("elsewhere", f"{_INT}/test_docs_site.py")),
     (r"shoal bench scaling .*device=cuda.*", Handling("by hand", "one of its rows needs a GPU, others a hosts file")),
     (r"shoal setup .*", Handling("elsewhere", f"{_INT}/cluster/test_hosts_setup.py")),
+    (r"shoal doctor .*--fix-commands", Handling("by hand", "needs machines over SSH with something to mend")),
     (r"shoal doctor .*hosts.toml.*", Handling("elsewhere", f"{_INT}/tools/test_doctor_faults_machine.py")),
     (r"shoal probe .*hosts.toml.*", Handling("by hand", "needs machines over SSH; tools/test_probe.py has a lab")),
     (r"shoal bench .*hosts.toml.*", Handling("by hand", "needs machines over SSH; tools/test_bench.py has a lab")),
+    (r"shoal train .*--profile .*", Handling("elsewhere", f"{_INT}/engine/test_auto_sync.py")),
+    (
+        r"shoal train .*--drop-slower-than .*",
+        Handling("elsewhere", f"{_INT}/agent/test_spares.py", "--drop-slower-than"),
+    ),
+    (
+        r"shoal run --on hosts.toml -m .*",
+        Handling("by hand", "the reader's module; test_measured_scripts.py has one here"),
+    ),
     (r"shoal (train|run) .*(hosts|HOSTS).toml.*", Handling("elsewhere", f"{_INT}/cluster/test_hosts_training.py")),
+    (
+        r"shoal host --machines .*",
+        Handling("by hand", "waits for machines; agent/test_joining_nodes.py has host and join"),
+    ),
+    (r"shoal join .*--script .*", Handling("elsewhere", f"{_INT}/agent/test_joining_nodes_training.py")),
     (r"shoal (host|join)\b.*", Handling("elsewhere", f"{_INT}/agent/test_joining_nodes.py")),
-    (r"shoal (train|run) .*join:.*", Handling("elsewhere", f"{_INT}/agent/test_joining_nodes_training.py")),
+    (
+        r"shoal (train|run) .*join:.*",
+        Handling("elsewhere", f"{_INT}/agent/test_joining_nodes_training.py", "--on join"),
+    ),
     (r"shoal export .*wandb.*", Handling("by hand", "needs wandb and the Internet")),
-    (r"shoal (watch .*|report .*--open)", Handling("elsewhere", f"{_INT}/tools/test_watch_page.py")),
-    (r"shoal (stop|stacks) .*", Handling("elsewhere", f"{_INT}/runs/test_stacks.py")),
-    (r"shoal (train|run) .*--(watch|detach).*", Handling("elsewhere", f"{_INT}/runs/test_detached.py")),
+    (r"shoal (watch|report) .*--open", Handling("by hand", "opens the reader's browser")),
+    (
+        r"shoal watch .*--port .*",
+        Handling("by hand", "serves other machines; unit/cli/test_watch.py reads its options"),
+    ),
+    (r"shoal watch .*--terminal", Handling("elsewhere", "tests/unit/cli/test_watch.py")),
+    (
+        r"shoal watch .*|shoal (train|run) .*--watch.*",
+        Handling("elsewhere", f"{_INT}/tools/test_watch_page.py", "--watch"),
+    ),
+    (r"shoal stop .*", Handling("elsewhere", f"{_INT}/test_other_users.py")),
+    (r"shoal stacks .*", Handling("elsewhere", f"{_INT}/runs/test_stacks.py")),
+    (r"shoal (train|run) .*--detach.*", Handling("elsewhere", f"{_INT}/runs/test_detached.py")),
     (r"shoal (train --resume|attach|logs) .*", Handling("elsewhere", f"{_INT}/runs/test_detached.py")),
-    (r"shoal report .*--pdf", Handling("elsewhere", f"{_INT}/tools/test_report_page_process.py")),
+    (r"shoal report .*--pdf", Handling("elsewhere", f"{_INT}/test_whole_runs.py", "report shared.pdf")),
     (
         r"shoal chaos (soak .*|run .*(--times|all|FILE).*)",
         Handling("by hand", "takes minutes to hours"),
@@ -214,7 +251,18 @@ _RULES: tuple[tuple[str, Handling], ...] = (
     (r"shoal chaos run .*", Handling("elsewhere", f"{_INT}/tools/test_chaos_runs.py")),
     (r"shoal run .*(-m MODULE|-m scripts\.base_train|--plan).*", Handling("by hand", "needs the reader's own project")),
     (r"shoal plan .*--calibrate.*", Handling("elsewhere", f"{_INT}/tools/test_plan_compare_process.py")),
-    (r"shoal lab .*|shoal (doctor|train) --on lab( .*)?", Handling("elsewhere", f"{_INT}/lab/test_nodes.py")),
+    (r"shoal lab up .*--sshd", Handling("elsewhere", f"{_INT}/cluster/test_hosts_setup.py", "lab sshd=True")),
+    (r"shoal lab up .*--memory .*", Handling("elsewhere", f"{_INT}/lab/test_memory.py", "running_lab memory")),
+    (
+        r"shoal lab exec switch -- ssh .*",
+        Handling("by hand", "needs the default lab with SSH; cluster/test_hosts_ssh.py has one"),
+    ),
+    (r"shoal lab exec .*", Handling("elsewhere", f"{_INT}/lab/test_nodes.py", "lab command")),
+    (r"shoal lab firewall .*", Handling("elsewhere", f"{_INT}/lab/test_faults.py", "set_firewall remove_firewall")),
+    (r"shoal lab (cut|heal|kill)\b.*", Handling("elsewhere", f"{_INT}/lab/test_faults.py")),
+    (r"shoal lab .*", Handling("elsewhere", f"{_INT}/lab/test_life.py")),
+    (r"shoal doctor --on lab", Handling("elsewhere", f"{_INT}/tools/test_doctor_faults_network.py")),
+    (r"shoal train --on lab( .*)?", Handling("elsewhere", f"{_INT}/cluster/test_lab_training.py")),
     (r"shoal train .*memory=.*", Handling("elsewhere", f"{_INT}/launch/test_memory_limit.py")),
     # Run here.
     (r"shoal (train )?--(help|version)", Handling("quick")),
@@ -227,6 +275,41 @@ _RULES: tuple[tuple[str, Handling], ...] = (
 def handling(command: DocCommand) -> Handling | None:
     """Return how a command is tried; None if nothing here says so."""
     return next((how for pattern, how in _RULES if re.fullmatch(pattern, command.line)), None)
+
+
+def words_that_matter(command: DocCommand) -> set[str]:
+    """Return what the test must have that stands for a command: the command and its options, or the words of its rule.
+
+    Settings are left out: they are read here, and the same wherever a training runs.
+    """
+    how = handling(command)
+    if how is not None and how.words:
+        return _split(how.words)
+    _, *words = command.words
+    if command.words[0] != "shoal":
+        return _split(" ".join(Path(word).stem for word in words))
+    found, path = _command_of(words)
+    assert found is not None
+    settings = {flag for one in found.parameters if one.option.setting and one.name != "on" for flag in one.flags}
+    own = words[: words.index("--")] if "--" in words else words
+    flags = {word for word in own if word.startswith("-")} - settings - {"--out", "--depth"}
+    return _split(" ".join([path, *flags]))
+
+
+def words_of_code(source: str) -> set[str]:
+    """Return the words of a test's strings and names, and none of its comments and docstrings."""
+    nodes = list(ast.walk(ast.parse(source)))
+    docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and node not in docstrings]
+    texts += [node.id for node in nodes if isinstance(node, ast.Name)]
+    texts += [node.attr for node in nodes if isinstance(node, ast.Attribute)]
+    texts += [node.arg for node in nodes if isinstance(node, ast.keyword)]
+    return _split(" ".join(map(str, texts)))
+
+
+def _split(text: str) -> set[str]:
+    """Return words in one form for options, functions and keywords: `--one-way` and `one_way` are `one` and `way`."""
+    return set(re.findall(r"[a-z0-9]+", text.lower()))
 
 
 @functools.cache

@@ -20,6 +20,8 @@ from tests.support.doc_commands import (
     handling,
     parse,
     whole_commands,
+    words_of_code,
+    words_that_matter,
     write_named_files,
 )
 from tests.support.paths import ROOT
@@ -106,6 +108,24 @@ def test_the_tests_that_stand_for_others_exist() -> None:
     assert {how.kind for how in ways} == {"quick", "long", "elsewhere", "by hand"}
     assert [how.where for how in ways if how.kind == "elsewhere" and not (ROOT / how.where).is_file()] == []
     assert all(how.where for how in ways if how.kind == "by hand")
+
+
+def test_the_tests_that_stand_for_others_have_their_words() -> None:
+    missing = []
+    for command in whole_commands():
+        if (how := handling(command)) and how.kind == "elsewhere":
+            lacks = words_that_matter(command) - words_of_code((ROOT / how.where).read_text(encoding="utf-8"))
+            missing += [f"{command.place}: {how.where} has no {', '.join(sorted(lacks))}"] if lacks else []
+    assert missing == []
+
+
+def test_a_word_in_a_comment_stands_for_no_command() -> None:
+    stop = DocCommand("docs/page.md", 1, "shoal stop RUN", is_inline=False)
+    lost = DocCommand("docs/page.md", 1, "shoal lab cut node1 node2 --one-way", is_inline=False)
+    assert words_that_matter(stop) == {"stop"}
+    assert words_that_matter(lost) == {"lab", "cut", "one", "way"}
+    assert words_of_code('"""Stop it."""\n# stop\nx = 1\n').isdisjoint({"stop"})
+    assert words_of_code("shoal('stop')\nlab.cut(a, one_way=True)\n") >= {"stop", "cut", "one", "way"}
 
 
 def has_option(source: str, flag: str) -> bool:

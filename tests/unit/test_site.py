@@ -60,6 +60,21 @@ def test_a_new_pattern_and_a_new_check_appear() -> None:
     assert "- `other.check`: is also made" in page
 
 
+def test_text_of_the_program_is_no_markup() -> None:
+    page = SCRIPT.troubleshooting_page(
+        (Pattern("x.y", ("a line",), cause="if __name__ == '__main__': a_b", fix="_c_ *"),), {}
+    )
+    assert r"if \_\_name\_\_ == '\_\_main\_\_': a_b. *Fix:* \_c\_ \*." in " ".join(page.split())
+
+
+def test_building_the_site_writes_none_of_its_pages() -> None:
+    """A page that is not current would otherwise pass, because the test of the site builds it in this tree."""
+    rules = re.split(r"(?m)^(?=\S)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    [recipe] = [rule for rule in rules if rule.startswith("docs:")]
+    assert "mkdocs build" in recipe
+    assert "docs_pages" not in recipe
+
+
 def test_every_explanation_and_check_is_in_one_section() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     assert "Everything else" not in page

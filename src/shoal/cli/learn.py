@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.text import Text
 from shoal.cli.command import command
 from shoal.cli.options import Option, argument
 from shoal.cli.output import as_command, make_console, print_json, print_paragraph, print_table, shown, stdout_console
-from shoal.errors import UsageError
+from shoal.errors import DataError, Interrupted, UsageError
 from shoal.units import format_duration, pluralize
 
 # Imported inside functions: the list of lessons must not wait for numpy.
@@ -64,6 +65,12 @@ def learn(
     """
     from shoal.tools.learn.lesson import find_lesson, find_lessons
 
+    if out.exists() and not out.is_dir():
+        raise UsageError(
+            f"--out {out} is not a folder", why="results are kept in a folder", fix="name another: --out learn"
+        )
+    options = [word for folder in from_ or () for word in ("--from", str(folder))]
+    options += ["--out", str(out)] if out != Path("learn") else []
     if lesson in (None, "report"):
         _refuse_options(lesson, {"--answer": answer, "--yes": yes, "--quick": quick})
     out = out.absolute()
@@ -71,9 +78,9 @@ def learn(
         return _write_report(out, json)
     lessons = find_lessons(from_ or [])
     if lesson is None:
-        _list_lessons(lessons, out, json)
+        _list_lessons(lessons, out, json, options)
         return 0
-    return _play(find_lesson(lesson, lessons), lessons, out, answer or [], yes, quick, json)
+    return _play(find_lesson(lesson, lessons), lessons, out, answer or [], yes, quick, json, options)
 
 
 def _refuse_options(lesson: str | None, given: dict[str, Any]) -> None:
@@ -89,12 +96,12 @@ def _refuse_options(lesson: str | None, given: dict[str, Any]) -> None:
 # The list
 
 
-def _list_lessons(lessons: dict[int, LessonFolder], out: Path, json: bool) -> None:
-    from shoal.tools.learn.judge import read_result, result_path
+def _list_lessons(lessons: dict[int, LessonFolder], out: Path, json: bool, options: list[str]) -> None:
+    from shoal.tools.learn.judge import read_results
 
-    results = {number: read_result(result_path(out, number)) for number in lessons}
+    results = read_results(out)
     if json:
-        print_json({"lessons": [_list_document(one.lesson, results[number]) for number, one in lessons.items()]})
+        print_json({"lessons": [_list_document(one.lesson, results.get(number)) for number, one in lessons.items()]})
         return
     console = stdout_console()
     rows = [
@@ -103,37 +110,47 @@ def _list_lessons(lessons: dict[int, LessonFolder], out: Path, json: bool) -> No
             one.lesson.title,
             format_duration(one.lesson.seconds),
             ", ".join(one.lesson.needs),
-            _progress(results[number]),
+            _progress(results.get(number)),
         )
         for number, one in lessons.items()
     ]
     print_table(("", "lesson", "takes", "needs", "progress"), rows, right=(0, 2), console=console)
-    passed = sum(result is not None and result.was_passed for result in results.values())
+    to_do = [number for number in lessons if not _was_passed(results.get(number))]
     console.print()
-    print_paragraph(f"{passed} of {pluralize(len(lessons), 'lesson')} passed; results are in {shown(out)}", console)
-    following = next((number for number, result in results.items() if result is None or not result.was_passed), None)
-    words = ("learn", "report") if following is None else ("learn", str(following))
-    console.print(f"next: {as_command(*words)}", soft_wrap=True, markup=False)
+    for error in results.values():
+        if isinstance(error, DataError):
+            print_paragraph(escape(f"damaged: {error.seen}; {error.fix}"), console)
+    counts = f"{len(lessons) - len(to_do)} of {pluralize(len(lessons), 'lesson')} passed"
+    print_paragraph(f"{counts}; results are in {shown(out)}", console)
+    following = str(to_do[0]) if to_do else "report"
+    console.print(f"next: {as_command('learn', following, *options)}", soft_wrap=True, markup=False)
 
 
-def _progress(result: LessonResult | None) -> Text:
+def _was_passed(result: LessonResult | DataError | None) -> bool:
+    return result is not None and not isinstance(result, DataError) and result.was_passed
+
+
+def _progress(result: LessonResult | DataError | None) -> Text:
     if result is None:
         return Text("–")
+    if isinstance(result, DataError):
+        return Text("damaged", "red")
     if result.was_passed:
         return Text("passed", "green")
     return Text(_NOISY, "yellow") if result.verdict == "too noisy" else Text("not passed", "red")
 
 
-def _list_document(lesson: Lesson, result: LessonResult | None) -> dict[str, Any]:
+def _list_document(lesson: Lesson, result: LessonResult | DataError | None) -> dict[str, Any]:
+    tried = None if isinstance(result, DataError) else result
     return {
         "number": lesson.number,
         "title": lesson.title,
         "seconds": lesson.seconds,
         "needs": list(lesson.needs),
         "predictions": [question.model_dump(mode="json", exclude_defaults=True) for question in lesson.predict],
-        "tries": 0 if result is None else len(result.tries),
-        "verdict": None if result is None else result.verdict,
-        "passed": result is not None and result.was_passed,
+        "tries": 0 if tried is None else len(tried.tries),
+        "verdict": "damaged" if isinstance(result, DataError) else tried and tried.verdict,
+        "passed": _was_passed(result),
     }
 
 
@@ -148,7 +165,9 @@ def _play(
     yes: bool,
     quick: bool,
     json: bool,
+    options: list[str],
 ) -> int:
+    from shoal.tools.learn.experiment import END_SIGNALS
     from shoal.tools.learn.judge import read_answers
     from shoal.tools.learn.run import check_needs, play
 
@@ -161,7 +180,7 @@ def _play(
         answers = read_answers(lesson, words)
     elif lesson.predict and not yes and not sys.stdin.isatty():
         read_answers(lesson, words)
-    check_needs(folder)
+    check_needs(lesson, out)
     _print_question(lesson, console)
     if not yes and not words:
         try:
@@ -170,12 +189,21 @@ def _play(
             console.print()
             read_answers(lesson, words)
     warn = lambda sentence: print_paragraph(f"[yellow]{sentence}[/]", console)  # noqa: E731
-    result = play(folder, out, answers, _make_display(console), warn, is_quick=quick, takes_theory=yes)
+    again = as_command("learn", str(lesson.number), *options)
+    for signum in END_SIGNALS:
+        # nohup ignores SIGHUP.
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, signal.default_int_handler)
+    try:
+        result = play(folder, out, answers, _make_display(console), warn, is_quick=quick, takes_theory=yes)
+    except KeyboardInterrupt:
+        seen = f"lesson {lesson.number} was interrupted; what it had started has ended, and the try does not count"
+        raise Interrupted(seen, fix=again) from None
     if json:
         print_json(result.model_dump(mode="json"))
     else:
-        following = min((number for number in lessons if number > lesson.number), default=None)
-        print_result(result, out, console, following)
+        following = next((str(number) for number in lessons if number > lesson.number), "report")
+        print_result(result, out, console, again, as_command("learn", following, *options))
     return 0 if result.is_passed else 1
 
 
@@ -227,7 +255,7 @@ def wrap_command(text: str, width: int) -> str:
     return " \\\n    ".join(lines)
 
 
-def print_result(result: LessonResult, out: Path, console: Console, following: int | None) -> None:
+def print_result(result: LessonResult, out: Path, console: Console, again: str, onward: str) -> None:
     """Print prediction, theory and measurement in a line each, the verdict, why, and what to do next."""
     console.print()
     if result.predictions:
@@ -254,7 +282,6 @@ def print_result(result: LessonResult, out: Path, console: Console, following: i
     folder, picture = out / result.folder, out / result.picture
     lines = [f"runs:    {shown(folder)}", f"result:  {shown(out / f'{result.number:02}.json')}"]
     lines[1:1] = [f"picture: {shown(picture)}"] if picture.is_file() else []
-    again, onward = as_command("learn", str(result.number)), as_command("learn", str(following or "report"))
     if result.is_passed:
         lines.append(f"next:    {onward}")
     else:

@@ -33,6 +33,7 @@ class LinkSheet:
     source: str
     usual: str = "laptop"  # the machine that a plan assumes when none is named
     is_shared_medium: bool = False  # one medium for all nodes and both directions
+    peers: int = 1  # of a rank that has such a link to each of them
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class MachineSheet:
 _FRAMES = "TCP payload of 1,500-byte frames is 94.1% of the rate (1,448 of 1,538 bytes)"
 _NCCL_NET = "latency: NCCL's own estimate for a network message, 14 µs (tuning.cc)"
 _NVLINK = "NVLink 4: 450 GB/s each way, 370 with its protocol (nccl-tests issue 212)"
-_XGMI = "MI300X: seven links of 64 GB/s, 48 usable (AMD, ROCm blog on RCCL and xGMI)"
+_XGMI = "MI300X: a link of 64 GB/s to each of seven peers, 48 usable (AMD, ROCm blog on RCCL and xGMI)"
 _PCIE = "PCIe 4.0 ×16: 31.5 GB/s each way; 0.8 assumed; latency: NCCL's tuning.cc"
 
 LINKS = {
@@ -95,7 +96,7 @@ LINKS = {
         LinkSheet("100gbe", 100e9, 0.94, 1.4e-5, f"{_FRAMES}; {_NCCL_NET}", "h100"),
         LinkSheet("400gbe", 400e9, 0.94, 1.4e-5, f"{_FRAMES}; {_NCCL_NET}", "h100"),
         LinkSheet("nvlink", 3600e9, 0.82, 3.4e-6, _NVLINK, "h100"),
-        LinkSheet("xgmi", 3584e9, 0.75, 3.4e-6, _XGMI, "mi300x"),
+        LinkSheet("xgmi", 512e9, 0.75, 3.4e-6, _XGMI, "mi300x", peers=7),
         LinkSheet("pcie", 252e9, 0.8, 5.7e-6, _PCIE, "rtx4070"),
         LinkSheet("loopback", 100e9, 1.0, 1e-5, "no wire: what moves the bytes is the limit"),
     )
@@ -312,7 +313,8 @@ def ring(links: tuple[LinkSheet, ...], stack: CommStack, given: SheetOverrides) 
     if given.latency is not None:
         latency_s = parse_delay(given.latency)
     later = tuple(ring((other,), stack, given) for other in links[1:])
-    return RingNetwork(bytes_per_s, latency_s, stack.cores_per_byte_s, link.is_shared_medium, stack.trees, later)
+    shared, trees = link.is_shared_medium, stack.trees
+    return RingNetwork(bytes_per_s, latency_s, stack.cores_per_byte_s, shared, trees, later, link.peers)
 
 
 def describe(links: tuple[LinkSheet, ...], machines: tuple[MachineSheet, ...], setting: ClusterModel) -> str:
@@ -330,7 +332,8 @@ def describe_ring(network: RingNetwork) -> str:
     links = (network, *network.later)
     rate = format_si(min(link.bytes_per_s for link in links), "B/s")
     slowest = "as the slowest of these links, " if len({link.bytes_per_s for link in links}) > 1 else ""
-    return f"{slowest}{rate}, {format_duration(max(link.latency_s for link in links))} a message"
+    peers = f" to each of {network.peers} peers" if network.peers > 1 else ""
+    return f"{slowest}{rate}{peers}, {format_duration(max(link.latency_s for link in links))} a message"
 
 
 def positive(flag: str, value: float, most: float = 1e18) -> float:

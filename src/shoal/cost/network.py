@@ -215,13 +215,18 @@ class RingNetwork:
     trees: bool = False
     # The links of the second node and of further ones; those beyond the last are like it.
     later: tuple[RingNetwork, ...] = ()
+    # Of a rank that has such a link to each of them: N ranks use N−1 of these links.
+    peers: int = 1
 
     def wire(self, world_size: int) -> LinkSpeed:
         """Return the slowest link of these nodes: all of them carry the same bytes, and each round waits for it."""
         links = (self, *self.later)[:world_size]
         on_air = sum(link.is_shared_medium for link in links)
         on_air += (world_size - len(links)) * links[-1].is_shared_medium
-        rates = (link.bytes_per_s / (2 * on_air if link.is_shared_medium else 1) for link in links)
+        rates = (
+            link.bytes_per_s * max(1, min(world_size - 1, link.peers)) / (2 * on_air if link.is_shared_medium else 1)
+            for link in links
+        )
         return LinkSpeed(min(rates), max(link.latency_s for link in links))
 
     def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: float) -> ExchangeCost:
@@ -252,8 +257,8 @@ class NodesNetwork:
             return self.inside.all_reduce(world_size, buffer_bytes, element_bytes)
         if not self.hierarchical:
             wire = self.between.wire(nodes)
-            slower = min(wire.bytes_per_s, self.inside.bytes_per_s)
-            flat = replace(self.between, bytes_per_s=slower, latency_s=wire.latency_s, is_shared_medium=False, later=())
+            slower = min(wire.bytes_per_s, self.inside.wire(self.ranks_per_node).bytes_per_s)
+            flat = RingNetwork(slower, wire.latency_s, self.between.cores_per_byte_s, trees=self.between.trees)
             return flat.all_reduce(world_size, buffer_bytes, element_bytes)
         inner = self.inside.all_reduce(self.ranks_per_node, buffer_bytes, element_bytes)
         outer = self.between.all_reduce(nodes, buffer_bytes, element_bytes)

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from shoal.tools.learn.lesson import find_lessons
 from tests.support.lessons import silent
 from tests.support.needs import HEAVY, need_tool
 from tests.support.programs import shoal
+from tests.support.waiting import wait_until
 
 # A lesson of minutes in its full form, on a machine that other tests keep busy.
 pytestmark = pytest.mark.timeout(330)
@@ -50,6 +55,14 @@ def run(experiment: Experiment) -> Result:
     said = experiment.python("-c", "print(3)").out
     return Result({"rows": float(said)}, {"rows": float(len(rows))}, figures={"rows": len(rows)})
 """
+
+
+def write_course(parent: Path, check: str) -> Path:
+    folder = parent / "course" / "machines"
+    folder.mkdir(parents=True)
+    (folder / "lesson.toml").write_text(OWN_TOML)
+    (folder / "check.py").write_text(check)
+    return folder
 
 
 def learn(folder: Path, *words: str | Path, code: int = 0) -> dict[str, Any]:
@@ -98,6 +111,43 @@ def test_a_command_that_does_not_end_ends_the_lesson(
     assert caught.value.why.startswith(why)
 
 
+# A command that needs a second to remove what it has made, and would leave it after a second signal.
+SLOW = """
+import pathlib, time
+pathlib.Path("made").touch()
+try:
+    time.sleep(100)
+except KeyboardInterrupt:
+    time.sleep(1)
+    pathlib.Path("made").unlink()
+"""
+SLOW_CHECK = f"""
+def run(experiment):
+    experiment.at_end("--version")
+    experiment.python("-c", {SLOW!r})
+"""
+
+
+@pytest.mark.parametrize(
+    ("signum", "reaches_all"),
+    [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGHUP, True)],
+)
+def test_an_interrupted_command_cleans_up(signum: signal.Signals, reaches_all: bool, tmp_path: Path) -> None:
+    """Ctrl-C and a closed terminal reach all processes, `kill` only the first; then what at_end names is run."""
+    folder = write_course(tmp_path, SLOW_CHECK)
+    words = ("learn", "100", "--from", folder, "--yes")
+    argv = [sys.executable, "-P", "-m", "shoal", *map(str, words)]
+    process = subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    made = tmp_path / "learn/100/try-1/made"
+    wait_until(made.exists)
+    (os.killpg if reaches_all else os.kill)(process.pid, signum)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert "what it had started has ended" in error
+    assert not made.exists()
+    assert (made.parent / "commands/02.out").read_text().startswith("shoal ")
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("right", "wrong", "gap"),
@@ -120,10 +170,7 @@ def test_a_wrong_filling_of_a_gap_is_named(right: str, wrong: str, gap: str, tmp
 
 
 def test_a_lesson_of_another_folder_is_played(tmp_path: Path) -> None:
-    folder = tmp_path / "course" / "machines"
-    folder.mkdir(parents=True)
-    (folder / "lesson.toml").write_text(OWN_TOML)
-    (folder / "check.py").write_text(OWN_CHECK)
+    folder = write_course(tmp_path, OWN_CHECK)
     words = ("100", "--from", tmp_path / "course")
     assert learn(tmp_path, *words, "--answer", "3")["verdict"] == "passed"
     wrong = learn(tmp_path, *words, "--answer", "4", code=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +28,7 @@ def result_of(out: Path, cores: float = 0.0, **answers: Value) -> LessonResult:
     slow = Check("the exchange took no longer than 2 s", is_met=False, seen="3 s", is_timing=True)
     values: dict[str, Value] = {"two": 6.65, "three": 8.87}
     result = Result(values, values, [check, slow], figures)
-    return make_result(shoal_lesson(2).lesson, result, experiment, out, began=1e9)
+    return make_result(shoal_lesson(2), result, experiment, out, began=1e9)
 
 
 @pytest.fixture
@@ -41,7 +43,13 @@ def test_a_result_fits_the_terminal(
     narrow: Callable[[], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    print_result(result_of(tmp_path / "learn", 0.6, two=13.3, three=8.87), tmp_path / "learn", stdout_console(), 3)
+    print_result(
+        result_of(tmp_path / "learn", 0.6, two=13.3, three=8.87),
+        tmp_path / "learn",
+        stdout_console(),
+        "shoal learn 2",
+        "shoal learn 3",
+    )
     lines = narrow()
     assert [line for line in lines if cell_len(line.rstrip()) > 60 and not line.startswith(("next:", "again:"))] == []
     text = " ".join(" ".join(lines).split())
@@ -54,7 +62,7 @@ def test_a_result_fits_the_terminal(
 
 def test_nothing_is_explained_with_times_that_others_have_spoiled(tmp_path: Path) -> None:
     """Figures such as -218 ms stood in confident sentences, below "too noisy"."""
-    lesson, answers = shoal_lesson(2).lesson, {"two": 6.65, "three": 8.87}
+    lesson, answers = shoal_lesson(2), {"two": 6.65, "three": 8.87}
     figures = dict.fromkeys(("gradients", "two", "three", "many", "excess"), 6.65)
     said = {}
     for is_met in (True, False):
@@ -93,6 +101,94 @@ def test_the_list_shows_progress(
     assert "not passed" in out
     assert "0 of " in out
     assert out.endswith("learn 1\n")
+    (tmp_path / "learn/02.json").write_text("{")
+    assert run(["learn"], debug=False) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "damaged: " in out
+    assert "mv learn/02.json learn/02.json.bad" in out.replace(f"{tmp_path}/", "")
+    assert run(["learn", "--json"], debug=False) == 0
+    [listed] = [one for one in json.loads(capsys.readouterr().out)["lessons"] if one["number"] == 2]
+    assert (listed["verdict"], listed["passed"]) == ("damaged", False)
+
+
+CHECK = """
+from shoal.tools.learn.experiment import Result
+def run(experiment):
+    {does}
+    return Result({{"a": 1.0}})
+"""
+TOML = """
+number = {number}
+title = "t"
+seconds = 1
+question = "q"
+theory = "t"
+explanation = "e"
+cluster = "c"
+[[predict]]
+name = "a"
+label = "a"
+ask = "a?"
+kind = "number"
+"""
+
+
+@pytest.fixture
+def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two lessons of another folder, and --out elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shoal.tools.learn.experiment.busy_cores", lambda: 0.0)
+    for number in (100, 101):
+        folder = tmp_path / "my course" / str(number)
+        folder.mkdir(parents=True)
+        (folder / "lesson.toml").write_text(TOML.format(number=number))
+        (folder / "check.py").write_text(CHECK.format(does="pass"))
+    return tmp_path / "my course"
+
+
+OPTIONS = ("--from", "my course", "--out", "mine")
+
+
+def test_the_next_command_has_the_same_folders(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = {}
+    for answer, code in (("9", 1), ("1", 0)):
+        assert run(["learn", "100", *OPTIONS, "--answer", answer], debug=False) == code
+        lines[answer] = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("again:", "next:"))]
+    folders = "--from 'my course' --out mine"
+    assert [line.partition("learn ")[2] for line in lines["9"]] == [f"100 {folders}", f"101 {folders}"]
+    assert [line.partition("learn ")[2] for line in lines["1"]] == [f"101 {folders}"]
+    assert run(["learn", *OPTIONS], debug=False) == 0
+    assert capsys.readouterr().out.endswith(f"learn 1 {folders}\n")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_interrupts_a_lesson(signum: signal.Signals, course: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (course / "100/check.py").write_text(CHECK.format(does=f"__import__('signal').raise_signal({signum.value})"))
+    before = {one: signal.getsignal(one) for one in signal.Signals if one in (2, 15, 1)}
+    try:
+        assert run(["learn", "100", *OPTIONS, "--yes"], debug=False) == 130
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    error = capsys.readouterr().err
+    assert "lesson 100 was interrupted" in error
+    assert "learn 100 --from 'my course' --out mine" in error
+    assert not (course.parent / "mine/100.json").exists()
+
+
+def test_a_mistake_of_a_lesson_is_no_bug_in_shoal(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (course / "100/check.py").write_text("def run(experiment):\n    return 1 / 0\n")
+    assert run(["learn", "100", *OPTIONS, "--yes"], debug=False) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "my course/100/check.py:2: ZeroDivisionError" in error
+    assert "bug in shoal" not in error
+
+
+def test_a_file_is_no_folder_for_results(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine").write_text("")
+    for words in ((), ("100", "--yes"), ("report",)):
+        assert run(["learn", *words, *OPTIONS], debug=False) == 2
+        assert "is not a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -101,6 +197,8 @@ def test_the_list_shows_progress(
         (["77"], "there is no lesson 77"),
         (["two"], "there is no lesson two"),
         (["2"], "lesson 2 asks for 2 predictions; given: 0"),
+        (["2", "--answer", "6,65"], "write 6.65"),
+        (["2", "--answer", "nan", "--answer", "1"], "'nan' is not a number"),
         (["2", "--answer", "6.65"], "lesson 2 asks for 2 predictions; given: 1"),
         (["2", "--answer", "6.65", "--answer", "many"], "'many' is not a number"),
         (["2", "--answer", "6.65", "--yes"], "--yes does not go with --answer"),

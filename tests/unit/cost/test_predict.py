@@ -16,11 +16,14 @@ from shoal.cost.batch_plan import BatchPlan
 from shoal.cost.data_sheets import (
     LINKS,
     MACHINES,
+    NCCL,
     SheetOverrides,
     SheetSpeed,
+    describe_ring,
     find_link,
     find_machines,
     make_cluster_model,
+    ring,
 )
 from shoal.cost.model_size import grad_bytes
 from shoal.cost.network import LinkSpeed, NodesNetwork, RingNetwork, collective_s, payload_factor
@@ -92,9 +95,9 @@ def test_reduce_scatter_and_all_gather_add_up_to_all_reduce(world: int, size: fl
 
 
 def test_trees_are_used_for_large_worlds_where_allowed() -> None:
-    ring, with_trees = RingNetwork(1e9, 1e-4), RingNetwork(1e9, 1e-4, trees=True)
-    assert with_trees.all_reduce(2, 1e8, 4) == ring.all_reduce(2, 1e8, 4)
-    assert with_trees.all_reduce(1000, 1e6, 4).seconds < 0.1 * ring.all_reduce(1000, 1e6, 4).seconds
+    plain, with_trees = RingNetwork(1e9, 1e-4), RingNetwork(1e9, 1e-4, trees=True)
+    assert with_trees.all_reduce(2, 1e8, 4) == plain.all_reduce(2, 1e8, 4)
+    assert with_trees.all_reduce(1000, 1e6, 4).seconds < 0.1 * plain.all_reduce(1000, 1e6, 4).seconds
 
 
 def test_a_hierarchical_all_reduce_reduces_inside_nodes_first() -> None:
@@ -113,6 +116,16 @@ def test_wireless_ranks_share_the_air_time() -> None:
     cable, air = RingNetwork(1e8, 0.0), RingNetwork(1e8, 0.0, is_shared_medium=True)
     assert air.all_reduce(2, 1e8, 4).seconds == pytest.approx(4 * cable.all_reduce(2, 1e8, 4).seconds)
     assert air.all_reduce(3, 1e8, 4).seconds == pytest.approx(6 * cable.all_reduce(3, 1e8, 4).seconds)
+
+
+def test_two_gpus_share_one_of_the_links_that_eight_have() -> None:
+    one, seven = RingNetwork(48e9, 0.0), ring((LINKS["xgmi"],), NCCL, SheetOverrides(latency="0ms"))
+    for ranks, links in ((2, 1), (3, 2), (8, 7), (16, 7)):
+        assert seven.wire(ranks).bytes_per_s == pytest.approx(links * one.bytes_per_s)
+    assert seven.all_reduce(2, 1e9, 2).seconds == pytest.approx(one.all_reduce(2, 1e9, 2).seconds)
+    assert describe_ring(seven) == "48 GB/s to each of 7 peers, 0 µs a message"
+    flat = NodesNetwork(4, seven, RingNetwork(1e12, 0.0))
+    assert flat.all_reduce(8, 1e9, 2).seconds == pytest.approx(1.75 * 1e9 / (3 * 48e9))
 
 
 # The slowest rank

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -32,7 +33,10 @@ Display: TypeAlias = Callable[[str], AbstractContextManager[Callable[[str], None
 
 # A lesson takes at most three minutes, so a command that takes longer hangs.
 _TIMEOUT_S = 300.0
+_CLEAN_UP_S = 15.0
 _POLL_S = 0.1
+# They end a lesson as Ctrl-C does.
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOAD_S = 0.5
 
 
@@ -148,7 +152,13 @@ class Experiment:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._at_end.close()
+        # A second Ctrl-C must not leave half of a lab.
+        before = {signum: signal.signal(signum, signal.SIG_IGN) for signum in END_SIGNALS}
+        try:
+            self._at_end.close()
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
 
     def steps(self, full: int, quick: int) -> str:
         """Return how many steps a training has, as a word of a command."""
@@ -179,7 +189,15 @@ class Experiment:
 
     def at_end(self, *words: str) -> None:
         """Run `shoal WORDS` when the experiment has ended, also if it fails: to remove a lab."""
-        self._at_end.callback(self.shoal, *words, codes=range(256))
+        self._at_end.callback(self._clean_up, words)
+
+    def _clean_up(self, words: Sequence[str]) -> None:
+        try:
+            self.shoal(*words, codes=range(256))
+        except OSError:
+            # The terminal was closed, so that nothing can be shown.
+            self._display = lambda _: contextlib.nullcontext(lambda _: None)
+            self.shoal(*words, codes=range(256))
 
     def note_load(self, cores: float | None) -> None:
         """Note how many cores other programs kept busy during a measurement."""
@@ -216,7 +234,8 @@ class Experiment:
         """Run a program; its output is kept in `commands/` of the folder. Tests replace this by recorded output."""
         logs = self.folder / "commands"
         logs.mkdir(exist_ok=True)
-        out, err = (logs / f"{len(self.commands) + 1:02}.{name}" for name in ("out", "err"))
+        number = len(list(logs.glob("*.out"))) + 1  # an interrupted command is not in `commands`
+        out, err = (logs / f"{number:02}.{name}" for name in ("out", "err"))
         began = time.monotonic()
         with out.open("wb") as out_file, err.open("wb") as err_file:
             process = subprocess.Popen(
@@ -226,6 +245,7 @@ class Experiment:
                 stdin=subprocess.DEVNULL,
                 stdout=out_file,
                 stderr=err_file,
+                process_group=0,  # so that Ctrl-C at the terminal reaches it once, from here
             )
             try:
                 while process.poll() is None:
@@ -233,14 +253,8 @@ class Experiment:
                         raise self._too_slow(shown, err)
                     update(_last_lines(_read(err), 1))
                     time.sleep(_POLL_S)
-            except BaseException:
-                # Ctrl-C reaches the process too; it gets the time to clean up.
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(20)
-                process.kill()
-                process.wait()
-                raise
+            finally:
+                _end(process)
         return FinishedCommand(shown, process.returncode, _read(out), _read(err), time.monotonic() - began)
 
     def _too_slow(self, shown: str, err: Path) -> RunFailed:
@@ -261,6 +275,18 @@ def busy_cores() -> float:
     before = counters.read_busy_s(cpus)
     time.sleep(_LOAD_S)
     return (counters.read_busy_s(cpus) - before) / _LOAD_S
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a command that still runs as Ctrl-C does, and give it the time to remove what it has made."""
+    try:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(signum)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_CLEAN_UP_S)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _read(path: Path) -> str:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from shoal.errors import ConfigError, DataError, UsageError
 from shoal.run_folder import write_atomically
 from shoal.tools.learn.experiment import Experiment, Result, Value
-from shoal.tools.learn.lesson import Lesson, Question
+from shoal.tools.learn.lesson import Lesson, LessonFolder, Question
 from shoal.units import pluralize
 
 # Of one prediction or check.
@@ -96,23 +96,25 @@ class LessonResult(LessonRecord):
 def read_answers(lesson: Lesson, words: Sequence[str]) -> dict[str, Value]:
     """Return the predictions of `--answer`, in the order of the questions, or as NAME=WORD."""
     names = [question.name for question in lesson.predict]
-    if len(words) == 1 and len(names) > 1 and words[0].count(",") == len(names) - 1:
-        words = words[0].split(",")
-    given: dict[str, str] = {}
+    given: dict[str, list[Value]] = {name: [] for name in names}
     for number, word in enumerate(words):
         name, equals, value = word.partition("=")
-        if equals and name in names:
-            given[name] = value
-        elif number < len(names):
-            given[names[number]] = word
-    if len(given) != len(names) or len(words) != len(names):
+        if not equals or name not in given:
+            name, value = names[number] if number < len(names) else "", word
+        if name:
+            given[name].append(lesson.predict[names.index(name)].read(value))
+    if len(words) != len(names) or not all(given.values()):
+        counts = {name: len(values) for name, values in given.items()}
+        twice = [f"twice: {name}" for name, count in counts.items() if count > 1]
+        missing = [f"missing: {name}" for name, count in counts.items() if not count and words]
         asked = "; ".join(f"{question.name}: {question.ask}" for question in lesson.predict) or "nothing"
         raise UsageError(
-            f"lesson {lesson.number} asks for {pluralize(len(names), 'prediction')}; given: {len(words)}",
+            f"lesson {lesson.number} asks for {pluralize(len(names), 'prediction')}; given: "
+            + "; ".join([str(len(words)), *twice, *missing]),
             why=f"it asks for: {asked}",
             fix=" ".join([f"shoal learn {lesson.number}", *(f"--answer {name.upper()}" for name in names)]),
         )
-    return {question.name: question.read(given[question.name]) for question in lesson.predict}
+    return {name: value for name, [value] in given.items()}
 
 
 def judge(lesson: Lesson, result: Result, experiment: Experiment) -> tuple[list[JudgedPrediction], list[JudgedCheck]]:
@@ -170,13 +172,13 @@ def verdict_of(judged: Sequence[JudgedRecord]) -> LessonVerdict:
     return "not passed" if "wrong" in judgements else "too noisy" if "too noisy" in judgements else "passed"
 
 
-def explain_lesson(lesson: Lesson, figures: Mapping[str, Value]) -> str:
+def explain_lesson(folder: LessonFolder, figures: Mapping[str, Value]) -> str:
     """Return the explanation with the figures of this try."""
     try:
-        return lesson.explanation.format(**figures)
-    except (KeyError, IndexError, ValueError) as error:
+        return folder.lesson.explanation.format(**figures)
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"the explanation of lesson {lesson.number} has a field that cannot be filled: {error}",
+            f"{folder.place_of('explanation')}: the explanation has a field that cannot be filled: {error}",
             why=f"its check returned the figures {', '.join(figures) or '(none)'}",
             fix="name one of them in lesson.toml, or add it in check.py: Result(…, figures={…})",
         ) from None
@@ -186,8 +188,9 @@ def result_path(out: Path, number: int) -> Path:
     return out / f"{number:02}.json"
 
 
-def make_result(lesson: Lesson, result: Result, experiment: Experiment, out: Path, began: float) -> LessonResult:
+def make_result(folder: LessonFolder, result: Result, experiment: Experiment, out: Path, began: float) -> LessonResult:
     """Judge the lesson and add this try to those before."""
+    lesson = folder.lesson
     predictions, checks = judge(lesson, result, experiment)
     verdict = verdict_of([*predictions, *checks])
     before = read_result(result_path(out, lesson.number))
@@ -206,7 +209,7 @@ def make_result(lesson: Lesson, result: Result, experiment: Experiment, out: Pat
         predictions=predictions,
         checks=checks,
         theory=lesson.theory,
-        explanation=_SPOILED if is_spoiled else explain_lesson(lesson, result.figures),
+        explanation=_SPOILED if is_spoiled else explain_lesson(folder, result.figures),
         cluster=lesson.cluster,
         commands=[CommandRecord(command=one.command, seconds=round(one.seconds, 2)) for one in experiment.commands],
         other_programs_cores=round(experiment.other_cores, 2),
@@ -237,10 +240,16 @@ def read_result(path: Path) -> LessonResult | None:
         ) from None
 
 
-def read_results(out: Path) -> list[LessonResult]:
-    """Return the results of all lessons that were tried, by number."""
-    results = [read_result(path) for path in sorted(out.glob("[0-9]*.json"))]
-    return sorted((result for result in results if result is not None), key=lambda result: result.number)
+def read_results(out: Path) -> dict[int, LessonResult | DataError]:
+    """Return the results of all lessons that were tried, by number. A damaged one is an error, beside the others."""
+    results: dict[int, LessonResult | DataError] = {}
+    for number, path in sorted((int(path.stem), path) for path in out.glob("*.json") if path.stem.isdecimal()):
+        try:
+            if result := read_result(path):
+                results[number] = result
+        except DataError as error:
+            results[number] = error
+    return results
 
 
 def next_folder(out: Path, number: int) -> Path:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import math
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,7 +17,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from shoal.config.presets import did_you_mean
-from shoal.errors import ConfigError, UsageError
+from shoal.errors import ConfigError, ShoalError, UsageError
 from shoal.tools.learn.experiment import Experiment, Result, Value
 from shoal.units import format_number, format_spans, to_spans
 
@@ -23,6 +26,7 @@ LESSONS = Path(__file__).with_name("lessons")
 # Units that stand beside the number.
 _CLOSE = ("", "%", "×")
 _WITHIN = re.compile(r"(\d+(?:\.\d+)?)(%|x|)")
+_DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 
 
 class Question(BaseModel):
@@ -36,6 +40,7 @@ class Question(BaseModel):
     kind: Literal["number", "choice", "text"]  # a text is kept and not judged
     unit: str = ""
     choices: tuple[str, ...] = ()
+    pattern: re.Pattern[str] | None = None  # what a text must match, before the experiment
     # How near a number must be: "5%", "2x" (between half and double), or "15" (in its unit).
     within: str = "5%"
     # Whether other programs on the machine change the measured value.
@@ -52,19 +57,15 @@ class Question(BaseModel):
     def _has_choices(self) -> Question:
         if (self.kind == "choice") != bool(self.choices):
             raise ValueError('choices = ["yes", "no"] belong to kind = "choice"')
+        if self.pattern is not None and self.kind != "text":
+            raise ValueError('a pattern belongs to kind = "text"')
         return self
 
     def read(self, text: str) -> Value:
         """Return what was typed as a value of this kind; refuse what is none."""
         text = text.strip()
         if self.kind == "number":
-            try:
-                return float(text.removesuffix(self.unit).strip())
-            except ValueError:
-                unit = f" in {self.unit}" if self.unit else ""
-                raise UsageError(
-                    f"{text!r} is not a number", why=f"{self.label}: {self.ask}", fix=f"a number{unit}, such as 12.5"
-                ) from None
+            return self._read_number(text)
         if self.kind == "choice":
             meant = [choice for choice in self.choices if choice.lower().startswith(text.lower())] if text else []
             exact = [choice for choice in meant if choice.lower() == text.lower()]
@@ -74,7 +75,20 @@ class Question(BaseModel):
                     f"{text!r} is none of the answers", why=f"{self.label}: {self.ask}", fix=f"answer one of: {words}"
                 )
             return (exact or meant)[0]
+        if self.pattern is not None and not self.pattern.fullmatch(text):
+            raise UsageError(f"{text!r} does not have the form of an answer to {self.label}", fix=f"give {self.ask}")
         return text
+
+    def _read_number(self, text: str) -> float:
+        number = text.removesuffix(self.unit).strip()
+        with contextlib.suppress(ValueError):
+            if math.isfinite(value := float(number)):
+                return value
+        unit = f" in {self.unit}" if self.unit else ""
+        fix = (
+            f"write {number.replace(',', '.')}" if _DECIMAL_COMMA.fullmatch(number) else f"a number{unit}, such as 12.5"
+        )
+        raise UsageError(f"{text!r} is not a number", why=f"{self.label}: {self.ask}", fix=fix)
 
     def is_near(self, answer: Value, target: Value) -> bool:
         """Return whether an answer is right: near enough, or the same word."""
@@ -116,7 +130,8 @@ class Lesson(BaseModel):
     number: int = Field(ge=1)
     title: str
     seconds: int = Field(ge=1, le=180)  # on two quiet cores
-    needs: tuple[Literal["lab"], ...] = ()  # lab: emulated nodes, so root or user namespaces
+    # lab: emulated nodes, so root or user namespaces; cpu limits: two cores, and a control group that limits them.
+    needs: tuple[Literal["lab", "cpu limits"], ...] = ()
     question: str  # what is asked and why, before the predictions
     predict: tuple[Question, ...] = ()
     theory: str  # the formula or the reason, in one sentence
@@ -137,24 +152,58 @@ class LessonFolder:
     path: Path
     lesson: Lesson
 
+    def place_of(self, key: str) -> str:
+        """Return the file and the line of a key of lesson.toml."""
+        file = self.path / "lesson.toml"
+        lines = file.read_text(encoding="utf-8").splitlines()
+        return f"{file}:{next((number for number, line in enumerate(lines, 1) if line.startswith(key)), 1)}"
+
     def load_check(self) -> Callable[[Experiment], Result]:
-        """Import check.py and return its `run`."""
-        file = self.path / "check.py"
+        """Import check.py and return its `run`, whose mistakes are errors that name their line."""
+        file = (self.path / "check.py").absolute()  # as tracebacks have it
         spec = importlib.util.spec_from_file_location(f"shoal_lesson_{self.lesson.number}", file)
         if not file.is_file() or spec is None or spec.loader is None:
             raise ConfigError(f"the lesson {self.path} has no check.py", why="its function `run` does the experiment")
         module = importlib.util.module_from_spec(spec)
         # Dataclasses look up their module there.
         sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
+        with _mistakes_of(file):
+            spec.loader.exec_module(module)
         run = getattr(module, "run", None)
         if not callable(run):
-            raise ConfigError(
-                f"{file} has no function `run`",
-                why="shoal calls run(experiment), which returns a Result",
-                fix="docs/learn.md has an example",
-            )
-        return run  # type: ignore[no-any-return]
+            raise _wrong_check(f"{file} has no function `run`")
+
+        def checked_run(experiment: Experiment) -> Result:
+            with _mistakes_of(file):
+                result = run(experiment)
+            if not isinstance(result, Result):
+                raise _wrong_check(f"`run` of {file} returned no Result")
+            return result
+
+        return checked_run
+
+
+def _wrong_check(seen: str) -> ConfigError:
+    why = "shoal calls run(experiment), which returns a Result"
+    return ConfigError(seen, why=why, fix="docs/learn.md has an example")
+
+
+@contextlib.contextmanager
+def _mistakes_of(file: Path) -> Iterator[None]:
+    """Name the line of a check.py that raised: it may be an instructor's, and is no bug in shoal."""
+    try:
+        yield
+    except ShoalError:
+        raise
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        if isinstance(error, SyntaxError) and error.filename == str(file):
+            lines.append(error.lineno)
+        raise ConfigError(
+            f"{':'.join(map(str, [file, *lines[-1:]]))}: {type(error).__name__}: {error}",
+            why="check.py is a program of the lesson, and it failed there",
+            fix="correct it, or report it to the lesson's author; --debug prints the traceback",
+        ) from error
 
 
 def read_lesson(path: Path) -> LessonFolder:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import time
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
-from shoal.errors import UsageError
+from shoal.errors import DataError, UsageError
 from shoal.run_folder import write_atomically
 from shoal.tools.draw.pages import compose_page, html_head, html_section, html_table
 from shoal.tools.learn.judge import LessonResult, read_results
@@ -27,15 +28,20 @@ def write_page(out: Path) -> Path:
     return path
 
 
-def render_page(results: list[LessonResult], out: Path) -> str:
-    passed = sum(result.was_passed for result in results)
-    facts = [f"{passed} passed of {pluralize(len(results), 'lesson')} tried", _day(max(one.time for one in results))]
+def render_page(results: Mapping[int, LessonResult | DataError], out: Path) -> str:
+    tried = [result for result in results.values() if isinstance(result, LessonResult)]
+    passed = sum(result.was_passed for result in tried)
+    facts = [f"{passed} passed of {pluralize(len(results), 'lesson')} tried"]
+    facts += [_day(max(one.time for one in tried))] if tried else []
     rows = [
-        [result.number, result.title, _progress(result), len(result.tries), _day(result.time)] for result in results
+        [number, result.title, _progress(result), len(result.tries), _day(result.time)]
+        if isinstance(result, LessonResult)
+        else [number, "", f"damaged: {result.fix}", "", ""]
+        for number, result in results.items()
     ]
     overview = html_table(["", "lesson", "verdict", "tries", "last"], rows)
     body = [html_head("shoal learn", facts, []), html_section("Lessons", overview)]
-    body += [html_section(f"{result.number}. {result.title}", _lesson(result, out)) for result in results]
+    body += [html_section(f"{result.number}. {result.title}", _lesson(result, out)) for result in tried]
     return compose_page("shoal learn", "\n".join(body), {})
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from shoal.errors import ConfigError, Interrupted, RunFailed, UsageError
-from shoal.host.topology import Core, Topology
+from shoal.errors import ConfigError, RunFailed, UsageError
+from shoal.host.topology import Core, Quota, Topology
 from shoal.tools.learn.experiment import Check, Experiment, FinishedCommand, Result, Value
 from shoal.tools.learn.judge import (
     explain_lesson,
@@ -25,8 +28,9 @@ from shoal.tools.learn.judge import (
 from shoal.tools.learn.lesson import Lesson, Question, find_lesson, find_lessons, read_lesson
 from shoal.tools.learn.page import render_page, write_page
 from shoal.tools.learn.picture import draw_picture
-from shoal.tools.learn.run import play
-from tests.support.lessons import RecordedExperiment, silent
+from shoal.tools.learn.run import check_needs, play
+from tests.support.lessons import Recorded, RecordedExperiment, shoal_lesson, silent
+from tests.support.paths import ROOT
 
 TEXT = """
 number = 100
@@ -103,15 +107,40 @@ def test_predictions_are_read_in_order_by_name_or_from_one_word(lesson: Lesson) 
     expected: dict[str, Value] = {"count": 6.65, "ms": 12.0, "why": "x"}
     assert read_answers(lesson, ["6.65 MB", "12", "x"]) == expected
     assert read_answers(lesson, ["why=x", "ms=12ms", "count=6.65"]) == expected
-    assert read_answers(lesson, ["6.65,12,x"]) == expected
 
 
-@pytest.mark.parametrize("words", [[], ["1"], ["1", "2", "3", "4"], ["many", "2", "x"], ["count=1", "count=2", "x"]])
-def test_wrong_predictions_are_refused_with_what_is_asked(lesson: Lesson, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "seen", "fix"),
+    [
+        ([], "asks for 3 predictions; given: 0", "--answer COUNT"),
+        (["1"], "given: 1; missing: ms; missing: why", "--answer COUNT"),
+        (["1", "2", "3", "4"], "given: 4", "--answer COUNT"),
+        (["many", "2", "x"], "'many' is not a number", "such as 12.5"),
+        (["count=1", "count=2", "x"], "given: 3; twice: count; missing: ms", "--answer COUNT"),
+        (["ms=1", "2", "x"], "given: 3; twice: ms; missing: count", "--answer COUNT"),
+        (["6,65"], "'6,65' is not a number", "write 6.65"),
+        (["6,65 MB", "12", "x"], "'6,65 MB' is not a number", "write 6.65"),
+        *((["1", word, "x"], f"'{word}' is not a number", "such as 12.5") for word in ("nan", "inf", "-1e400")),
+    ],
+)
+def test_wrong_predictions_are_refused_with_what_is_asked(
+    lesson: Lesson, words: list[str], seen: str, fix: str
+) -> None:
     with pytest.raises(UsageError) as refused:
         read_answers(lesson, words)
+    assert seen in refused.value.seen
     assert "how" in refused.value.why
-    assert refused.value.fix
+    assert fix in refused.value.fix
+
+
+def test_a_text_has_the_form_that_its_lesson_asks_for() -> None:
+    asked = question(kind="text", ask="two letters, such as ab", pattern="[a-c]{2}")
+    assert asked.read(" ac ") == "ac"
+    with pytest.raises(UsageError, match="'abc' does not have the form of an answer") as refused:
+        asked.read("abc")
+    assert refused.value.fix == "give two letters, such as ab"
+    with pytest.raises(ValueError, match="a pattern belongs to"):
+        question(pattern="a")
 
 
 def played(lesson: Lesson, result: Result, folder: Path, cores: float, quick: bool, **answers: Value) -> list[str]:
@@ -147,10 +176,12 @@ def test_a_measurement_that_failed_is_wrong_and_theory_judges_without_one(lesson
     assert played(lesson, Result(theory), tmp_path, 0.0, False, count=3.0, ms=30.0)[1:3] == ["right", "wrong"]
 
 
-def test_an_explanation_names_a_figure_that_is_not_there(lesson: Lesson) -> None:
-    assert explain_lesson(lesson, {"count": 2}) == "It was 2.0."
-    with pytest.raises(ConfigError, match="'count'"):
-        explain_lesson(lesson, {"number": 2})
+def test_an_explanation_names_a_figure_that_is_not_there(tmp_path: Path) -> None:
+    folder = read_lesson(make_lesson(tmp_path / "mine", TEXT.lstrip()))
+    assert explain_lesson(folder, {"count": 2}) == "It was 2.0."
+    for figures, seen in (({"number": 2}, "'count'"), ({"count": "two"}, "'f'"), ({"count": None}, "NoneType")):
+        with pytest.raises(ConfigError, match=rf"lesson.toml:6: the explanation .* cannot be filled: .*{seen}"):
+            explain_lesson(folder, figures)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +189,7 @@ def test_an_explanation_names_a_figure_that_is_not_there(lesson: Lesson) -> None
     [
         (('kind = "text"', 'kind = "essay"'), "wrong value of predict.2.kind"),
         (("seconds = 5", "secnods = 5"), "lesson.toml"),
+        (('kind = "text"', 'kind = "text"\npattern = "("'), "wrong value of predict.2.pattern"),
         (('within = "2x"', 'within = "near"'), "wrong value of predict.1.within"),
         (("number = 100", "number = "), "is not valid TOML"),
         (("seconds = 5", "seconds = 500"), "wrong value of seconds"),
@@ -190,12 +222,54 @@ def test_a_lesson_without_a_function_is_refused(check: str, tmp_path: Path) -> N
         folder.load_check()
 
 
+@pytest.mark.parametrize(
+    ("check", "seen"),
+    [
+        ("import json\nx = (\n", "check.py:2: SyntaxError"),
+        ("import no_such_module\n", "check.py:1: ModuleNotFoundError"),
+        ("def run(experiment):\n    return helper()\n\ndef helper():\n    return 1 / 0\n", "check.py:5: ZeroDivision"),
+        ("import json\ndef run(experiment):\n    json.loads('x')\n", "check.py:3: JSONDecodeError"),
+        ("def run(experiment):\n    pass\n", "check.py returned no Result"),
+    ],
+)
+def test_a_mistake_in_a_check_is_named_with_its_line(check: str, seen: str, tmp_path: Path) -> None:
+    folder = read_lesson(make_lesson(tmp_path / "mine", check=check))
+    with pytest.raises(ConfigError, match=re.escape(seen)):
+        folder.load_check()(RecordedExperiment(tmp_path, {}, {}))
+
+
+def test_a_failure_of_a_command_is_no_mistake_in_the_check(tmp_path: Path) -> None:
+    fails = "from shoal.errors import RunFailed\ndef run(experiment):\n    raise RunFailed('no route')\n"
+    folder = read_lesson(make_lesson(tmp_path / "mine", check=fails))
+    with pytest.raises(RunFailed, match="no route"):
+        folder.load_check()(RecordedExperiment(tmp_path, {}, {}))
+
+
+def test_the_lesson_of_the_documentation_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.tools.learn.experiment.this_machine_is_cpu_only", lambda: True)
+    page = (ROOT / "docs/learn.md").read_text()
+    toml, check = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("toml", "python"))
+    folder = read_lesson(make_lesson(tmp_path / "mine", toml[0], check[0]))
+    manifest = {"step_s_measured": 0.1, "byte_equivalent": True}
+    experiment = RecordedExperiment(
+        tmp_path, {"shoal train --on local:2": manifest}, read_answers(folder.lesson, ["90"])
+    )
+    result = folder.load_check()(experiment)
+    assert explain_lesson(folder, result.figures).endswith("100 is a figure that check.py returns.")
+    predictions, checks = judge(folder.lesson, result, experiment)
+    assert verdict_of([*predictions, *checks]) == "passed"
+
+
+def test_predictions_of_the_documentation_are_read() -> None:
+    assert read_answers(shoal_lesson(2).lesson, ["5", "7.5"]) == {"two": 5.0, "three": 7.5}
+
+
 def test_tries_are_kept_and_a_page_shows_them(tmp_path: Path) -> None:
     folder, out = read_lesson(make_lesson(tmp_path / "mine")), tmp_path / "learn"
     for count in (9.0, 3.0, 8.0, 3.0):
         experiment = RecordedExperiment(next_folder(out, 100), {}, {"count": count, "ms": 10.0, "why": "<b>"})
         result = folder.load_check()(experiment)
-        judged = make_result(folder.lesson, result, experiment, out, began=1e9)
+        judged = make_result(folder, result, experiment, out, began=1e9)
         draw_picture(result.picture, "title", judged.predictions, out / judged.picture)
         write_result(judged, out)
         if count == 8.0:
@@ -213,26 +287,49 @@ def test_tries_are_kept_and_a_page_shows_them(tmp_path: Path) -> None:
     assert write_page(out).read_text() == page
 
 
-def test_an_interrupted_lesson_says_so_and_a_busy_machine_is_named_first(
+def test_an_interrupted_try_is_not_kept_and_a_busy_machine_is_named_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.tools.learn.experiment.busy_cores", lambda: 1.5)
     interrupt = "def run(experiment):\n    raise KeyboardInterrupt\n"
     folder, sentences = read_lesson(make_lesson(tmp_path / "mine", check=interrupt)), list[str]()
-    with pytest.raises(Interrupted, match="lesson 100 was interrupted") as caught:
+    with pytest.raises(KeyboardInterrupt):
         play(folder, tmp_path / "learn", {}, silent, sentences.append)
-    assert caught.value.fix == "shoal learn 100"
     assert sentences == ["other programs keep 1.5 cores busy now: it takes longer, and times are not judged"]
-    assert read_results(tmp_path / "learn") == []
+    assert read_results(tmp_path / "learn") == {}
 
 
-def test_a_broken_result_is_named(tmp_path: Path) -> None:
-    path = result_path(tmp_path, 2)
-    path.write_text('{"number": 2}')
-    with pytest.raises(UsageError, match=re.escape(f"{path} cannot be used")):
-        read_results(tmp_path)
+def test_a_damaged_result_is_named_before_the_lesson_and_on_the_page(lesson: Lesson, tmp_path: Path) -> None:
+    path = result_path(tmp_path, 100)
+    path.write_text('{"number": 100}')
+    with pytest.raises(UsageError, match=re.escape(f"{path} cannot be used")) as refused:
+        check_needs(lesson, tmp_path)
+    assert f"damaged: {refused.value.fix}" in write_page(tmp_path).read_text()
     with pytest.raises(UsageError, match="no lesson was done yet"):
         write_page(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("can_limit", "cpus", "quota", "why"),
+    [
+        (False, 8, None, "it needs a control group with a cpu controller"),
+        (True, 1, None, "its nodes need two cores, and 1 is usable here"),
+        (True, 8, Quota(1.5, "cpu.max"), "its nodes need two cores, and 1.5 is usable here"),
+        (True, 2, None, ""),
+    ],
+)
+def test_a_lesson_that_limits_cpus_needs_two_and_a_control_group(
+    can_limit: bool, cpus: int, quota: Quota | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = "shoal.tools.learn.run"
+    monkeypatch.setattr(f"{place}.require_lab", lambda: None)
+    monkeypatch.setattr(f"{place}.can_limit_cpu", lambda: can_limit)
+    monkeypatch.setattr(f"{place}.usable_cpus", lambda: (set(range(cpus)),) * 2)
+    monkeypatch.setattr(f"{place}.this_topology", lambda: Topology((Core(),) * cpus, quota))
+    expected = pytest.raises(UsageError, match="lesson 8 cannot be played here") if why else contextlib.nullcontext()
+    with expected as refused:
+        check_needs(shoal_lesson(8).lesson, tmp_path)
+    assert refused is None or refused.value.why.startswith(why)
 
 
 class Failing(Experiment):
@@ -250,6 +347,24 @@ def test_a_command_that_fails_ends_the_lesson_with_its_words(tmp_path: Path, mon
     assert failed.value.seen == "shoal train --steps 3 ended with exit code 3"
     assert "error: no route" in failed.value.why
     assert experiment.commands[-1].command == "shoal lab down"
+
+
+@pytest.mark.parametrize("number", [10, 11, 16])
+def test_a_lab_is_removed_also_if_its_start_is_interrupted(number: int, tmp_path: Path) -> None:
+    recorded: dict[str, Recorded] = {"lab up": FinishedCommand("lab up", 130, "", "", 0.1), "lab down": ""}
+    with pytest.raises(RunFailed), RecordedExperiment(tmp_path / "try-1", recorded, {}) as experiment:
+        shoal_lesson(number).load_check()(experiment)
+    assert f"shoal lab down --name learn-{number}-" in experiment.commands[-1].command
+
+
+def test_a_lab_is_removed_also_if_the_terminal_was_closed(tmp_path: Path) -> None:
+    def closed(_: str) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with RecordedExperiment(tmp_path / "try-1", {"lab down": ""}, {}) as experiment:
+        experiment.at_end("lab", "down")
+        experiment._display = closed
+    assert experiment.commands[-1].command.endswith("shoal lab down")
 
 
 def test_a_lesson_computes_on_this_many_cores_and_on_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

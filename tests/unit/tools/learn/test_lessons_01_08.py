@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.tools.learn.experiment import Value
+from shoal.tools.learn.judge import explain_lesson
 from shoal.tools.learn.lesson import find_lessons
 from tests.support.lessons import Recorded, play_recorded, shoal_lesson, write_events
 from tests.support.paths import ROOT
@@ -193,7 +194,9 @@ def test_a_wrong_prediction_or_another_link_fails_lesson_4(
 # 5: why two are not twice as fast
 
 
-def compared(exposed: float = 0.01, backward: float = 0.05, second: bytes = b"a", **manifest: Any) -> Recorded:
+def compared(
+    exposed: float = 0.01, backward: float = 0.05, wait: float = 0.0, second: bytes = b"a", **manifest: Any
+) -> Recorded:
     phases = {"data": 0.0, "forward": 0.03, "backward": 0.05, "optimizer": 0.005, "other": 0.0, "wait": 0.0}
 
     def bench(folder: Path) -> dict[str, Any]:
@@ -210,7 +213,7 @@ def compared(exposed: float = 0.01, backward: float = 0.05, second: bytes = b"a"
         }  # fmt: skip
         (run / "manifest.json").write_text(json.dumps(known | manifest))
         row = {"step_s": 0.085, "speedup": 1.0, "other_programs_cores": 0.0}
-        two = phases | {"exposed": exposed, "backward": backward}
+        two = phases | {"exposed": exposed, "backward": backward, "wait": wait}
         return {"rows": [row | {"phases": phases | {"exposed": 0.0}}, row | {"phases": two, "speedup": 0.95}]}
 
     return bench
@@ -227,6 +230,19 @@ def test_the_cores_are_the_largest_cost_and_the_sheet_is_written(tmp_path: Path)
     manifest = json.loads((sheet / "manifest.json").read_text())
     assert len(manifest) == 12
     assert (manifest["lab"], manifest["seed"]) == ("01-ddp-on-cpu", 35000)
+
+
+@pytest.mark.parametrize(
+    ("bench", "explained"),
+    [
+        (compared(), "the computing itself costs the most"),
+        (compared(exposed=0.2), "backward hid too little"),
+        (compared(wait=0.2), "waiting cost the most"),
+    ],
+)
+def test_the_explanation_of_lesson_5_follows_what_was_measured(bench: Recorded, explained: str, tmp_path: Path) -> None:
+    _, result, _ = play_recorded(5, tmp_path, {"bench scaling": bench}, CORES)
+    assert explained in explain_lesson(shoal_lesson(5), result.figures)
 
 
 @pytest.mark.parametrize(
@@ -340,6 +356,7 @@ def test_barriers_enclose_what_the_hook_sees(tmp_path: Path) -> None:
         (clocks(), CLOCKS | {"added": "longer"}, ["added"]),
         (clocks(alone=5.0), CLOCKS, ["added"]),
         (clocks(hook=90.0), CLOCKS, ["longer", "the hook's time is within that of the barriers in every step"]),
+        (clocks(hook=0.0), CLOCKS | {"added": "longer"}, ["the hook measured an exchange in every step"]),
         (clocks(steps=59), CLOCKS, ["every step was timed by both clocks"]),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.errors import UsageError
 from shoal.tools.learn.experiment import Value
-from tests.support.lessons import Recorded, play_recorded, write_events
+from tests.support.lessons import Recorded, play_recorded, shoal_lesson, write_events
 
 Files = Callable[[Path], dict[str, Any]]
 
@@ -124,7 +124,11 @@ class Doctor:
 
 
 def firewalled(
-    findings: list[dict[str, str]] | None = None, is_healthy: bool = True, dialled: int = 1, is_equal: bool = True
+    findings: list[dict[str, str]] | None = None,
+    is_healthy: bool = True,
+    dialled: int = 1,
+    is_equal: bool = True,
+    sent: float = 1.0,
 ) -> dict[str, Recorded]:
     ranks = {
         f"ring-{rank}.json": {
@@ -132,7 +136,7 @@ def firewalled(
             "dialled": ["10.77.0.1"] if rank == dialled else [],
             "rounds": ROUNDS[rank],
             "is_equal": is_equal,
-            "sent_of_gradients": 1.0,
+            "sent_of_gradients": sent,
         }
         for rank in (0, 1)
     }
@@ -171,6 +175,7 @@ def test_the_lower_address_must_open(tmp_path: Path) -> None:
             ["after the rule that doctor printed, doctor is content"],
         ),
         (lambda: firewalled(dialled=0), RIGHT_10, ["node2 dialled node1, once"]),
+        (lambda: firewalled(sent=0.5), RIGHT_10, ["each rank sent 2(N−1)/N of the gradients"]),
         (lambda: firewalled(is_equal=False), RIGHT_10, ["the ring by hand gave what gloo's all-reduce gave"]),
     ],
 )
@@ -263,7 +268,8 @@ RIGHT_12: dict[str, Value] = {"ddp": 6.65, "accumulate": 1.66, "fp16": 3.33, "in
 
 @pytest.mark.parametrize("order", ["aifds", "IAFDS", "a, i, f, s, d"])
 def test_the_order_of_levers_may_have_one_swap(order: str, tmp_path: Path) -> None:
-    verdict, result, _ = play_recorded(12, tmp_path, levers(), RIGHT_12 | {"order": order})
+    read = shoal_lesson(12).lesson.predict[-1].read(order)
+    verdict, result, _ = play_recorded(12, tmp_path, levers(), RIGHT_12 | {"order": read})
     assert verdict == "passed"
     assert result.figures["order"] == "accumulate:4 4,200, int8 4,000, fp16 2,900, ddp 1,600, stock 1,500"
 
@@ -286,9 +292,9 @@ def test_wrong_bytes_or_another_order_fail_lesson_12(
 
 
 @pytest.mark.parametrize("order", ["aifd", "aifdd", "fast"])
-def test_what_is_no_order_is_refused_before_anything_runs(order: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="not an order of the five"):
-        play_recorded(12, tmp_path, {}, RIGHT_12 | {"order": order})
+def test_what_is_no_order_is_refused_before_anything_runs(order: str) -> None:
+    with pytest.raises(UsageError, match="does not have the form of an answer to order"):
+        shoal_lesson(12).lesson.predict[-1].read(order)
 
 
 # 13: does memory add up?

@@ -13,6 +13,12 @@ SHEET = (
     "seed", "lab", "backend", "world_size", "model_params", "steps", "allreduce_p50_ms", "allreduce_p95_ms",
     "tokens_per_sec_1proc", "tokens_per_sec_2proc", "byte_equivalent", "lesson_notes",
 )  # fmt: skip
+# What the largest cost means, in the explanation.
+CAUSES = {
+    "cores": "Here the computing itself costs the most: both share the cores and the memory of one machine.",
+    "all-reduce": "Here it is so: backward hid too little of it.",
+    "waiting": "Here waiting cost the most: each step ends with the slower one of the two.",
+}
 COMPUTING = ("data", "forward", "backward", "optimizer", "other")
 
 
@@ -23,13 +29,14 @@ def run(experiment: Experiment) -> Result:
     for row in (one, two):
         experiment.note_load(row["other_programs_cores"])
     costs = costs_of(one, two)
+    cause = max(costs, key=lambda name: costs[name])
     sheet = experiment.files / "lab-01"
     manifest = write_sheet(experiment.folder / "scaling", sheet)
     states = sorted(sheet.glob("state-rank-*"))
     missing = [name for name in SHEET if manifest.get(name) in (None, "")]
     return Result(
         theory={"speedup": 1.0, "cause": "cores"},
-        measured={"speedup": two["speedup"], "cause": max(costs, key=lambda name: costs[name])},
+        measured={"speedup": two["speedup"], "cause": cause},
         checks=[
             Check(
                 "the manifest has its twelve fields, and the paragraph that compares one with two",
@@ -48,6 +55,7 @@ def run(experiment: Experiment) -> Result:
             "cores": 1e3 * costs["cores"],
             "allreduce": 1e3 * costs["all-reduce"],
             "waiting": 1e3 * costs["waiting"],
+            "cause": CAUSES[cause],
             "folder": str(Path(experiment.files.parent.name, experiment.files.name, sheet.name)),
         },
     )

@@ -49,7 +49,7 @@ def main() -> None:
         for name in ("barrier_s", "alone_s"):
             with contextlib.nullcontext() if name == "barrier_s" else model.no_sync():
                 loss = model(batch).square().mean()
-                clock.began = 0.0
+                clock.began = clock.ended = 0.0
                 dist.barrier()
                 before = time.perf_counter()
                 loss.backward()

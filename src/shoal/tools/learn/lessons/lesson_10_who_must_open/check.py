@@ -18,8 +18,8 @@ PORTS = "22,29500"
 def run(experiment: Experiment) -> Result:
     name = f"learn-10-{os.getpid()}"
     lab = ("--name", name)
-    up = experiment.shoal("lab", "up", "2", *lab, "--json").json()
     experiment.at_end("lab", "down", *lab)
+    up = experiment.shoal("lab", "up", "2", *lab, "--json").json()
     addresses = {node["name"]: node["address"] for node in up["nodes"]}
     for node in NODES:
         experiment.shoal("lab", "firewall", node, "--allow", PORTS, *lab)

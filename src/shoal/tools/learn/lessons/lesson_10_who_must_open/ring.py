@@ -23,14 +23,16 @@ def main() -> None:
     chunks = list(torch.randn(size, CHUNK))
     expected = torch.stack(chunks)
     dist.all_reduce(expected)
-    rounds = []
+    gradient_bytes, sent_bytes, rounds = sum(chunk.nbytes for chunk in chunks), 0, []
     for number in range(2 * (size - 1)):
         # First each chunk collects the numbers of all ranks; then the finished chunks travel around once more.
         sends, receives = (rank - number) % size, (rank - number - 1) % size
         to, incoming = (rank + 1) % size, torch.empty(CHUNK)
-        sending = dist.isend(chunks[sends], to)
+        outgoing = chunks[sends]
+        sending = dist.isend(outgoing, to)
         dist.recv(incoming, (rank - 1) % size)
         sending.wait()
+        sent_bytes += outgoing.nbytes
         chunks[receives] = chunks[receives] + incoming if number < size - 1 else incoming
         rounds.append({"from": names[rank], "to": names[to], "chunk": sends})
     facts = {
@@ -38,7 +40,7 @@ def main() -> None:
         "dialled": dialled(),
         "rounds": rounds,
         "is_equal": torch.allclose(torch.stack(chunks), expected, atol=1e-5),
-        "sent_of_gradients": len(rounds) / size,
+        "sent_of_gradients": sent_bytes / gradient_bytes,
     }
     Path(f"ring-{rank}.json").write_text(json.dumps(facts))
     dist.barrier()

@@ -26,8 +26,8 @@ def run(experiment: Experiment) -> Result:
     steps = int(experiment.steps(120, quick=60))
     for script in ("plain_ddp.py", "session_loop.py"):
         (experiment.folder / script).write_text((HERE / script).read_text())
-    experiment.shoal("lab", "up", "2", "--name", name)
     experiment.at_end("lab", "down", "--name", name)
+    experiment.shoal("lab", "up", "2", "--name", name)
     kill = lose_node_of_ddp(experiment, name, "kill")
     experiment.shoal("lab", "start", "node2", "--name", name)
     freeze = lose_node_of_ddp(experiment, name, "freeze")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.errors import UsageError
 from shoal.tools.learn.experiment import Bars, Check, Experiment, Result, Value
 
 LEVERS = ("stock", "ddp", "accumulate:4", "fp16", "int8")
@@ -14,7 +13,6 @@ PARAMETERS, BLOCK = 1_663_488, 256
 
 
 def run(experiment: Experiment) -> Result:
-    order = read_order(experiment.answers.get("order", THEORY))
     levers = ("ddp", "int8") if experiment.is_quick else LEVERS
     bench = ("bench", "levers", "--on", "lab:2,link=100mbit", "--levers", ",".join(levers), "--out", "levers")
     rows = experiment.shoal(*bench, "--steps", experiment.steps(10, quick=4), "--json").json()["rows"]
@@ -28,6 +26,7 @@ def run(experiment: Experiment) -> Result:
         megabytes[lever.partition(":")[0]] = None if sent is None else 1e-6 * sent / batches[lever]
     fastest = sorted(measured, key=lambda lever: -measured[lever]["tokens_per_s"])
     seen = "".join(lever[0] for lever in fastest)
+    order = str(experiment.answers.get("order", THEORY)).lower()
     given = "".join(letter for letter in order if letter in seen)
     swaps = count_swaps(given, seen)
     return Result(
@@ -56,18 +55,6 @@ def run(experiment: Experiment) -> Result:
             {"measured": [measured[lever]["tokens_per_s"] for lever in fastest]},
         ),
     )
-
-
-def read_order(typed: Value) -> str:
-    """Return the letters of an order; refuse what is none, before anything is measured."""
-    letters = "".join(letter for letter in str(typed).lower() if letter.isalpha())
-    if sorted(letters) != sorted(THEORY):
-        raise UsageError(
-            f"{typed!r} is not an order of the five",
-            why="each of s(tock), d(dp), a(ccumulate), f(p16) and i(nt8) has one place",
-            fix="from the fastest to the slowest, such as sdafi",
-        )
-    return letters
 
 
 def count_swaps(given: Sequence[str], right: Sequence[str]) -> int:

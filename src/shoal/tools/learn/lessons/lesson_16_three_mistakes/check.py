@@ -34,8 +34,8 @@ class TwoMachines:
         self.lab = f"learn-16-{os.getpid()}"
         for script in ("job.py", "on_both.py"):
             (experiment.folder / script).write_text((HERE / script).read_text())
-        experiment.shoal("lab", "up", "2", "--name", self.lab)
         experiment.at_end("lab", "down", "--name", self.lab)
+        experiment.shoal("lab", "up", "2", "--name", self.lab)
 
     def on_node(self, node: str, *words: str) -> None:
         self.experiment.shoal("lab", "exec", "--name", self.lab, node, "--", *words)
