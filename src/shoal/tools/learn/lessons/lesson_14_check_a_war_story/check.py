@@ -53,7 +53,6 @@ def run(experiment: Experiment) -> Result:
             is_timing=True,
         ),
     ]
-    rest = step - exchange - memory
     return Result(
         theory={"part": 100 * parts["network"], "limit": limit if parts[limit] > MOST else "neither"},
         checks=checks,
@@ -73,6 +72,6 @@ def run(experiment: Experiment) -> Result:
             f"Where {step:.1f} s of a step went",
             "s",
             ["all-reduce", "memory", "the rest"],
-            {"s": [exchange, memory, rest]},
+            {"s": [exchange, memory, step - exchange - memory]},
         ),
     )
