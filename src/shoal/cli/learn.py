@@ -109,7 +109,7 @@ def _list_lessons(lessons: dict[int, LessonFolder], out: Path, json: bool, optio
             str(number),
             one.lesson.title,
             format_duration(one.lesson.seconds),
-            ", ".join(one.lesson.needs),
+            ", ".join(need.removesuffix(" limits") for need in one.lesson.needs),
             _progress(results.get(number)),
         )
         for number, one in lessons.items()
@@ -137,7 +137,7 @@ def _progress(result: LessonResult | DataError | None) -> Text:
         return Text("damaged", "red")
     if result.was_passed:
         return Text("passed", "green")
-    return Text(_NOISY, "yellow") if result.verdict == "too noisy" else Text("not passed", "red")
+    return Text(result.verdict, "yellow" if result.verdict == "too noisy" else "red")
 
 
 def _list_document(lesson: Lesson, result: LessonResult | DataError | None) -> dict[str, Any]:
@@ -179,6 +179,7 @@ def _play(
     if words:
         answers = read_answers(lesson, words)
     elif lesson.predict and not yes and not sys.stdin.isatty():
+        _print_question(lesson, console)
         read_answers(lesson, words)
     check_needs(lesson, out)
     _print_question(lesson, console)
@@ -188,6 +189,9 @@ def _play(
         except EOFError:
             console.print()
             read_answers(lesson, words)
+        except KeyboardInterrupt:
+            console.print()
+            raise
     warn = lambda sentence: print_paragraph(f"[yellow]{sentence}[/]", console)  # noqa: E731
     again = as_command("learn", str(lesson.number), *options)
     for signum in END_SIGNALS:
@@ -307,7 +311,12 @@ def _verdict(result: LessonResult) -> str:
     has_times = any(one.judgement == "too noisy" for one in judged)
     loud = has_times and not result.is_passed
     note = f" (other programs kept {result.other_programs_cores:.1f} cores busy)" if loud else ""
-    return f"[{_STYLES[result.verdict]}]{result.verdict}[/]{unjudged}{note}"
+    wrong = [one.label for one in result.predictions if one.judgement == "wrong"]
+    failed = sum(check.judgement == "wrong" for check in result.checks)
+    reasons = [f"wrong: {escape(', '.join(wrong))}"] if wrong else []
+    reasons += [f"{pluralize(failed, 'check')} failed (✗)"] if failed else []
+    why = f": {'; '.join(reasons)}" if reasons else ""
+    return f"[{_STYLES[result.verdict]}]{result.verdict}[/]{why}{unjudged}{note}"
 
 
 def _write_report(out: Path, json: bool) -> int:

@@ -56,7 +56,7 @@ def test_a_result_fits_the_terminal(
     assert "prediction 13.3 MB 8.87 MB theory 6.65 MB 8.87 MB measurement 6.65 MB 8.87 MB not within 5%" in text
     assert "✗ each of the nodes sent as much as the others: 6.65 and 13.3 MB" in text
     assert "– the exchange took no longer than 2 s: 3 s (too noisy, repeat)" in text
-    assert "not passed (other programs kept 0.6 cores busy)" in text
+    assert "not passed: wrong: 2 nodes; 1 check failed (✗) (other programs kept 0.6 cores busy)" in text
     assert [(line.split()[0], line.split()[-1]) for line in lines[-2:]] == [("again:", "2"), ("next:", "3")]
 
 

@@ -277,11 +277,15 @@ def test_the_order_of_levers_may_have_one_swap(order: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("recorded", "answers", "wrong"),
     [
-        (levers(), {"order": "faids"}, ["your order, with at most one swap of neighbours"]),
+        (
+            levers(),
+            {"order": "faids"},
+            ["your order, with at most one swap of neighbours that are more than 10% apart"],
+        ),
         (levers(), {"accumulate": 6.65}, ["accumulate"]),
         (levers(), {"fp16": 6.65}, ["fp16"]),
         (levers(int8_bytes=None), {}, ["int8"]),
-        (levers(stock=9000.0), {}, ["your order, with at most one swap of neighbours"]),
+        (levers(stock=9000.0), {}, ["your order, with at most one swap of neighbours that are more than 10% apart"]),
     ],
 )
 def test_wrong_bytes_or_another_order_fail_lesson_12(

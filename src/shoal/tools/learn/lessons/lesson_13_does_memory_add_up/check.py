@@ -78,6 +78,9 @@ def train(experiment: Experiment, name: str, ranks: int, sync: str) -> Kept:
     experiment.shoal("run", *options, SCRIPT.name, name, layers)
     counted = [json.loads((experiment.folder / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
     peak_bytes = experiment.read_run(name).summary.peak_memory_bytes or 0.0
+    # They have been counted, and take 2 GB of the disk for each try.
+    for state in (experiment.folder / name).rglob("*.safetensors"):
+        state.unlink()
     return Kept({part: max(one[part] / one["parameters"] for one in counted) for part in PARTS}, 1e-6 * peak_bytes)
 
 
