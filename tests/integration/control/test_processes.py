@@ -35,12 +35,15 @@ def test_a_supervisor_of_another_version_is_recognised_by_its_agents(tmp_path: P
 
 
 ASK = """
-import subprocess, sys
+import pathlib, subprocess, sys
 from shoal.control.processes import is_of_own_run, make_marks
 
 for run in ("/runs/a", "/copies/of/node2/a", "/runs/b", None):
     variables = {} if run is None else make_marks(run, "rank-0")
     with subprocess.Popen(["sleep", "60"], env={"PATH": sys.argv[1], **variables}) as process:
+        # The kernel shows no variables for a moment after the start.
+        while not pathlib.Path(f"/proc/{process.pid}/environ").read_bytes():
+            pass
         print(is_of_own_run(process.pid))
         process.kill()
 """
