@@ -210,8 +210,10 @@ class Pod:
             agent.leave()
         else:
             self._note("all pods end: the ranks finish their step and save")
-            self._job.evicted.touch()
             agent.stop()
+            # On a full volume the ranks still save what they can.
+            with contextlib.suppress(OSError):
+                self._job.evicted.touch()
         await agent.wait(_AGENT_WITHIN_S)
         if self._launch is not None and not staying:
             with contextlib.suppress(TimeoutError):
